@@ -26,7 +26,7 @@ struct alignas(64) Chunk {
   float scale[kLanes];
 };
 
-// What precedes the chunks of a token. The sums per group follow the chunks.
+// The header before the chunks of a token. The sums per group follow the chunks.
 struct alignas(64) TokenHeader {
   int32_t is_finite;
 };

@@ -1,4 +1,4 @@
-// What the linear layers check and count alike.
+// Checks and sizes that the linear layers share.
 #pragma once
 
 #include <string>

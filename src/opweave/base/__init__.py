@@ -1,5 +1,5 @@
-"""The ground floor that every other package builds on.
+"""The lowest package, which all others import.
 
-Errors, the owner of a registration, transactions and registration sites. Imports torch and the
-standard library, nothing else of opweave.
+Errors, owners of registrations, transactions and registration sites. Imports only torch and the
+standard library.
 """

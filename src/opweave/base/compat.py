@@ -23,14 +23,14 @@ is_dynamo_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
 
 def trace_instead(function: Callable[..., Any], traced: Callable[..., Any]) -> None:
-    """Let Dynamo trace *traced* wherever it meets *function*, which then need not ask who calls."""
+    """Make Dynamo trace *traced* in place of *function*, which then need not check for Dynamo."""
     cast("Any", function)._torchdynamo_inline = traced
 
 
 def run_untraced(function: Callable[..., Any]) -> None:
-    """Let Dynamo leave *function*, and all that it calls, to Python where it is not inlined.
+    """Disable Dynamo for *function* and the functions that it calls, unless it is inlined.
 
-    That is where a graph break or a function that Dynamo skips makes the call.
+    It is not inlined if the call comes after a graph break, or from a function that Dynamo skips.
     """
     eval_frame: Any = torch._C._dynamo.eval_frame
     skip = eval_frame._FrameAction.SKIP
@@ -39,14 +39,14 @@ def run_untraced(function: Callable[..., Any]) -> None:
 
 
 def graph_break(message: str) -> None:
-    """Break the graph that Dynamo is tracing; *message* is what it reports."""
+    """Break the graph that Dynamo is tracing, with the reason *message*."""
     torch._dynamo.graph_break(msg=message)
 
 
 def before_loading_packages(prepare: Callable[[], None]) -> None:
     """Call *prepare* before each AOTInductor package that this process loads.
 
-    A package looks its ops up while it is loaded, and torch has no hook for that.
+    A package looks up its ops while it is loaded, and torch does not have a hook for that.
     """
     aoti: Any = torch._C._aoti
     original: Any = aoti.AOTIModelPackageLoader
@@ -144,7 +144,7 @@ share_storage: Callable[[torch.Tensor, torch.Tensor], bool] = cast("Any", torch.
 
 
 def decided(condition: bool | torch.SymBool, *, otherwise: bool) -> bool:
-    """Return *condition*, or *otherwise* if it is about a size that only the data will tell."""
+    """Return *condition*, or *otherwise* if it depends on a data-dependent size."""
     if isinstance(condition, bool):
         return condition
     from torch.fx.experimental import symbolic_shapes
@@ -185,7 +185,7 @@ def size_bounds(size: int | torch.SymInt | None) -> tuple[float, float] | None:
 
 
 def depends_on_data(error: Exception) -> bool:
-    """Whether *error* says that a condition is about a size that only the data will tell."""
+    """Whether *error* reports a condition on a data-dependent size."""
     module: Any = sys.modules.get("torch.fx.experimental.symbolic_shapes")  # long to import
     return module is not None and isinstance(error, module.GuardOnDataDependentSymNode)
 
@@ -211,11 +211,11 @@ def is_x86() -> bool:
 
 
 def forget_failed_groups() -> None:
-    """Let the next default process group have the same name as in a process that never had one.
+    """Reset torch's counter of process groups after a failed attempt to join one.
 
-    torch numbers the groups that a process tries to join. The number is part of the keys by which
-    the ranks find each other, and only :func:`torch.distributed.destroy_process_group` resets it:
-    after an attempt that fails, the process would look for the others under other keys.
+    The number is part of the keys by which the ranks find each other, and only
+    :func:`torch.distributed.destroy_process_group` resets it. Without the reset, the next attempt
+    would use other keys than the other ranks.
     """
     from torch.distributed import distributed_c10d
 
@@ -255,12 +255,12 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 
 
 def is_taken_in_torch_ops(name: str) -> bool:
-    """Whether ``torch.ops.<namespace>.<name>`` means something else than an op."""
+    """Whether ``torch.ops.<namespace>.<name>`` is an attribute other than an op."""
     return name == "name" or hasattr(torch._ops._OpNamespace, name)
 
 
 def namespace_attributes(namespace: str) -> list[str]:
-    """Return the names that ``torch.ops.<namespace>`` has for itself, so that no op can."""
+    """Return the attribute names that ``torch.ops.<namespace>`` reserves."""
     return dir(cast("Any", torch._ops._OpNamespace)(namespace))
 
 
@@ -275,14 +275,14 @@ def no_torch_function() -> AbstractContextManager[None]:
 
 
 def depends_on_values(op: OpOverload) -> Exception:
-    """Return the error of a fake implementation whose result only the values will tell."""
+    """Return the error that a fake implementation raises for a data-dependent result."""
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
     return DataDependentOutputException(op)
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Let ``torch.compile`` take any size of *dim*, and fail where it cannot."""
+    """Mark *dim* as dynamic for ``torch.compile``, which fails if it has to specialize it."""
     torch._dynamo.mark_dynamic(tensor, dim)
 
 
@@ -300,8 +300,8 @@ def remove_ops(library: Library) -> None:
 def register_fake(library: Library, name: str, function: Callable[..., Any]) -> None:
     """Give the torch op *name* of *library* a fake implementation.
 
-    ``Library._register_fake`` would also read source files, to note where it was called: a third of
-    the time that importing opweave took.
+    ``Library._register_fake`` would also read source files to record its caller, which took a third
+    of opweave's import time.
     """
     untyped: Any = library
     entry = torch._library.simple_registry.singleton.find(f"{untyped.ns}::{name}")

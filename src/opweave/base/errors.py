@@ -1,6 +1,6 @@
-"""Errors that every package of opweave raises, and helpers for their messages.
+"""Errors that all packages share, and helpers for their messages.
 
-Each message says what was asked, what was found, what is possible, and how to fix it.
+Each message says what failed, what was given, what is accepted and how to fix it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from opweave.base.owner import absences_note
 
 
 class OpweaveError(Exception):
-    """Base class of every error that opweave raises about what it was given.
+    """Base class of the errors that opweave raises for invalid input or settings.
 
-    The message is for the user, who can mend what it names.
+    The message is for the user, and says how to fix the problem.
     """
 
 
 class UnknownError(OpweaveError):
-    """Base class of errors about a name that nobody has registered.
+    """Base class of errors about a name that is not registered.
 
-    The message goes on with the plugins that are absent, since one of them may have it.
+    The message also lists plugins that were not loaded, since the name may come from one of them.
     """
 
     def __init__(self, message: str) -> None:
@@ -38,11 +38,11 @@ class TransactionClosedError(IrError, RuntimeError):
 
 
 class SettingWarning(UserWarning):
-    """A setting cannot be followed, or means nothing, and nothing follows from it."""
+    """A setting has no effect, because it cannot be applied or is unknown."""
 
 
 class ReplacedWarning(UserWarning):
-    """A plugin puts its own in the place of what another plugin has set."""
+    """A plugin replaces a value that another plugin has set."""
 
 
 _LISTED = 12  # more names than that are not read
@@ -68,9 +68,9 @@ def did_you_mean(name: str, known: Iterable[str], unlisted: Iterable[str] = ()) 
 
 
 def described(error: BaseException, lines: int | None = None) -> str:
-    r"""Return the type of *error*, what it says, or its first *lines* lines, and notes, in a line.
+    r"""Return the type, message and notes of *error* in one line.
 
-    What a colon announces at the end of those lines is said, too.
+    With *lines*, use only the first lines of the message, and one more if they end with a colon.
 
     Examples:
         >>> described(ValueError("a\nb")), described(ValueError("a\nb"), 1), described(KeyError())
@@ -91,7 +91,7 @@ def described(error: BaseException, lines: int | None = None) -> str:
 
 
 def notes(error: BaseException) -> str:
-    """Return the notes of *error* in brackets, to follow what it says.
+    """Return the notes of *error* in brackets, to append to its message.
 
     Examples:
         >>> error = ValueError("a")

@@ -1,4 +1,4 @@
-"""Who registers: the plugin on whose behalf ops, implementations, layers and models are entered."""
+"""Owners: the plugins on whose behalf ops, implementations, layers and models are registered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import FrameType
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A plugin, and the distribution that it was installed with.
+    """A plugin, and the distribution that provides it.
 
     Examples:
         >>> str(Owner("acme", "acme-device", "0.1.0"))
@@ -31,14 +31,14 @@ _owner: ContextVar[Owner | None] = ContextVar("owner", default=None)
 
 
 def current_owner() -> Owner | None:
-    """Return the plugin that registers here and now; None for opweave itself and for programs."""
+    """Return the plugin that currently registers; None for opweave itself and for programs."""
     owner = _owner.get()
     return None if owner is None or is_own_import() else owner
 
 
 @contextmanager
 def owned_by(owner: Owner | None) -> Iterator[None]:
-    """Let *owner* be the owner of everything that is registered inside the block."""
+    """Make *owner* the owner of everything that is registered inside the block."""
     token = _owner.set(owner)
     try:
         yield
@@ -47,9 +47,9 @@ def owned_by(owner: Owner | None) -> Iterator[None]:
 
 
 def is_own_import() -> bool:
-    """Whether a module of opweave itself is being imported, and registers what comes with it.
+    """Whether a module of opweave itself is being imported.
 
-    A plugin may be the first to import it, but has no part in what it registers.
+    A plugin may import it first, but does not own the module's registrations.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -69,7 +69,7 @@ def note_way_out(owner: Owner, setting: str) -> None:
 
 
 def way_out(owner: Owner | None) -> str:
-    """Return a sentence on how to go on without a plugin, for messages about what it has done.
+    """Return a sentence on how to continue without a plugin, for messages about its errors.
 
     Examples:
         >>> way_out(None)
@@ -83,7 +83,7 @@ _absences: dict[str, str] = {}
 
 
 def note_absence(plugin: str, why: str | None) -> None:
-    """Remember why a plugin registered nothing, ``"failed to load"``; None: it has after all."""
+    """Remember why a plugin registered nothing, such as ``"failed to load"``; None: forget it."""
     _absences.pop(plugin, None)
     if why is not None:
         _absences[plugin] = why

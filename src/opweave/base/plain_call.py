@@ -25,14 +25,14 @@ PLAIN_TYPES = frozenset({Tensor, Parameter})
 
 
 class Fact(NamedTuple):
-    """Something that may be active in a thread, and then has a part in its torch calls.
+    """A mode, transform or other state of a thread that affects its torch calls.
 
     Attributes:
-        name: what may be active.
-        inactive: a Python expression over :data:`NAMES` that is true while it is not.
-        dispatch_key: the dispatch key that the thread includes while it is active, if it has one.
-            The C++ check looks for these keys.
-        in_native_check: whether the C++ check covers it.
+        name: the name of the state.
+        inactive: a Python expression over :data:`NAMES` that is true while the state is inactive.
+        dispatch_key: the dispatch key that the thread includes while the state is active, if any.
+            The C++ check tests these keys.
+        in_native_check: whether the C++ check covers the state.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Where something was registered: file and line of the user's own code."""
+"""Registration sites: file and line of the user's code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Site:
 
 
 def caller_site() -> Site:
-    """Return the innermost frame outside the IR's own machinery (its op declarations count)."""
+    """Return the innermost frame outside opweave's IR, except for the op declarations in it."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_machinery(frame):
         frame = frame.f_back

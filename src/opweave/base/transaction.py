@@ -1,7 +1,7 @@
 """Transactions of registrations: everything a block registers is undone if the block fails.
 
-Every registry calls :func:`enter` for each of its registrations. A plugin that fails half-way
-therefore leaves nothing behind, and a report can list what a plugin registered.
+Every registry calls :func:`enter` for each registration. So the registrations of a plugin that
+fails halfway are undone, and a report can list the registrations of a plugin.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Transaction:
     """The registrations of one block, in order.
 
     Attributes:
-        registered: what was registered, such as ``"op acme_scale"``.
+        registered: the registrations, such as ``"op acme_scale"``.
         of_plugin: whether the block is a plugin's.
     """
 
@@ -32,7 +32,7 @@ class Transaction:
         """Enter a registration.
 
         Raises:
-            TransactionClosedError: the block has ended; the registration is taken back.
+            TransactionClosedError: the block has ended; the registration is undone.
         """
         if self._closed:
             undo()
@@ -41,7 +41,7 @@ class Transaction:
         self._undo.append(undo)
 
     def roll_back(self) -> None:
-        """Take everything back, the last registration first."""
+        """Undo every registration, the last one first."""
         while self._undo:
             self._undo.pop()()
         self.registered.clear()
@@ -71,7 +71,7 @@ def enter(what: str, undo: Callable[[], None]) -> None:
     imports them do not belong to the plugin's transaction.
 
     Raises:
-        TransactionClosedError: the transaction has ended; the registration is taken back.
+        TransactionClosedError: the transaction has ended; the registration is undone.
     """
     transaction = _current.get()
     if transaction is not None and not (transaction.of_plugin and is_own_import()):
@@ -80,7 +80,7 @@ def enter(what: str, undo: Callable[[], None]) -> None:
 
 @contextmanager
 def begin() -> Iterator[Transaction]:
-    """Take back everything that is registered inside the block if the block raises."""
+    """Undo everything that is registered inside the block if the block raises."""
     outer, inner = _current.get(), Transaction(of_plugin=current_owner() is not None)
     token = _current.set(inner)
     try:

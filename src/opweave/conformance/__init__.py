@@ -1,12 +1,12 @@
-"""The conformance kit: whether an implementation is right, in every way that matters.
+"""The conformance kit: verifies implementations against the definitions of their ops.
 
 >>> from opweave.conformance import subjects, verify
 >>> [subject] = subjects(ops=["silu_and_mul"], providers=["batch_invariant"])
 >>> verify(subject, checks=["values", "mutation"]).status
 'passed'
 
-``opweave verify`` is the command, ``pytest --pyargs opweave.conformance --provider mine`` the same
-in a test run. For layers, see :mod:`opweave.conformance.layers`.
+The command is ``opweave verify``; in pytest, use ``pytest --pyargs opweave.conformance --provider
+mine``. For layers, see :mod:`opweave.conformance.layers`.
 """
 
 from opweave.conformance.case import Case

@@ -1,4 +1,4 @@
-"""A case: arguments for an op, what native makes of them, and a reference in float64."""
+"""A case: arguments for an op, the native result, and a reference in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Case:
-    """Arguments for *op*; *label* says how they were made."""
+    """Arguments for *op*; *label* describes how they were generated."""
 
     def __init__(self, op: IrOp, label: str, values: Sequence[Any]) -> None:
         self.op, self.label, self.values = op, label, tuple(values)
@@ -67,9 +67,9 @@ def outputs_of(result: Any) -> Outputs:
 
 
 def run_natively(op: IrOp, values: Values) -> Outputs | Exception:
-    """Return what native makes of copies of the arguments, or what it raises.
+    """Return the native result for copies of the arguments, or the exception.
 
-    The CPU is asked first: an index out of range, which is an error there, ends CUDA for the whole
+    The CPU runs first: an out-of-range index raises there, but makes CUDA unusable for the whole
     process.
     """
     if any(t.is_cuda for t in tensors_in(values)):
@@ -90,7 +90,7 @@ def _run_here(op: IrOp, values: Values) -> Outputs | Exception:
 
 @contextmanager
 def natively(op: IrOp) -> Iterator[None]:
-    """Choose native for every op, those that a composite calls included."""
+    """Select native for every op, including the ops that a composite calls."""
     with ir.priority(dict.fromkeys(_ops_here(op), "native")):
         yield
 

@@ -25,10 +25,10 @@ _FORMAT = 1
 def certificate(results: Sequence[Result], *, seed: int) -> dict[str, Any]:
     """Return the certificate as plain data, ready for JSON.
 
-    ``source`` is a digest of the files of an implementation and its predicate, ``definition`` one
-    of the native implementation that it was compared with, ``package`` one of all modules of the
-    package that the implementation is from: where one of them has changed, the certificate says
-    nothing any more. ``native_module`` is a digest of opweave's compiled module.
+    ``source`` is a digest of the files of an implementation and its predicate, ``definition`` of
+    the native implementation, and ``package`` of all modules of the implementation's package. If a
+    digest no longer matches, the certificate does not apply. ``native_module`` is a digest of
+    opweave's compiled module.
     """
     return {
         "format": _FORMAT,

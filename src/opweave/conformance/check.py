@@ -21,12 +21,12 @@ _MAX_PROBLEMS = 3  # of one check; more of them say no more
 
 
 def always(subject: Subject) -> bool:
-    """Whether a check is about *subject*: it is about all."""
+    """Return True: the check applies to all implementations."""
     return True
 
 
 def not_native(subject: Subject) -> bool:
-    """Whether there is a definition to compare with, other than itself."""
+    """Whether the implementation is not native, so that it can be compared with native."""
     return not subject.is_native
 
 
@@ -35,10 +35,10 @@ class Check:
     """A conformance check.
 
     Attributes:
-        name: as in tables and options.
-        promise: what holds where it passes, in one line.
-        run: yields what is wrong with each case, or None.
-        applies: whether it is about an implementation at all.
+        name: the name in tables and options.
+        promise: the property that a passing implementation has, in one line.
+        run: yields the problem of each case, or None.
+        applies: returns whether the check applies to an implementation.
     """
 
     name: str
@@ -53,9 +53,9 @@ class Outcome:
 
     Attributes:
         check: its name.
-        passed: how many cases were right.
-        problems: what was wrong with others; not more than the first few.
-        seconds: how long it took.
+        passed: the number of cases that passed.
+        problems: the first few problems of other cases.
+        seconds: the duration.
     """
 
     check: str
@@ -65,14 +65,14 @@ class Outcome:
 
     @property
     def status(self) -> str:
-        """``passed``, ``failed``, or ``none`` where there was nothing to check."""
+        """``passed``, ``failed``, or ``none`` if there was no case."""
         if self.problems:
             return "failed"
         return "passed" if self.passed else "none"
 
 
 def each(cases: Callable[[Subject], Iterable[Case]], examine: Examine) -> Callable[..., Findings]:
-    """Return what runs *examine* on every case that native and the predicate accept."""
+    """Return a check that runs *examine* on every case that native and the predicate accept."""
 
     def run(subject: Subject) -> Findings:
         for case in cases(subject):
@@ -82,7 +82,7 @@ def each(cases: Callable[[Subject], Iterable[Case]], examine: Examine) -> Callab
 
 
 def accepted(subject: Subject, case: Case, examine: Examine) -> Findings:
-    """Yield what is wrong with *case*, if native and the predicate accept it."""
+    """Yield the problems of *case*, if native and the predicate accept it."""
     if case.refusal is not None:
         return
     try:

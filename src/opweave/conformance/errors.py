@@ -1,34 +1,34 @@
-"""Every error of the conformance kit, one class per condition."""
+"""Errors of the conformance kit, one class per condition."""
 
 from opweave.ir.errors import OpweaveError
 
 
 class ConformanceError(OpweaveError):
-    """Base class of what the kit raises about what it was asked."""
+    """Base class of the errors of the conformance kit."""
 
 
 class UnknownCheckError(ConformanceError, LookupError):
-    """No check has that name."""
+    """A check does not exist."""
 
 
 class NothingToVerifyError(ConformanceError, LookupError):
-    """No implementation fits what was asked for."""
+    """No registered implementation matches the given ops, providers and platform."""
 
 
 class ModuleImportError(ConformanceError, ImportError):
-    """A module that was to register implementations cannot be imported."""
+    """A module with implementations cannot be imported."""
 
 
 class UnknownPlatformError(ConformanceError, LookupError):
-    """No platform has that name, or its device is not here."""
+    """The platform does not exist, or its device is missing."""
 
 
 class NonconformingError(ConformanceError, AssertionError):
-    """An implementation, or a layer, is not what it claims to be."""
+    """An implementation, layer or platform failed a check."""
 
 
 class UnknownInputError(ConformanceError, LookupError):
-    """An input generator has no such option, or the option no such value."""
+    """An input generator does not have the option, or does not accept its value."""
 
 
 class VerifierFailedError(ConformanceError, RuntimeError):

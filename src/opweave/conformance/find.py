@@ -26,8 +26,7 @@ def subjects(
 ) -> list[Subject]:
     """Return the registered implementations of these ops from these providers, or all.
 
-    A provider that nobody has registered is looked for as a module of that name, which registers
-    its implementations when it is imported.
+    The name of a provider that is not registered is imported as a module, which may register it.
 
     Args:
         ops: names of ops; dashes count as underscores.
@@ -38,7 +37,7 @@ def subjects(
         UnknownOpError: an op does not exist.
         ModuleImportError: the module of a provider raises.
         NothingToVerifyError: nothing is registered from a provider, or not for the ops.
-        UnknownPlatformError: the platform does not exist, or its device is not here.
+        UnknownPlatformError: the platform does not exist, or its device is missing.
     """
     device = _device(platform)
     for provider in providers:
@@ -62,10 +61,10 @@ def with_inputs(
 ) -> list[Subject]:
     """Return the subjects with options of their ops' input generators, written as ``NAME=VALUE``.
 
-    An op whose generator does not have an option does without.
+    Ops whose generator does not have an option are verified without it.
 
     Raises:
-        UnknownInputError: no generator has such an option, or it takes no such value.
+        UnknownInputError: no generator has the option, or accepts its value.
     """
     for text in given:
         name, _, value = text.partition("=")

@@ -1,7 +1,7 @@
-"""glibc's checks of the heap: who writes behind the memory of a result ends the process.
+"""glibc's heap checks: a write past the memory of a result ends the process.
 
-They are in a library of their own since glibc 2.34, which has to be loaded before all others; see
-``mallopt(3)``, ``M_CHECK_ACTION``.
+Since glibc 2.34, they are in a separate library that must be loaded first; see ``mallopt(3)``,
+``M_CHECK_ACTION``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _PRELOAD, _TUNABLES = "LD_PRELOAD", "GLIBC_TUNABLES"
 
 
 def checking_environment() -> dict[str, str]:
-    """Return what a new process must have in its environment; nothing where there are no checks.
+    """Return the environment variables that enable the checks in a new process.
 
-    Nor where an allocator, or a sanitizer, is loaded first already.
+    Empty if the library is missing, or if an allocator or a sanitizer is already preloaded.
     """
     if os.environ.get(_PRELOAD) or os.environ.get(_TUNABLES):
         return {}
@@ -25,7 +25,7 @@ def checking_environment() -> dict[str, str]:
 
 
 def leave_to_this_process() -> None:
-    """Let the processes that this one starts, such as compilers, do without."""
+    """Disable the checks for processes that this one starts, such as compilers."""
     if os.environ.get(_PRELOAD, "").endswith(_LIBRARY):
         del os.environ[_PRELOAD], os.environ[_TUNABLES]
 

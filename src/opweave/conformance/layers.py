@@ -28,10 +28,10 @@ def check_oracle(
     *inputs: Any,
     tolerance: Tolerance | None = None,
 ) -> None:
-    """Raise NonconformingError unless *layer* returns what *oracle* does.
+    """Raise NonconformingError unless *layer* and *oracle* return the same.
 
     Args:
-        tolerance: by default that of the result's dtype, as for ops.
+        tolerance: the tolerance; by default that of ops for the result's dtype.
     """
     with torch.no_grad():
         _check_same(layer(*inputs), oracle(*inputs), tolerance, "the oracle")
@@ -44,7 +44,7 @@ def load(layer: nn.Module, weights: Iterable[Weight]) -> None:
         weights: ``(name, tensor)``, or ``(name, tensor, shard_id)`` for a part of a merged one.
 
     Raises:
-        NonconformingError: there is no parameter of that name, or it has no ``weight_loader``.
+        NonconformingError: the parameter does not exist, or does not have a ``weight_loader``.
     """
     parameters = dict(layer.named_parameters())
     for name, tensor, *shard in weights:
@@ -83,11 +83,11 @@ def check_ranks(
     size: int = 2,
     tolerance: Tolerance | None = None,
 ) -> None:
-    """Raise NonconformingError unless a layer on *size* ranks returns what it does on one.
+    """Raise NonconformingError unless a layer on *size* ranks returns the same as on one.
 
     Args:
-        build: makes the layer, with its weights loaded, for a rank; None means one alone. It is
-            called in a thread of the rank's own, as is what it returns.
+        build: returns the layer with loaded weights for a rank, or for a single rank if the
+            argument is None. It is called in the rank's thread, and so is the layer.
     """
     with torch.no_grad():
         whole = build(None)(*inputs)

@@ -1,4 +1,4 @@
-"""Models made of IR ops and layers. Forward is ``(input_ids, positions)``; no engine is known."""
+"""Models made of IR ops and layers. Forward is ``(input_ids, positions)``; needs no engine."""
 
 from opweave.models.attention import Attention
 from opweave.models.bert import BertModel

@@ -1,4 +1,4 @@
-"""The activations of MLPs, by the names that configurations give them."""
+"""The activations of MLPs by their names in configurations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ActivationAndMul(nn.Module):
     """``activation(gate) * up`` of ``[gate | up]``.
 
     Args:
-        activation: of single elements.
+        activation: an elementwise activation.
     """
 
     def __init__(self, activation: nn.Module) -> None:

@@ -13,20 +13,20 @@ from opweave.models.forward_context import CachedRows, current_forward_context
 class Attention(nn.Module):
     """Causal attention within each sequence.
 
-    Inside a :func:`~opweave.models.forward_context.forward_context`, new keys and values join those
-    that are cached. Without one, the tokens are one sequence from its beginning.
+    Inside a :func:`~opweave.models.forward_context.forward_context`, new keys and values are added
+    to the cache. Without one, the tokens are one new sequence.
 
     Args:
-        layer: the index of the layer, by which the cache knows it.
-        num_heads: the heads of queries that this rank has.
-        num_kv_heads: those of keys and values.
+        layer: the index of the layer, which identifies its cache.
+        num_heads: the number of query heads on this rank.
+        num_kv_heads: the number of key and value heads on this rank.
         head_dim: the size of a head.
-        window: attend to this many positions at most; None: all.
-        scale, soft_cap: of the scores, as in ``ir.ops.varlen_attention``.
-        value_dim: the size of a head of values; by default *head_dim*.
+        window: the maximum number of positions to attend to; None: all.
+        scale, soft_cap: as in ``ir.ops.varlen_attention``.
+        value_dim: the size of a value head; by default *head_dim*.
 
     Attributes:
-        cached: what the cache keeps for this layer.
+        cached: the cache entry of a token for this layer.
     """
 
     def __init__(

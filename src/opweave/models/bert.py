@@ -1,4 +1,4 @@
-"""BERT: an encoder whose tokens see the whole of their sequence (arXiv:1810.04805)."""
+"""BERT: an encoder with bidirectional attention (arXiv:1810.04805)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from opweave.models.weights import Merged
 
 
 class BertEmbeddings(nn.Module):
-    """The normalized sum of what a token, its kind and its position are embedded as."""
+    """The normalized sum of the embeddings of a token, its type and its position."""
 
     def __init__(self, config: BertConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class BertEmbeddings(nn.Module):
 
 
 class BertSelfAttention(nn.Module):
-    """Queries, keys and values of this rank's heads, and attention in both directions."""
+    """Bidirectional self-attention with this rank's heads."""
 
     def __init__(self, config: BertConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class BertLayer(nn.Module):
 
 
 class BertEncoder(nn.Module):
-    """The layers, one after the other."""
+    """The layers in sequence."""
 
     def __init__(self, config: BertConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -150,9 +150,9 @@ class BertModel(Encoder):
     """A BERT encoder; :meth:`load_weights` fills it.
 
     Args:
-        config: the model.
-        dtype: of weights and activations.
-        pools: whether there is a pooler, whose output classifiers take.
+        config: the configuration.
+        dtype: dtype of weights and activations.
+        pools: whether there is a pooler, whose output is the input of classifiers.
     """
 
     merged: ClassVar[Merged] = {"qkv": {"query": "q", "key": "k", "value": "v"}}
@@ -193,10 +193,10 @@ class BertModel(Encoder):
         """Return the hidden state of every token: ``(T, hidden_size)``.
 
         Args:
-            input_ids: ``(T,)``, integer: sequences, packed one after the other.
-            positions: ``(T,)``, integer: the place of each token in its sequence.
+            input_ids: ``(T,)``, integer: packed sequences.
+            positions: ``(T,)``, integer: the position of each token in its sequence.
             token_type_ids: ``(T,)``, integer: 0 for the first text, 1 for the second; None: all 0.
-            cu_seqlens: ``(sequences + 1,)``, int32: where each sequence begins, and the end of the
+            cu_seqlens: ``(sequences + 1,)``, int32: the start of each sequence, and the end of the
                 last. None: one sequence.
         """
         kinds = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
@@ -226,7 +226,7 @@ class BertModel(Encoder):
 
 
 class BertForMaskedLM(BertModel):
-    """The encoder of a BERT that predicts masked tokens, as embeddings need it."""
+    """The encoder of a BERT for masked tokens, for embeddings."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, dtype: torch.dtype) -> Self:

@@ -12,7 +12,7 @@ from opweave.models.fields import Fields
 
 @dataclass(frozen=True)
 class BertConfig:
-    """A BERT encoder. Sizes have the names that ``config.json`` gives them.
+    """The configuration of a BERT encoder. Sizes are named as in ``config.json``.
 
     Attributes:
         hidden_act: the activation of the MLPs.
@@ -34,7 +34,7 @@ class BertConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> BertConfig:
         """Read the object in a ``config.json``, as transformers 4 or 5 writes it.
 
-        A key that is absent means what it means to transformers.
+        Missing keys have the same meaning as in transformers.
 
         Raises:
             UnsupportedModelError: an activation, a kind of positions or a quantization that is not

@@ -20,9 +20,9 @@ class Decoder(nn.Module):
     """Embedding, decoder layers and final norm, connected by a hidden state and a residual.
 
     Args:
-        embed_tokens: ids to hidden states.
-        layers: each takes positions, hidden state and residual (None for the first one), and
-            returns the last two.
+        embed_tokens: maps ids to hidden states.
+        layers: each takes positions, hidden state and residual (None in the first layer), and
+            returns hidden state and residual.
         norm: adds the residual, and normalizes.
         embed_scale: factor on the embedding.
     """
@@ -52,12 +52,12 @@ class CausalLM(LanguageModel):
     """A language model of opweave's layers; :meth:`load_weights` fills it.
 
     Args:
-        model: from ids to hidden states.
-        vocab_size, hidden_size: as its configuration says.
-        dtype: of weights and activations.
-        tied: whether the embedding is the output matrix, too.
-        max_positions: the longest sequence that the model knows positions of; None: any.
-        soft_cap: of the logits.
+        model: maps ids to hidden states.
+        vocab_size, hidden_size: sizes from the configuration.
+        dtype: dtype of weights and activations.
+        tied: whether the embedding is also the output matrix.
+        max_positions: the maximum sequence length; None: unlimited.
+        soft_cap: the soft cap of the logits.
     """
 
     merged: ClassVar[Merged] = {
@@ -100,7 +100,7 @@ class CausalLM(LanguageModel):
 
     @property
     def is_tied(self) -> bool:
-        """Whether the embedding is the output matrix, too."""
+        """Whether the embedding is also the output matrix."""
         return self.lm_head.weight is self.model.embed_tokens.weight
 
     @property

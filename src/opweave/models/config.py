@@ -36,15 +36,14 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """One model of the Llama family: Llama, Mistral, Qwen2 or Qwen3.
+    """The configuration of a model of the Llama family: Llama, Mistral, Qwen2 or Qwen3.
 
-    Sizes have the names that ``config.json`` gives them. Differences between architectures are
-    explicit fields.
+    Sizes are named as in ``config.json``. Differences between architectures are explicit fields.
 
     Attributes:
         architecture: one of ``SUPPORTED_ARCHITECTURES``.
-        rope: ``rope_parameters``, ``rope_theta`` included.
-        windows: for each layer, how many positions its attention sees; None: all.
+        rope: ``rope_parameters``, including ``rope_theta``.
+        windows: the size of each layer's sliding window, or None.
         qkv_bias, o_bias, mlp_bias: which linear layers have a bias.
         qk_norm: whether queries and keys are normalized, head by head.
         hidden_act: the activation of the MLPs.
@@ -73,18 +72,18 @@ class LlamaConfig:
 
     @property
     def max_positions(self) -> int:
-        """The longest sequence that the rope has positions for."""
+        """The number of positions that the rope supports."""
         return max_positions(self.rope, self.max_position_embeddings)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
         """Read the object in a ``config.json``, as transformers 4 or 5 writes it.
 
-        A key that is absent means what it means to transformers for that architecture.
+        Missing keys have the same meaning as in transformers for that architecture.
 
         Raises:
-            UnsupportedModelError: an architecture, activation, rope type or quantization that is
-                not supported; the message lists what is.
+            UnsupportedModelError: the architecture, activation, rope type or quantization is not
+                supported; the message lists the supported ones.
             InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
         """
         fields = Fields(config)

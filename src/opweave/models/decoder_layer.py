@@ -1,7 +1,7 @@
-"""The block of a decoder, between which go a hidden state and a residual.
+"""The block of a decoder, which takes and returns a hidden state and a residual.
 
-*hidden* is the last block's output, and *residual* the sum of all before it. Each norm adds the one
-to the other first, so that a kernel can do both in one pass over memory.
+*hidden* is the previous block's output, and *residual* the sum of all outputs before it. Each norm
+first adds them, so that a kernel can do both in one pass over memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ def add_and_norm(norm: nn.Module, hidden: Tensor, residual: Tensor | None) -> tu
     """Return the norm of ``hidden + residual``, and the sum. Both inputs may be donated.
 
     Args:
-        norm: takes one tensor, or two and returns the sum as well.
+        norm: takes one tensor; or takes two, and returns the norm and the sum.
         hidden, residual: ``(T, hidden_size)``; *residual* is None before the first block.
     """
     if residual is None:

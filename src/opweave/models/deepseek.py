@@ -83,8 +83,8 @@ class DeepseekV3ForCausalLM(PreNormLM):
     """A DeepSeek-V3 language model.
 
     Args:
-        config: the model.
-        dtype: of weights and activations.
+        config: the configuration.
+        dtype: dtype of weights and activations.
     """
 
     merged: ClassVar[Merged] = {
@@ -104,9 +104,9 @@ class DeepseekV3ForCausalLM(PreNormLM):
         super().load_weights(self._own(tensors))
 
     def _own(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors but those of the layers that predict further tokens, and empty ones.
+        """Yield all tensors except those of multi-token prediction layers and empty ones.
 
-        transformers writes empty ones for no shared experts.
+        transformers writes empty tensors if there are no shared experts.
         """
         end = self.config.num_hidden_layers
         others = range(end, end + self.config.num_nextn_predict_layers)

@@ -17,16 +17,16 @@ _SCORED = 2  # experts of a group
 
 @dataclass(frozen=True)
 class DeepseekV3Config:
-    """A DeepSeek-V3 model. Sizes have the names that ``config.json`` gives them.
+    """The configuration of a DeepSeek-V3 model. Sizes are named as in ``config.json``.
 
     Attributes:
-        q_lora_rank: None where queries are projected directly.
-        rope: ``rope_parameters``, ``rope_theta`` included.
-        rope_interleave: whether neighbors are the pairs that rotate, rather than halves.
+        q_lora_rank: None if queries are projected directly.
+        rope: ``rope_parameters``, including ``rope_theta``.
+        rope_interleave: whether rotated pairs are neighbors instead of elements of the two halves.
         softmax_scale: factor on the scores.
         first_k_dense_replace: the layers before this one have a plain MLP, the others experts.
-        num_nextn_predict_layers: the layers at the end of a checkpoint that predict further tokens,
-            which are not loaded.
+        num_nextn_predict_layers: the number of multi-token prediction layers at the end of a
+            checkpoint, which are not loaded.
         dtype: the name of the checkpoint's dtype; None if it does not say.
     """
 
@@ -62,18 +62,17 @@ class DeepseekV3Config:
 
     @property
     def max_positions(self) -> int:
-        """The longest sequence that the rope has positions for."""
+        """The number of positions that the rope supports."""
         return max_positions(self.rope, self.max_position_embeddings)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DeepseekV3Config:
         """Read the object in a ``config.json``, as transformers 4 or 5 writes it.
 
-        A key that is absent means what it means to transformers.
+        Missing keys have the same meaning as in transformers.
 
         Raises:
-            UnsupportedModelError: an activation, rope, routing or quantization that is not
-                supported.
+            UnsupportedModelError: the activation, rope, routing or quantization is not supported.
             InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
         """
         fields = Fields(config)
@@ -161,7 +160,7 @@ def _softmax_scale(size: int, rope: Mapping[str, Any], kind: str) -> float:
 
 
 def _stretch(rope: Mapping[str, Any], kind: str) -> float:
-    """Return by how much a longer context sharpens the attention: YaRN, arXiv:2309.00071."""
+    """Return the factor on the attention scores for a longer context: YaRN, arXiv:2309.00071."""
     key, factor = "mscale_all_dim", rope.get("factor")
     if kind == "default" or not rope.get(key) or not factor or factor <= 1:
         return 1.0

@@ -1,4 +1,4 @@
-"""Base of all models that compute a vector for every token of a text."""
+"""Base class of models that compute a vector for every token of a text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from opweave.models.weights import CheckpointModel
 class Encoder(CheckpointModel):
     """A model whose forward takes ids and positions of packed texts, and ``cu_seqlens=``.
 
-    ``cu_seqlens`` is ``(texts + 1,)``, int32: where each text begins, and the end of the last. The
+    ``cu_seqlens`` is ``(texts + 1,)``, int32: the start of each text, and the end of the last. The
     result is ``(T, hidden_size)``.
     """
 

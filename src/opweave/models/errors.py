@@ -6,7 +6,7 @@ from opweave.ir.errors import OpweaveError, UnknownError
 
 
 class ModelError(OpweaveError):
-    """Base class of every error that :mod:`opweave.models` raises on purpose."""
+    """Base class of the errors of :mod:`opweave.models`."""
 
 
 class InvalidConfigError(ModelError, ValueError):
@@ -14,15 +14,15 @@ class InvalidConfigError(ModelError, ValueError):
 
 
 class UnsupportedModelError(UnknownError, ModelError, ValueError):
-    """The configuration asks for an architecture or a feature that no model here has."""
+    """The configuration has an unsupported architecture or feature."""
 
 
 class WeightsError(ModelError, ValueError):
-    """A checkpoint's tensors are not those of the model: some are missing, or do not fit."""
+    """A checkpoint's tensors are missing, unexpected, or have the wrong shape."""
 
 
 class DuplicateModelError(ModelError, ValueError):
-    """An architecture has a model already."""
+    """An architecture already has a model."""
 
 
 class InvalidModelError(ModelError, TypeError):

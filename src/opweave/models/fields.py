@@ -19,8 +19,8 @@ _SHOWN = 100  # characters of a value in an error
 class Fields:
     """A JSON object whose values are checked when they are read.
 
-    A key that is absent or null takes the default; without a default it is an error. *name* says in
-    errors which object this is.
+    A missing or null key takes the default; without a default it is an error. *name* is the name of
+    the object in error messages.
     """
 
     def __init__(self, values: object, name: str = "config.json") -> None:

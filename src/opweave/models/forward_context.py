@@ -1,7 +1,7 @@
-"""Where layers find what they know of earlier tokens, while a model runs.
+"""The forward context, which gives layers access to earlier tokens while a model runs.
 
-A model's forward is ``(input_ids, positions)``: what else a step needs is in the context, so that
-the model's code and graph are the same for every way to batch.
+A model's forward is ``(input_ids, positions)``. Everything else that a step needs is in the
+context, so the model's code and graph are the same for any batch.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class CachedRows:
 
     Attributes:
         layer: the index of the layer.
-        num_heads: of keys, and of values.
-        key_size, value_size: elements of a head. Values of latent attention have none: they are
+        num_heads: the number of key heads, and of value heads.
+        key_size, value_size: the sizes of a head. 0 for the values of latent attention, which are
             computed from the keys.
-        window: how many positions the layer attends to; None: all.
+        window: the size of the sliding window, or None.
     """
 
     layer: int
@@ -43,8 +43,8 @@ class CachedRows:
 class CachedAttention(Protocol):
     """Attention over the sequences of one forward, which writes their new tokens into a cache.
 
-    Tokens are packed, sequence after sequence. Each attends to those before it in its sequence, the
-    cached ones included, and to itself.
+    Sequences are packed. Each token attends to itself and to earlier tokens of its sequence,
+    including cached ones.
     """
 
     def attend(
@@ -89,9 +89,9 @@ class ForwardContext:
     """The sequences that are packed in one forward.
 
     Attributes:
-        attention: how their tokens attend to each other, and to those before.
-        states: where layers with states of another kind find them; None: there are no such layers,
-            or :func:`~opweave.layers.sequence_states` says it.
+        attention: the attention over new and cached tokens.
+        states: the states of recurrent layers; None: there are no such layers, or
+            :func:`~opweave.layers.sequence_states` sets them.
     """
 
     attention: CachedAttention

@@ -1,4 +1,4 @@
-"""The table of checks: what an implementation must do, one row for each."""
+"""The table of checks of implementations."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def select_checks(names: Iterable[str] = ()) -> list[Check]:
     """Return the checks of these names, or all.
 
     Raises:
-        UnknownCheckError: there is no such check.
+        UnknownCheckError: a check does not exist.
     """
     for name in names:
         if name not in CHECKS:

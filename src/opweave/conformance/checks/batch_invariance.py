@@ -1,4 +1,4 @@
-"""Batch invariance and rows: what depends on the rest of the batch, and what does not."""
+"""Batch invariance and row-wise ops: rows must not depend on the rest of the batch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Combinations: sizes, dtypes, options, left out tensors and layouts, drawn together.
+"""Combinations: sizes, dtypes, options, omitted tensors and layouts, drawn together.
 
-The other checks change one of them at a time; a kernel may have a path for two at once.
+The other checks vary one of them at a time, but a kernel may have a path for a combination.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _options(subject: Subject) -> dict[str, Any]:
 
 
 def _with_other_arguments(case: Case) -> Case:
-    """Draw scalars, and leave out optional tensors."""
+    """Draw scalars, and omit optional tensors."""
     for i, param in enumerate(case.op.schema.params):
         others: Sequence[Any]
         if param.is_tensor:

@@ -1,4 +1,4 @@
-"""Compiled calls: what eager computes, in one graph, for any number of tokens."""
+"""Compiled calls: the eager result, in one graph for any number of tokens."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Determinism: the same call gives the same bits, regardless of stale output memory.
 
-And they stay: a later call does not write into the results of an earlier one.
+A later call must not write into the results of an earlier one.
 """
 
 from __future__ import annotations

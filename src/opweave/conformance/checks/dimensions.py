@@ -1,4 +1,4 @@
-"""Dimensions: rows counted in none, one or two dimensions, where native takes them so."""
+"""Dimensions: zero, one or two token dimensions, if native supports them."""
 
 from __future__ import annotations
 

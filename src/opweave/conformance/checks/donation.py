@@ -1,4 +1,4 @@
-"""Donation: what ``maybe_inplace`` may write into, and what comes of memory given twice."""
+"""Donation: ``maybe_inplace`` writes only to its activations, also if arguments share memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _cases(subject: Subject) -> Iterator[Case]:
 
 
 def takes(subject: Subject, case: Case) -> Finding:
-    """Call with activations that are given up, and look at the result and at the memory."""
+    """Call with donated activations, and check the result and the memory."""
     values = copied(case.values)
     activations = [values[i] for i in subject.op.activation_indices]
     before = Snapshot(values)

@@ -108,7 +108,7 @@ _FLOATS = inputs.DTYPES
 
 
 def _survives(subject: Subject, case: Case) -> Finding:
-    """NaN is where native has NaN, and numbers where native and the reference have numbers."""
+    """Check that outputs are NaN where native is, and finite where native and the reference are."""
     result = subject.run(copied(case.values))
     problem = structure_problem(case.native, result)
     if problem:

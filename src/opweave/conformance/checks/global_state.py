@@ -1,4 +1,4 @@
-"""Global state: a call leaves what a process has one of as it was."""
+"""Global state: a call does not change the global state of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inference mode, in which models run: its tensors keep no versions, and no view may be changed."""
+"""Inference mode, in which models run: tensors do not have version counters."""
 
 from __future__ import annotations
 

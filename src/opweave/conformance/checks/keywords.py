@@ -1,4 +1,4 @@
-"""Keywords: the implementation takes its arguments by name, and has the op's defaults."""
+"""Keywords: the implementation accepts arguments by name, and has the op's defaults."""
 
 from __future__ import annotations
 

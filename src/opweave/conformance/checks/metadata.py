@@ -1,4 +1,4 @@
-"""Metadata: shapes, dtypes and strides are those that compiled code is told."""
+"""Metadata: shapes, dtypes and strides are those of the fake implementation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _cases(subject: Subject) -> Iterator[Case]:
 
 
 def strides(t: Tensor) -> list[int]:
-    """Return the strides that mean something."""
+    """Return the strides of the dimensions with more than one element."""
     pairs = zip(t.shape, t.stride(), strict=True)
     return [stride for size, stride in pairs if size > 1] if t.numel() else []
 

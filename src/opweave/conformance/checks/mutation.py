@@ -1,4 +1,4 @@
-"""Mutation: arguments are left alone, and results are memory of their own."""
+"""Mutation: arguments do not change, and results are in new memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _leaves_alone(subject: Subject, case: Case) -> Finding:
 
 
 def memory_problem(case: Case, values: Values, before: Snapshot, outputs: Outputs) -> Finding:
-    """Return which arguments were changed or returned, or which outputs are one memory."""
+    """Return which arguments were changed or returned, or which outputs share memory."""
     changed = before.changed()
     if changed:
         return f"wrote into {_names(case, values, changed)}"

@@ -1,4 +1,4 @@
-"""opcheck: torch's own tests of an op, with this implementation behind it."""
+"""opcheck: ``torch.library.opcheck`` with this implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicates: they tell the truth, from shapes and dtypes alone."""
+"""Predicates: they are correct, and depend only on shapes and dtypes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Repetition: a call is as right after thousands of others, and some time later, as at first.
+"""Repetition: a call has the same result after thousands of other calls, and some time later.
 
-It runs last, so that every other check lies between the first call and this one.
+It runs last, so that all other checks run between the first call and this one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rounding: outputs of those that round less often than the definition are the more exact ones."""
+"""Rounding: implementations that round less often than the definition are more accurate."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Staleness: a result is of what the arguments hold now, not of what they held at an earlier call.
+"""Staleness: a result depends on the current values of the arguments, not on earlier ones.
 
-A kernel that keeps what it made of a weight, by the weight's address, is wrong after the next
+A kernel that caches a converted weight by the weight's address is wrong after the next
 ``load_state_dict``, which writes in place.
 """
 

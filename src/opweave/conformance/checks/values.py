@@ -1,4 +1,4 @@
-"""Values: what native computes, for every dtype, size, option and layout that is accepted."""
+"""Values: the result of native, for every accepted dtype, size, option and layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opweave.conformance.subject import Subject
 
 
 def is_right(subject: Subject, case: Case) -> Finding:
-    """Compare what the op returns with native and its float64 reference; look at its memory."""
+    """Compare the result with native and the float64 reference, and check its memory."""
     values = copied(case.values)
     before = Snapshot(values)
     result = subject.run(values)

@@ -1,10 +1,10 @@
-"""Conformance for platforms: whether one keeps what opweave asks of it, on its own device.
+"""Conformance of platforms: verifies a platform on its device.
 
 >>> from opweave.conformance.platform import find_platform, verify_platform
 >>> verify_platform(find_platform("cpu"), ["contract", "seed"]).status
 'passed'
 
-``pytest --pyargs opweave.conformance.platform --platform acme`` is the same in a test run.
+In pytest, use ``pytest --pyargs opweave.conformance.platform --platform acme``.
 """
 
 from opweave.conformance.platform.check import PlatformCheck

@@ -13,12 +13,12 @@ _MAX_PROBLEMS = 5  # of one check; more of them say no more
 
 @dataclass(frozen=True)
 class PlatformCheck:
-    """One thing that a platform must do.
+    """A check of platforms.
 
     Attributes:
-        name: as in tables and options.
-        promise: what holds where it passes, in one line.
-        run: yields what is wrong with each case, or None.
+        name: the name in tables and options.
+        promise: the property that a passing platform has, in one line.
+        run: yields the problem of each case, or None.
     """
 
     name: str

@@ -22,13 +22,13 @@ def find_platform(name: str | None = None) -> PlatformSubject:
     verified in addition to those of the current one.
 
     Args:
-        name: what ``OPWEAVE_PLATFORM`` would say: a platform of opweave or the entry point of a
-            plugin; or the qualified name of a class.
+        name: a value of ``OPWEAVE_PLATFORM`` (a platform of opweave, or the entry point of a
+            plugin), or the qualified name of a class.
 
     Raises:
         UnknownPlatformError: the platform is unknown, or its device is not present.
         ReferenceNameError: the class does not exist.
-        PlatformContractError: it does not keep the contract of ``Platform``.
+        PlatformContractError: it violates the contract of ``Platform``.
     """
     claims, current = _claims(), _current_name()
     if name is None or name == current:

@@ -13,8 +13,8 @@ class PlatformSubject:
 
     Attributes:
         platform: the object, as opweave builds it.
-        claim: what claims the device, ``"package.module:function"``; None where the platform is
-            known by its class alone, since no plugin is installed that claims it.
+        claim: the function that claims the device, ``"package.module:function"``; None if no
+            installed plugin claims it, and the platform is given by its class.
         claimant: the name by which ``OPWEAVE_PLATFORM`` selects it.
         current: whether this process runs on it.
     """

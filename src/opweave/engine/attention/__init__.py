@@ -1,4 +1,4 @@
-"""How layers attend to cached tokens: the seam for attention backends, and the default ones."""
+"""Attention to cached tokens: the interface of attention backends, and the default backends."""
 
 from opweave.engine.attention.backend import AttentionBackend
 from opweave.engine.attention.batch import SequenceBatch

@@ -16,21 +16,21 @@ from opweave.engine.errors import UnsupportedCacheError
 class AttentionBackend(ABC):
     """The cache of one layer, and attention over it.
 
-    A platform names the class, for each layer, in ``get_attn_backend_cls``. Calls come from inside
-    an opaque op: nothing here is traced.
+    A platform names the class for each layer in ``get_attn_backend_cls``. An opaque op calls it, so
+    it is not traced.
 
     Args:
-        spec: what the layer keeps.
-        num_blocks: how many blocks there are, the null block (0) included. It is never written to.
-        block_size: tokens in a block.
-        device: where the cache is.
+        spec: the cache specification of the layer.
+        num_blocks: the number of blocks, including the null block (0), which is never written.
+        block_size: tokens per block.
+        device: the device of the cache.
 
     Attributes:
-        name: what users call it.
-        block_multiple: it takes blocks of a multiple of so many tokens.
+        name: the name for users.
+        block_multiple: *block_size* must be a multiple of this number.
 
     Raises:
-        UnsupportedCacheError: it cannot keep that.
+        UnsupportedCacheError: the backend does not support *spec*.
     """
 
     name: ClassVar[str]
@@ -53,12 +53,12 @@ class AttentionBackend(ABC):
 
     @classmethod
     def unsupported(cls, spec: CacheSpec) -> str | None:
-        """Return why a layer with that *spec* cannot be served; None if it can."""
+        """Return why the backend does not support *spec*, or None if it does."""
         return None
 
     @classmethod
     def build_metadata(cls, batch: SequenceBatch) -> Any:
-        """Return what :meth:`forward` needs of a step; once for all layers of a group."""
+        """Return the data of a step for :meth:`forward`; called once for all layers of a group."""
         return batch
 
     @abstractmethod
@@ -77,7 +77,7 @@ class AttentionBackend(ABC):
 
         Args:
             metadata: from :meth:`build_metadata`.
-            inputs, options: what the layer passes: query, key, value, scale, window and soft cap;
+            inputs, options: the layer's arguments: query, key, value, scale, window and soft cap;
                 for latent attention query, latent vector, rotated key part, the weight of ``kv_b``
                 and scale.
 

@@ -1,4 +1,4 @@
-"""The sequences of one forward, as an attention backend sees them."""
+"""The sequences of one forward pass, for attention backends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class SequenceBatch:
     Sequences with one new token come first.
 
     Attributes:
-        query_starts: ``(sequences + 1,)``, int32: where each sequence's new tokens begin.
-        seq_lens: ``(sequences,)``, int32: tokens of each, new ones included.
-        key_starts: ``(sequences + 1,)``, int32: the sums of *seq_lens* before each.
-        block_tables: ``(sequences, most blocks)``, int32; 0 for blocks that are not needed.
-        slot_mapping: ``(tokens,)``, int64: where each new token goes; -1: nowhere.
-        num_decodes: how many sequences, from the first, have one new token.
+        query_starts: ``(sequences + 1,)``, int32: the first new token of each sequence.
+        seq_lens: ``(sequences,)``, int32: the length of each sequence, including new tokens.
+        key_starts: ``(sequences + 1,)``, int32: the cumulative sums of *seq_lens*.
+        block_tables: ``(sequences, max blocks)``, int32; 0 for blocks that are not needed.
+        slot_mapping: ``(tokens,)``, int64: the cache slot of each new token, or -1.
+        num_decodes: the number of leading sequences with one new token.
     """
 
     query_starts: Tensor
@@ -31,5 +31,5 @@ class SequenceBatch:
 
     @property
     def num_prefills(self) -> int:
-        """How many sequences have more than one new token."""
+        """The number of sequences with more than one new token."""
         return self.seq_lens.shape[0] - self.num_decodes

@@ -18,10 +18,10 @@ from opweave.ir.traits import BATCH_INVARIANT
 
 
 class LatentPagedAttention(AttentionBackend):
-    """``mla_attention_decode`` where one token is new, ``mla_attention_prefill`` for the rest.
+    """``mla_attention_decode`` for sequences with one new token, else ``mla_attention_prefill``.
 
-    Where batch invariance is required, prefill for all. The two round differently, and whether a
-    token is computed alone or with those before it depends on the rest of the batch.
+    If batch invariance is required, prefill is used for all sequences: the two ops round
+    differently, and whether a token is computed alone depends on the rest of the batch.
     """
 
     name: ClassVar[str] = "latent_paged"

@@ -1,4 +1,4 @@
-"""The caches of a model's layers, and the groups of layers that keep the same."""
+"""The caches of a model's layers, and groups of layers with the same retention."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from opweave.plugins import resolve_obj_by_qualname
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that keep the same of each sequence, and share tables of blocks.
+    """Layers with the same retention, which share block tables.
 
     Attributes:
-        retention: what they keep.
-        layers: which they are: indices, or names of layers that keep states.
-        block_bytes: memory of one block in all of them.
+        retention: the blocks of a sequence that they keep.
+        layers: indices of attention layers, or names of stateful layers.
+        block_bytes: the size of one block in all layers together.
     """
 
     retention: Retention
@@ -37,7 +37,7 @@ class LayerGroup:
 
 
 def layer_groups(specs: Mapping[int | str, CacheSpec], block_size: int) -> list[LayerGroup]:
-    """Group layers by what they keep."""
+    """Group layers by retention."""
     members: dict[Retention, list[int | str]] = {}
     for layer, spec in specs.items():
         members.setdefault(spec.retention, []).append(layer)
@@ -55,21 +55,21 @@ class LayerCaches:
     """The memory of every layer.
 
     Args:
-        model: whose layers they are.
-        specs: what each keeps.
+        model: the model.
+        specs: the cache specification of each layer.
         groups: the layers, grouped.
-        num_blocks: how many blocks each group has, without the null block.
-        block_size: tokens in a block.
+        num_blocks: the number of blocks per group, without the null block.
+        block_size: tokens per block.
         platform: names the attention backends.
-        device: where the memory is.
+        device: the device of the caches.
 
     Attributes:
-        backends: of each attention layer, by its index.
-        states: of layers with recurrent state; None if the model has no such layer.
-        state_group: the index of their group.
+        backends: the backend of each attention layer, by index.
+        states: the states of stateful layers; None if there are no such layers.
+        state_group: the index of the group of stateful layers.
 
     Raises:
-        UnsupportedCacheError: a backend cannot keep what a layer needs.
+        UnsupportedCacheError: a backend does not support the specification of a layer.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class LayerCaches:
                 self._group_of[layer] = index
 
     def step(self, batches: Mapping[int, SequenceBatch]) -> StepAttention:
-        """Return what layers attend with in one forward.
+        """Return the attention of one forward pass.
 
         Args:
-            batches: the sequences, as each group of attention layers sees them.
+            batches: the sequences for each group of attention layers.
         """
         built: dict[tuple[int, type], Any] = {}
         metadata = {}
@@ -130,15 +130,15 @@ class StepAttention:
     """Attention in one forward: the :class:`~opweave.models.CachedAttention` of models.
 
     Attributes:
-        backends: by layer.
-        metadata: what each needs of this step.
+        backends: the backend of each layer.
+        metadata: the backends' data of this step.
     """
 
     backends: Mapping[int, AttentionBackend]
     metadata: Mapping[int, Any]
 
     def attend(self, layer: int, *inputs: Any) -> Tensor:
-        """Let the backend of a layer attend; *inputs* as the layer passes them."""
+        """Call the backend of a layer with the layer's *inputs*."""
         return self.backends[layer].forward(self.metadata[layer], *inputs)
 
     attend_latent = attend

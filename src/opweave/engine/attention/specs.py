@@ -20,9 +20,9 @@ class FullAttentionSpec:
     """Keys and values of every token.
 
     Attributes:
-        num_kv_heads: on this rank.
-        key_size, value_size: elements of a head.
-        dtype: of all of them.
+        num_kv_heads: the number of key and value heads on this rank.
+        key_size, value_size: the sizes of a head.
+        dtype: the dtype of keys and values.
     """
 
     num_kv_heads: int
@@ -46,7 +46,7 @@ class SlidingWindowSpec(FullAttentionSpec):
     """Keys and values of the last tokens.
 
     Attributes:
-        window: how many, the one that attends to them included.
+        window: the number of tokens, including the current one.
     """
 
     window: int
@@ -61,8 +61,8 @@ class LatentAttentionSpec:
     """One row for all heads of every token: the latent vector and the rotated part of the key.
 
     Attributes:
-        row_size: elements of both together.
-        dtype: of the row.
+        row_size: the size of the row.
+        dtype: the dtype of the row.
     """
 
     row_size: int
@@ -84,8 +84,8 @@ class StateSpec:
 
     Attributes:
         kind: ``"conv"`` or ``"ssm"``.
-        shape: of one sequence's.
-        dtype: of its elements.
+        shape: the shape of one sequence's state.
+        dtype: the dtype of the state.
     """
 
     kind: str
@@ -117,15 +117,14 @@ CacheSpec = FullAttentionSpec | LatentAttentionSpec | StateSpaceSpec
 
 
 def cache_specs(model: nn.Module, dtype: torch.dtype) -> dict[int | str, CacheSpec]:
-    """Return what each layer of *model* keeps, by its index, or by its name if it keeps states.
+    """Return the cache specification of each attention layer by index, and stateful layer by name.
 
     Args:
-        model: whose modules say it themselves.
-        dtype: of its activations.
+        model: the model, whose modules declare their requirements.
+        dtype: the dtype of its activations.
 
     Raises:
-        DuplicateLayerError: two layers have the same index or name, and so would keep what they
-            have in one place.
+        DuplicateLayerError: two layers have the same index or name, so they would share a cache.
     """
     found: dict[int | str, CacheSpec] = {}
     holders: dict[int | str, str] = {}

@@ -1,4 +1,4 @@
-"""Bookkeeping of the paged KV cache: which request holds which block. Holds no tensors."""
+"""Bookkeeping of the paged KV cache: the blocks of each request. Does not contain tensors."""
 
 from opweave.engine.cache.block_pool import NULL_BLOCK, BlockPool
 from opweave.engine.cache.errors import CacheIntegrityError

@@ -1,4 +1,4 @@
-"""Names for blocks of tokens: equal where they, and all tokens before them, are equal."""
+"""Hashes of blocks of tokens; equal hashes mean equal blocks and equal tokens before them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _SIZE = 16  # bytes: collisions are out of the question, even if somebody looks 
 
 
 def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int) -> None:
-    """Append to *hashes* those of the full blocks of *token_ids* that it lacks.
+    """Append the missing hashes of the full blocks of *token_ids* to *hashes*.
 
-    Each hash is made of the one before and the block's own tokens.
+    Each hash covers the previous hash and the block's tokens.
     """
     for end in range((len(hashes) + 1) * block_size, len(token_ids) + 1, block_size):
         before = hashes[-1] if hashes else b""

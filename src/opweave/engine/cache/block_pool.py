@@ -1,4 +1,4 @@
-"""Blocks of one group of layers: who holds them, what they contain, which go next."""
+"""The blocks of one group of layers: reference counts, hashes and free list."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ NULL_BLOCK = 0  # stands for a block that is not needed; nobody owns it, and not
 
 
 class BlockPool:
-    """Blocks 1 to ``num_blocks``, with a count of holders for each.
+    """Blocks 1 to ``num_blocks``, with a reference count for each.
 
-    A block that was given a hash keeps its content when its last holder lets go of it: until it is
-    handed out again, :meth:`find` knows it. Those that were let go of first are handed out first.
+    A free block with a hash keeps its content, so :meth:`find` returns it until it is allocated
+    again. Free blocks without a hash are allocated first, then the others in the order in which
+    they were freed.
 
     Args:
-        num_blocks: how many there are.
+        num_blocks: the number of blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -29,11 +30,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """How many blocks nobody holds."""
+        """The number of free blocks."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out *count* free blocks, which there must be; what they contained is forgotten."""
+        """Allocate *count* blocks, which must be free, and forget their hashes."""
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             self._holders[block] = 1
@@ -42,11 +43,11 @@ class BlockPool:
         return blocks
 
     def find(self, block_hash: bytes) -> int | None:
-        """Return the block of that hash, if its content is still there."""
+        """Return the block with that hash, if there is one."""
         return self._by_hash.get(block_hash)
 
     def forget(self, block_hash: bytes) -> None:
-        """Find the block of that hash no more; those who hold it keep it."""
+        """Remove a hash, so that its block is not found; holders keep the block."""
         block = self._by_hash.pop(block_hash, None)
         if block is not None:
             del self._hash_of[block]
@@ -54,23 +55,26 @@ class BlockPool:
                 self._free.move_to_end(block, last=False)
 
     def is_free(self, block: int) -> bool:
-        """Whether nobody holds *block*."""
+        """Whether *block* is free."""
         return not self._holders[block]
 
     def freed_by(self, tables: Iterable[Sequence[int]]) -> set[int]:
-        """Return the blocks that nobody would hold if the holders of *tables* let go of them."""
+        """Return the blocks that would be free if the blocks in *tables* were released."""
         given = Counter(block for table in tables for block in table if block != NULL_BLOCK)
         return {block for block, count in given.items() if count == self._holders[block]}
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Add a holder to each of *blocks*."""
+        """Increment the reference count of each of *blocks*."""
         for block in blocks:
             if not self._holders[block]:
                 del self._free[block]
             self._holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Take a holder from each of *blocks*, null blocks aside; the last ones go next."""
+        """Decrement the reference count of each of *blocks*, except null blocks.
+
+        Freed blocks without a hash are reused first, the last one before the others.
+        """
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -81,15 +85,15 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def name(self, block: int, block_hash: bytes) -> None:
-        """Say what a held block contains, unless another block is known to contain the same."""
+        """Set the hash of a held block, unless another block already has it."""
         if block != NULL_BLOCK and block_hash not in self._by_hash and block not in self._hash_of:
             self._by_hash[block_hash], self._hash_of[block] = block, block_hash
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Compare with the blocks that each sequence holds.
+        """Compare the reference counts with the blocks that each sequence holds.
 
         Raises:
-            CacheIntegrityError: a block is lost, or has more or fewer holders than it counts.
+            CacheIntegrityError: a block is lost, or its reference count is wrong.
         """
         found = [0] * (self.num_blocks + 1)
         for table in tables:

@@ -1,4 +1,4 @@
-"""Errors in the cache's bookkeeping, which are defects of the engine."""
+"""Errors in the cache's bookkeeping, which are bugs of the engine."""
 
 from __future__ import annotations
 

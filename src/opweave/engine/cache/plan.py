@@ -21,9 +21,9 @@ class CachePlan:
     """The size of the cache.
 
     Attributes:
-        num_blocks: of each group.
-        max_model_len: the most tokens of a prompt and its answer together.
-        block_size: tokens in a block.
+        num_blocks: the number of blocks of each group.
+        max_model_len: the maximum number of tokens of a prompt and its answer.
+        block_size: tokens per block.
     """
 
     num_blocks: tuple[int, ...]
@@ -31,7 +31,7 @@ class CachePlan:
     block_size: int
 
     def cache_groups(self, groups: Sequence[LayerGroup]) -> list[CacheGroup]:
-        """Return what the cache's bookkeeping must know of *groups*."""
+        """Return the retention and the number of blocks of each group."""
         return [
             CacheGroup(group.retention, count)
             for group, count in zip(groups, self.num_blocks, strict=True)
@@ -49,16 +49,16 @@ def plan_cache(
     """Divide *memory* between groups of layers.
 
     Args:
-        groups: what layers keep.
-        cache, scheduler: what the user says.
-        context: the most tokens that the model takes; None: any number.
-        memory: bytes that the cache may take.
-        free: bytes that there are.
+        groups: the groups of layers.
+        cache, scheduler: the user's configuration.
+        context: the model's maximum sequence length; None: unlimited.
+        memory: the maximum size of the cache in bytes.
+        free: the free memory in bytes.
 
     Raises:
-        CacheSizeError: the memory, or the number of blocks, does not hold one sequence of the
-            length that the user asks for; or that is more than the model takes; or prompts are not
-            divided, and the longest is too long for a step; or the cache takes more than is free.
+        CacheSizeError: the cache does not hold one sequence of the configured maximum length; this
+            length exceeds the model's; prompts of this length exceed a step and chunked prefill is
+            off; or the cache exceeds the free memory.
     """
     wanted = _wanted_len(scheduler, context)
     sizing = _Sizing(groups, cache.block_size, scheduler, memory)
@@ -88,10 +88,10 @@ def plan_cache(
 
 
 class _Sizing:
-    """Blocks of each group, as they follow from the blocks for whole sequences.
+    """The number of blocks of each group, for a number of blocks of groups that keep every token.
 
-    States are there for as many sequences as run together, if they fit: in all of the memory, or in
-    half of it where other layers need some, too.
+    There are states for as many sequences as may run together, if they fit into the memory, or
+    into half of it if other layers need memory too.
     """
 
     def __init__(
@@ -116,20 +116,20 @@ class _Sizing:
                 )
 
     def total_blocks(self, max_model_len: int) -> int:
-        """Return how many blocks all sequences at their longest take."""
+        """Return the number of blocks for all sequences at the maximum length."""
         return self._limits.max_num_seqs * -(-max_model_len // self._block_size)
 
     def blocks(self, total: int) -> tuple[int, ...]:
-        """Return the blocks of each group, where a group that keeps every token has *total*."""
+        """Return the number of blocks of each group; groups that keep every token have *total*."""
         return tuple(self._of(group, total) for group in self._groups)
 
     def bytes(self, total: int) -> int:
-        """Return the memory that takes, null blocks included."""
+        """Return the size in bytes, including null blocks."""
         counts = zip(self._groups, self.blocks(total), strict=True)
         return sum(group.block_bytes * (count + 1) for group, count in counts)
 
     def affordable(self, memory: int, most: int) -> int:
-        """Return the most blocks, up to *most*, that *memory* holds."""
+        """Return the largest number of blocks, at most *most*, that fits into *memory*."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2

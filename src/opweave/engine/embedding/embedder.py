@@ -34,17 +34,18 @@ class Embedder:
     """An encoder that turns prompts into embeddings.
 
     Args:
-        model: the directory of a checkpoint. If it is one of sentence-transformers, its files say
-            how vectors are pooled and normalized; otherwise a text's vector is the mean.
+        model: the directory of a checkpoint. Pooling and normalization are those of its
+            sentence-transformers files; without these, a text's vector is the mean.
         dtype: as for :class:`~opweave.engine.LLM`.
         ir_op_priority: providers to prefer, by op; only for this object's forward passes.
-        config: the same settings, and more; ``scheduler.max_num_batched_tokens`` limits a forward.
+        config: these and all other settings; ``scheduler.max_num_batched_tokens`` limits a forward
+            pass.
         progress: called while loading, with the number of tensors loaded so far and in total.
 
     Attributes:
-        tokenizer: of the checkpoint.
-        max_model_len: the most tokens of a prompt.
-        config: as the platform runs it.
+        tokenizer: the checkpoint's tokenizer.
+        max_model_len: the maximum number of tokens of a prompt.
+        config: the configuration after the platform's changes.
         selection_report: the kernels that its forward passes run.
 
     Raises:
@@ -121,7 +122,7 @@ class Embedder:
         """Return the tokens of one prompt.
 
         Raises:
-            PromptError: it is empty, too long, or not made of the model's tokens.
+            PromptError: the prompt is empty, too long, or has token ids outside the vocabulary.
         """
         keep = truncate_prompt_tokens
         return self._prompts.tokens(
@@ -141,16 +142,16 @@ class Embedder:
         """Return the embedding of each prompt, in order.
 
         Args:
-            prompts: one text or several; or token ids, of one prompt or of several.
-            params: how to make the vectors; None: as the checkpoint says.
-            add_special_tokens: whether texts get the special tokens that the tokenizer adds.
-            truncate_prompt_tokens: keep only the first tokens of a longer prompt, as many as this,
-                with the special tokens; -1: as many as the model takes; None: a prompt that is too
-                long is an error.
+            prompts: one or several prompts, each a text or a list of token ids.
+            params: the pooling parameters; None: the checkpoint's.
+            add_special_tokens: add the tokenizer's special tokens to texts.
+            truncate_prompt_tokens: truncate prompts to their first tokens, this many, including
+                special tokens; -1: the model's maximum; None: a prompt that is too long is an
+                error.
 
         Raises:
-            PromptError: a prompt is empty, too long or not made of the model's tokens.
-            SamplingParamsError: *params* ask for a length that vectors cannot have, or
+            PromptError: a prompt is empty, too long, or has token ids outside the vocabulary.
+            SamplingParamsError: the model does not support the dimensions in *params*, or
                 *truncate_prompt_tokens* is out of range.
         """
         if truncate_prompt_tokens not in (None, -1):
@@ -174,7 +175,7 @@ class Embedder:
         """Return *params*, or the defaults.
 
         Raises:
-            SamplingParamsError: vectors cannot have the length that they ask for.
+            SamplingParamsError: the model does not support their dimensions.
         """
         params = PoolingParams() if params is None else params
         params.check_dimensions(
@@ -185,11 +186,11 @@ class Embedder:
         return params
 
     def process(self, request: Any, *, io_processor: str | None = None) -> Any:
-        """Answer a request in a form of a plugin's own, as :meth:`opweave.engine.LLM.process` does.
+        """Process a request of an I/O processor plugin; see :meth:`opweave.engine.LLM.process`.
 
         Raises:
             UnknownPluginError: (a LookupError) there is no such plugin.
-            InvalidArgumentError: none is named, or it is one for models that generate text.
+            InvalidArgumentError: no I/O processor is named, or it is for models that generate text.
             PromptError: as for :meth:`embed`.
         """
         processor = self._processors.get(io_processor, embeds=True)

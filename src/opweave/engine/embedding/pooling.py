@@ -30,9 +30,9 @@ class Pooling:
     """Pools the hidden states of a text into one vector.
 
     Attributes:
-        modes: of ``cls`` (the first token's), ``max``, ``mean``, ``mean_sqrt_len_tokens`` (the sum
-            over the square root of the length), ``weightedmean`` (the first token counts once, the
-            second twice, and so on) and ``lasttoken``; the results of several are joined.
+        modes: one or more of ``cls`` (the first token), ``max``, ``mean``, ``mean_sqrt_len_tokens``
+            (the sum divided by the square root of the length), ``weightedmean`` (with weights 1, 2,
+            3, ...) and ``lasttoken``; the results are concatenated.
         normalizes: whether the vector is divided by its length.
     """
 
@@ -67,7 +67,7 @@ class Pooling:
     def __call__(self, hidden: Tensor, params: PoolingParams = _DEFAULTS) -> Tensor:
         """Return a vector from the hidden states of one text, ``(tokens, size)``.
 
-        It has ``modes * size`` numbers, or the first ones of them that *params* ask for.
+        It has ``modes * size`` numbers, or the first *dimensions* of them.
         """
         # Sums over many tokens are taken in float32.
         states = hidden.float()

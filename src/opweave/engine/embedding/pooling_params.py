@@ -13,9 +13,9 @@ class PoolingParams:
     """Pooling of one prompt's embedding.
 
     Attributes:
-        dimensions: keep this many numbers of the vector; None: all. Models must be trained for it:
-            their ``config.json`` has ``matryoshka_dimensions``, or ``is_matryoshka``.
-        normalize: divide the vector by its length; None: as the checkpoint says.
+        dimensions: truncate the vector to this many numbers; None: all. The model must be trained
+            for it: its ``config.json`` has ``matryoshka_dimensions`` or ``is_matryoshka``.
+        normalize: normalize the vector to length 1; None: as in the checkpoint.
 
     Raises:
         SamplingParamsError: a value is out of range or of the wrong type.
@@ -31,15 +31,15 @@ class PoolingParams:
             check_flag("normalize", self.normalize)
 
     def check_dimensions(self, size: int, trained: object, *, any_size: bool) -> None:
-        """Check that vectors can have the length.
+        """Check that the model supports the dimensions.
 
         Args:
-            size: of the model's vectors.
-            trained: the lengths that the model was trained for, or None.
-            any_size: whether it was trained for every length.
+            size: the size of the model's vectors.
+            trained: the dimensions that the model was trained for, or None.
+            any_size: whether it was trained for any number of dimensions.
 
         Raises:
-            SamplingParamsError: they cannot.
+            SamplingParamsError: it does not.
         """
         wanted = self.dimensions
         if wanted is None or wanted == size:

@@ -6,10 +6,9 @@
     print(report)            # which modules were replaced, and why others were not
     opweave.restore(model)   # the model as it was
 
-Linear layers, normalization layers and gated MLPs are found by their structure, in any
-:class:`torch.nn.Module`; models of transformers also get opweave's attention. Before a module is
-replaced, its old and its new ``forward`` run on random inputs, and it is left alone where they
-differ.
+Linear layers, normalization layers and gated MLPs are recognized by their structure, in any
+:class:`torch.nn.Module`; transformers models also get opweave's attention. Before a module is
+replaced, its old and its new ``forward`` run on random inputs. If they differ, it is not replaced.
 """
 
 from opweave.integrations.optimize.model import optimize, restore

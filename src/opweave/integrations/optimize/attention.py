@@ -1,4 +1,4 @@
-"""Attention of models of transformers, through its registry of attention functions."""
+"""Attention of transformers models, through transformers' registry of attention functions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ NAME = "opweave"
 
 
 def has_interface(model: nn.Module) -> bool:
-    """Whether *model* takes its attention from transformers' registry, and now uses SDPA.
+    """Whether *model* gets its attention from transformers' registry, and currently uses SDPA.
 
-    Models with sparse attention do not: they mask the tokens that their indexer leaves out for
-    SDPA only, and expect any other attention function to know the indexer's results.
+    False for models with sparse attention: they apply the indexer's mask for SDPA only, and expect
+    other attention functions to use the indexer's results.
     """
     if "transformers" not in sys.modules or not hasattr(model, "set_attn_implementation"):
         return False
@@ -27,13 +27,13 @@ def has_interface(model: nn.Module) -> bool:
 
 
 def install(model: Any) -> None:
-    """Let *model* use opweave's attention."""
+    """Make *model* use opweave's attention."""
     _register()
     model.set_attn_implementation(NAME)
 
 
 def remove(model: Any) -> None:
-    """Let *model* use SDPA again."""
+    """Make *model* use SDPA again."""
     model.set_attn_implementation("sdpa")
 
 
@@ -64,16 +64,16 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention with the signature that transformers calls.
 
-    What the ops do not cover (masks, dropout, position biases, a paged cache) goes to SDPA.
+    Calls that the ops do not support (masks, dropout, position biases, a paged cache) run SDPA.
 
     Args:
-        module: the layer that calls.
+        module: the calling layer.
         query: ``(batch, query_heads, q, head_size)``.
         key, value: ``(batch, kv_heads, k, head_size)``.
-        attention_mask: None where the causal flag says it all.
+        attention_mask: None if the causal flag suffices.
         scaling: factor on the scores.
         dropout: probability.
-        is_causal: by default what *module* says.
+        is_causal: by default, the attribute of *module*.
         kwargs: further options of transformers.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

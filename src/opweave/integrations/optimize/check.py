@@ -1,4 +1,4 @@
-"""Compare what a module computes before and after it is replaced."""
+"""Compare the results of a module before and after it is replaced."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def difference(module: nn.Module, replacement: Replacement, width: int, like: Te
     """Return how a replacement differs from the module's ``forward``; "" if it does not.
 
     Args:
-        module: what takes one tensor of activations.
-        replacement: what would run in place of its ``forward``.
-        width: of the last dimension of the activations.
+        module: a module whose ``forward`` takes one tensor of activations.
+        replacement: the replacement of its ``forward``.
+        width: the size of the last dimension of the activations.
         like: a tensor with the dtype and device of the activations.
     """
     generator = torch.Generator().manual_seed(width)

@@ -1,7 +1,7 @@
 """Gated MLPs whose gate and up projections are one linear layer.
 
-Of two separate layers, the results would first have to be joined, which costs more memory traffic
-than the op saves.
+Two separate layers are not replaced: joining their results costs more memory traffic than the op
+saves.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _REPLACEMENTS = {gate: _packed(gate) for gate in _GATES}
 
 
 def candidates(module: nn.Module) -> tuple[list[Replacement], int]:
-    """Return what to try, and the width of the input; none for other modules."""
+    """Return the replacements to try, and the width of the input; none for other modules."""
     both, last = (getattr(module, name, None) for name in (_BOTH, _LAST))
     gate = _gate_of(module) if isinstance(both, nn.Linear) and isinstance(last, nn.Linear) else ""
     return ([_REPLACEMENTS[gate]], both.in_features) if gate and both else ([], 0)
 
 
 def _gate_of(module: nn.Module) -> str:
-    """Return the gate whose activation computes what the module's does; "" if none does."""
+    """Return the gate with the module's activation, or ""."""
     for name in _ACTIVATIONS:
         activation: Any = getattr(module, name, None)
         if not callable(activation):

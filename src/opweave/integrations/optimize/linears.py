@@ -18,10 +18,9 @@ def linear(self: Any, input: Any = None, *others: Any, **named: Any) -> Any:
 
 
 def candidates(module: nn.Module) -> tuple[list[Replacement], int]:
-    """Return what to try, and the width of the input; none for other modules.
+    """Return the replacements to try, and the width of the input; none for other modules.
 
-    A subclass of ``nn.Linear`` may do more than its name says: it counts if it has the same
-    ``forward``.
+    A subclass of ``nn.Linear`` may compute more, so it must have the same ``forward``.
     """
     is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return ([linear], module.in_features) if is_linear else ([], 0)  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Replace the modules of a model, and put them back."""
+"""Replace the modules of a model, and restore them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from opweave.integrations.optimize.report import ModuleOutcome, OptimizeReport
 
 
 def optimize(model: nn.Module) -> OptimizeReport:
-    """Let the modules of *model* run opweave's ops, in place.
+    """Make the modules of *model* run opweave's ops, in place.
 
-    Linear layers, RMS and layer normalization, and gated MLPs are replaced, and in models of
-    transformers that use SDPA, the attention. Modules stay instances of their class, with the same
+    Replaces linear layers, RMS and layer normalization, gated MLPs, and the attention of
+    transformers models that use SDPA. Modules stay instances of their class, with the same
     parameters, buffers, hooks and ``state_dict()``; pickle, ``copy.deepcopy`` and device moves
-    work. A second call changes nothing.
+    work. A second call is a no-op.
 
-    Before a module is replaced, its old and its new ``forward`` run on random inputs in its dtype;
-    it is left alone, with the reason in the report, where they differ by more than the op's
-    tolerance. Calls that the ops do not cover, such as other dtypes than the module's, run the old
-    ``forward``.
+    Before a module is replaced, its old and its new ``forward`` run on random inputs in its dtype.
+    If they differ by more than the op's tolerance, the module is not replaced, and the report gives
+    the reason. Calls that the ops do not support, such as inputs in another dtype than the
+    module's, run the old ``forward``.
 
     Args:
         model: any module.
 
     Returns:
-        What was replaced, and what was not and why.
+        The replaced modules, and the reasons why others were not replaced.
 
     Raises:
         TypeError: *model* is not a module.
@@ -80,7 +80,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Replace
 def _choose(
     module: nn.Module, candidates: list[Replacement], width: int
 ) -> tuple[Replacement | None, str]:
-    """Return the first candidate that agrees with *module*, or None and why the first does not."""
+    """Return the first candidate that agrees with *module*, or None and why the first differs."""
     like = next(iter(module.parameters()), torch.empty(0))
     if like.is_meta:
         return None, "its parameters are on the meta device"
@@ -98,7 +98,7 @@ def _choose(
 
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Run *module* and its children in evaluation mode and without hooks, which users may count."""
+    """Run *module* and its children in evaluation mode, without calling the user's hooks."""
     kept = []
     for each in module.modules():
         names = ("_forward_hooks", "_forward_pre_hooks", "training")

@@ -1,8 +1,7 @@
-"""Normalization layers, known by their parameters and by what they compute.
+"""Normalization layers, recognized by their parameters and results.
 
-A module that scales its input to unit mean square may do so in several ways: Llama rounds before
-it multiplies by the weight, OLMo 2 after, Gemma's weights are off by one. The first spelling that
-gives the module's own results is taken.
+RMS normalization has several forms: Llama rounds before the product with the weight, OLMo 2 after
+it, and Gemma's weights are off by one. The first form with the results of the module is used.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _EPSILONS = ("eps", "variance_epsilon", "epsilon", "norm_eps", "layer_norm_eps")
 
 
 def epsilon_of(module: nn.Module) -> float | None:
-    """Return the epsilon that a normalization layer keeps as an attribute."""
+    """Return the epsilon attribute of a normalization layer."""
     for name in _EPSILONS:
         value: Any = getattr(module, name, None)
         if isinstance(value, float):
@@ -58,7 +57,7 @@ def layer_norm(self: Any, x: Any = None, *others: Any, **named: Any) -> Any:
 
 
 def candidates(module: nn.Module) -> tuple[list[Replacement], int]:
-    """Return the spellings to try, and the width of the last dimension; none for other modules."""
+    """Return the forms to try, and the width of the last dimension; none for other modules."""
     parameters = dict(module.named_parameters())
     if list(module.children()) or epsilon_of(module) is None:
         return [], 0

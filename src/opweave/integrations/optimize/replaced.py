@@ -1,4 +1,4 @@
-"""Modules whose ``forward`` was replaced, and which stay instances of their class."""
+"""Modules with a replaced ``forward``, which stay instances of their class."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Replacement:
     """A ``forward`` for modules of a certain structure.
 
     Attributes:
-        name: unique among replacements; pickled modules hold it.
+        name: a unique name, which is in pickled modules.
         ops: the ops that it calls.
-        forward: takes the module and the arguments of its ``forward``. It returns
-            ``None`` for arguments that it does not cover.
+        forward: a function of the module and the arguments of its ``forward``; returns None for
+            unsupported arguments.
     """
 
     name: str
@@ -49,7 +49,7 @@ _replacements: dict[str, Replacement] = {}
 
 
 def register(name: str, *ops: str) -> Callable[[Forward], Replacement]:
-    """Make the decorated function a replacement that pickled modules can name."""
+    """Register the decorated function as a replacement that pickled modules refer to by name."""
 
     def decorate(forward: Forward) -> Replacement:
         replacement = _replacements[name] = Replacement(name, ops, forward)
@@ -59,12 +59,12 @@ def register(name: str, *ops: str) -> Callable[[Forward], Replacement]:
 
 
 def replace(module: nn.Module, replacement: Replacement) -> None:
-    """Let *module* run *replacement*."""
+    """Make *module* run *replacement*."""
     module.__class__ = class_of(type(module), replacement)
 
 
 def put_back(module: Replaced) -> None:
-    """Give *module* the class that it had before."""
+    """Restore the original class of *module*."""
     module.__class__ = module._opweave_original  # type: ignore[assignment]
 
 

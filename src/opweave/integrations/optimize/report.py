@@ -12,10 +12,10 @@ class ModuleOutcome:
     """Whether one module was replaced, and why not.
 
     Attributes:
-        name: of the module in the model, as in ``named_modules()``; "" is the model itself.
+        name: the name of the module, as in ``named_modules()``; "" is the model itself.
         module: the class of the module.
-        ops: the ops that it runs now; empty if it was left alone.
-        reason: why it was left alone; empty if it was replaced.
+        ops: the ops that it now runs; empty if it was not replaced.
+        reason: why it was not replaced; empty if it was.
     """
 
     name: str
@@ -30,7 +30,7 @@ class ModuleOutcome:
 
 @dataclass(frozen=True)
 class OptimizeReport:
-    """The modules of a model that were replaced, and those that were left alone.
+    """The modules of a model that were replaced, and those that were not.
 
     ``print`` it for a table with one row for each kind of module.
     """
@@ -44,7 +44,7 @@ class OptimizeReport:
 
     @property
     def kept(self) -> dict[str, str]:
-        """Why each of the other candidates was left alone, by the module's name."""
+        """Why each of the other candidates was not replaced, by the module's name."""
         return {each.name: each.reason for each in self.outcomes if not each.is_replaced}
 
     def to_json(self) -> list[dict[str, Any]]:

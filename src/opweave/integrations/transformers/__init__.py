@@ -1,6 +1,6 @@
-"""Models of transformers in opweave's engine.
+"""Transformers models in opweave's engine.
 
-transformers is imported when such a model is loaded, and not before.
+transformers is imported only when such a model is loaded.
 """
 
 from opweave.integrations.transformers.encoder import TransformersEncoder

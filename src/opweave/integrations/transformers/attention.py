@@ -1,4 +1,4 @@
-"""Attention of transformers' models over the sequences of a forward context.
+"""Attention of transformers models over the sequences of a forward context.
 
 transformers looks attention functions and mask functions up by name. The functions here pass the
 queries, keys and values of packed sequences to :class:`opweave.models.Attention`, which the engine
@@ -54,7 +54,7 @@ class AttentionRecorder:
         """Add an :class:`Attention` to *module*, which calls the attention function.
 
         Raises:
-            NotSuitableError: it does not compute what the call asks for.
+            NotSuitableError: opweave's attention does not support the options of the call.
         """
         name = type(module).__name__
         if module in self.callers:
@@ -114,7 +114,7 @@ def recording() -> Iterator[AttentionRecorder]:
 
 
 def install(model: Any) -> None:
-    """Let *model* use the functions of this module."""
+    """Make *model* use the functions of this module."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)

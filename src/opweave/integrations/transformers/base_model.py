@@ -1,4 +1,4 @@
-"""The two halves of a causal language model of transformers: hidden states, and logits."""
+"""The two halves of a causal transformers model: hidden states and logits."""
 
 from __future__ import annotations
 

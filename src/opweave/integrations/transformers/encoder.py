@@ -1,4 +1,4 @@
-"""An encoder of transformers, as the engine runs encoders."""
+"""A transformers encoder with the engine's interface of encoders."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class TransformersEncoder(Encoder):
         """Return the hidden states: ``(T, hidden_size)``.
 
         Args:
-            input_ids: ``(T,)``, integer: texts, packed one after the other.
-            positions: not used: the model counts the tokens of each text itself.
-            cu_seqlens: ``(texts + 1,)``, int32: where each text begins, and the end of the last.
+            input_ids: ``(T,)``, integer: packed texts.
+            positions: unused; the model computes the positions.
+            cu_seqlens: ``(texts + 1,)``, int32: the start of each text, and the end of the last.
         """
         lengths = cu_seqlens.diff()
         texts = torch.split_with_sizes(input_ids, lengths.tolist())

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class NotSuitableError(Exception):
-    """A model cannot run in some way; the message says why. It never leaves this package."""
+    """A way to run a model does not suit it; the message says why. Never raised to users."""

@@ -1,4 +1,4 @@
-"""A causal language model of transformers, as the engine runs models."""
+"""A causal transformers model with the engine's interface of models."""
 
 from __future__ import annotations
 

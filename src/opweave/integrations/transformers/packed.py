@@ -39,7 +39,7 @@ class PackedSequences(nn.Module):
             undo: gets what brings back the model's attention.
 
         Raises:
-            NotSuitableError: the model does more than attend to earlier tokens.
+            NotSuitableError: the model needs more than attention to earlier tokens.
         """
         model: Any = halves.causal_lm
         ropes = _rope_types(model.config.get_text_config(decoder=True))

@@ -1,4 +1,4 @@
-"""Forwards that run one sequence at a time, for models that packed sequences do not suit."""
+"""Forwards that run one sequence at a time, for models that do not support packed sequences."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Divide the linear layers of a model of transformers over tensor-parallel ranks.
+"""Shard the linear layers of a transformers model over tensor-parallel ranks.
 
-The model's own plan says which layers, and how: it names modules of every layer by patterns such as
-``model.layers.*.self_attn.q_proj``. Layers without an entry, and experts, are whole on every rank.
+The model's plan lists the layers and their styles, by patterns such as
+``model.layers.*.self_attn.q_proj``. Layers without an entry, and experts, are replicated.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ CONVERSATION = (
         "The conversation. Fields of messages that are not listed go to the chat template.",
         is_open=True,
     ),
-    supported("messages.role", "Who wrote it: a role that the chat template knows."),
+    supported("messages.role", "The author's role: one that the chat template accepts."),
     supported("messages.content", "Text, or a list of parts; null is empty text."),
     supported(
         "messages.content.type", "text, input_text, output_text, refusal or thinking: all are text."
@@ -66,8 +66,8 @@ ABILITIES = (
     refused("verbosity", "Ask for it in a message.", off=("medium",)),
     refused("audio", "Answers are text only."),
     refused("modalities", 'Answers are text only; the list may hold "text".', off=([], ["text"])),
-    refused("moderation", "There is no moderation."),
-    refused("web_search_options", "The server searches nothing."),
+    refused("moderation", "Moderation is not supported."),
+    refused("web_search_options", "The server does not search the web."),
 )
 
 STORAGE = (

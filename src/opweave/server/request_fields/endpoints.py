@@ -53,7 +53,7 @@ _CHAT = (
     supported("top_logprobs", "Log-probabilities of this many alternatives; with logprobs."),
     refused("best_of", "Use n.", off=(1,)),
     refused("echo", "The prompt is not repeated.", off=(False,)),
-    harmless("prediction", "It would save time only."),
+    harmless("prediction", "It would only save time."),
     *SAMPLING,
     *REQUEST,
     *STRUCTURED,
@@ -66,7 +66,7 @@ _EMBEDDINGS = (
     *CONVERSATION,
     supported("encoding_format", "float or base64."),
     supported("dimensions", "The length of the vectors, if the model was trained for it."),
-    supported("normalize", "Whether vectors have length 1; the checkpoint says it by default."),
+    supported("normalize", "Normalize vectors to length 1; by default as in the checkpoint."),
     supported("use_activation", "The same, as newer versions of vLLM call it."),
     supported("add_special_tokens", "True by default for input, false for messages."),
     supported(
@@ -89,7 +89,7 @@ _TOKENIZE = (
     *COMMON,
     supported("prompt", "A text. Send it, or messages."),
     supported("add_special_tokens", "True by default for a prompt, false for messages."),
-    supported("return_token_strs", "Return how the vocabulary writes the tokens, too."),
+    supported("return_token_strs", "Also return the tokens as strings of the vocabulary."),
     *CONVERSATION,
 )
 _DETOKENIZE = (*COMMON, supported("tokens", "Token ids."))

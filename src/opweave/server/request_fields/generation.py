@@ -18,7 +18,7 @@ COMMON = (
 
 SAMPLING = (
     supported("max_tokens", "The maximum number of tokens of an answer."),
-    supported("temperature", "0 takes the most likely token; at most 2."),
+    supported("temperature", "From 0, which is greedy, to 2."),
     supported("top_p", "Sample from the most likely tokens that reach this probability."),
     supported("n", "The number of answers."),
     supported("stop", "One or more strings that end the answer."),
@@ -68,14 +68,14 @@ REQUEST = (
     ),
     supported(
         "truncate_prompt_tokens",
-        "Keep the last tokens of a longer prompt; -1: as many as leave room for max_tokens.",
+        "Truncate the prompt to its last tokens; -1 leaves room for max_tokens.",
     ),
     refused("truncation_side", "The last tokens are kept.", off=("left",)),
     supported("prompt_logprobs", "Log-probabilities of the prompt; not in streams."),
     supported("return_token_ids", "Also return token_ids and prompt_token_ids."),
     supported("return_tokens_as_token_ids", "In logprobs, represent a token as token_id:17."),
-    refused("kv_transfer_params", "There is no disaggregated serving.", off=({},)),
-    refused("vllm_xargs", "There are no such extensions.", off=({},)),
+    refused("kv_transfer_params", "Disaggregated serving is not supported.", off=({},)),
+    refused("vllm_xargs", "vLLM's extensions are not supported.", off=({},)),
 )
 
 _NO_TAGS = "Structural tags are not supported; use a grammar."

@@ -49,7 +49,7 @@ class Agreement:
         """Parse the result of :meth:`to_json`.
 
         Raises:
-            RankFailedError: the first process speaks another version of the protocol.
+            RankFailedError: the first process uses another version of the protocol.
         """
         data = json.loads(text)
         if data.get("protocol") != PROTOCOL:
@@ -63,11 +63,11 @@ class Agreement:
         return json.dumps(asdict(self))
 
     def impose(self) -> Platform:
-        """Make this process agree; return the platform.
+        """Apply the settings to this process; return the platform.
 
         Raises:
-            PlatformMismatchError: it runs on another platform already, or with other versions.
-            RankFailedError: it has other plugins.
+            PlatformMismatchError: this process already uses another platform, or other versions.
+            RankFailedError: this process has other plugins.
         """
         platform = platforms.impose(self.platform).platform
         load_general_plugins()
@@ -80,18 +80,18 @@ class Agreement:
 
     @contextmanager
     def selection(self) -> Iterator[None]:
-        """Let ops be selected as in the first process, in the scope that follows.
+        """Select ops as in the first process, inside the block.
 
         Raises:
-            IrError: an op or a provider is unknown here.
-            RankFailedError: an op is tried with other providers all the same.
+            IrError: an op or a provider is unknown in this process.
+            RankFailedError: an op would still use other providers.
         """
         with ir.priority(self._differences()), ir.require(*self.required):
             self._check_priorities()
             yield
 
     def settle(self) -> None:
-        """Let ops be selected as in the first process, in this whole process from now on.
+        """Select ops as in the first process, in this whole process from now on.
 
         Raises:
             IrError, RankFailedError: as :meth:`selection`.

@@ -1,4 +1,4 @@
-"""A rank that does what the first one says."""
+"""A rank that executes the calls of the first rank."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _do(rank: RankWorker, call: Call) -> object:
 def _read(
     connection: Connection, inbox: SimpleQueue[Call | Stop], finished: threading.Event
 ) -> None:
-    """Hand on what comes. When nothing can come any more, the process has no reason to live."""
+    """Pass on messages; exit the process when the connection ends."""
     try:
         while True:
             message = connection.recv()

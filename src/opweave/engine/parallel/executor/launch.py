@@ -1,4 +1,4 @@
-"""The ranks that ``torchrun`` starts: every one runs the same command."""
+"""Ranks started by ``torchrun``, which all run the same command."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Launch:
             )
 
     def store(self, timeout: float) -> Store:
-        """Return where the processes meet; waits for them."""
+        """Return the rendezvous store; wait for all processes."""
         found = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
         return PrefixStore("opweave", cast("tuple[Any, ...]", found)[0])
 
@@ -76,7 +76,7 @@ class Launch:
         """Return connections to the other ranks, for rank 0.
 
         Raises:
-            RankFailedError: one does not come within *timeout* seconds.
+            RankFailedError: a rank does not connect within *timeout* seconds.
         """
         key, others = secrets.token_bytes(32), range(1, self.size)
         with Listener((self.address, 0), backlog=self.size, authkey=key) as listener:
@@ -95,7 +95,7 @@ class Launch:
         return found
 
     def connect(self, store: Store) -> Connection:
-        """Return a connection to rank 0, for the others.
+        """Return a connection to rank 0, for the other ranks.
 
         Raises:
             RankFailedError: it does not answer.
@@ -111,20 +111,20 @@ class Launch:
 
 
 def is_follower(tensor_parallel_size: int) -> bool:
-    """Whether an engine of that size does in this process what another process says.
+    """Whether this process is a rank other than 0 of an engine of that size.
 
     Raises:
-        InvalidArgumentError: another number of processes was launched.
+        InvalidArgumentError: the number of launched processes differs.
     """
     launch = _launch_of(tensor_parallel_size)
     return launch is not None and launch.rank > 0
 
 
 def is_launched(tensor_parallel_size: int) -> bool:
-    """Whether something else, such as ``torchrun``, has started the ranks of such an engine.
+    """Whether a launcher, such as ``torchrun``, has started the ranks of such an engine.
 
     Raises:
-        InvalidArgumentError: another number of processes was launched.
+        InvalidArgumentError: the number of launched processes differs.
     """
     return _launch_of(tensor_parallel_size) is not None
 

@@ -74,12 +74,12 @@ class Peers:
                 self._connections[rank].send(start)
 
     def call(self, method: Method, *arguments: Any) -> int:
-        """Let all ranks do something; return the number by which :meth:`replies` knows the call.
+        """Send a call to all ranks; return its number, for :meth:`replies`.
 
-        Nobody waits for the replies to a step: the first rank finds the same tokens.
+        Nothing waits for the replies to a step, because the first rank samples the same tokens.
 
         Raises:
-            RankFailedError: one has failed.
+            RankFailedError: a rank has failed.
         """
         self.check()
         number = next(self._numbers)
@@ -93,7 +93,7 @@ class Peers:
         return number
 
     def replies(self, number: int) -> list[Any]:
-        """Wait for what a call has returned, and return it, by rank.
+        """Wait for the results of a call, and return them by rank.
 
         Raises:
             RankFailedError: a rank has failed.
@@ -111,19 +111,19 @@ class Peers:
             raise self._failure
 
     def failure(self, within: float) -> RankFailedError | None:
-        """Return what has failed, or fails within so many seconds."""
+        """Return the failure of a rank, if there is one within this number of seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None, within)
         return self._failure
 
     def fail(self, reason: str) -> RankFailedError:
-        """End all ranks because of *reason*, unless one has failed already; return the error."""
+        """End all ranks because of *reason*, unless one has already failed; return the error."""
         self._fail(RankFailedError(reason))
         assert self._failure is not None  # just now, if not before
         return self._failure
 
     def silent(self) -> list[int]:
-        """Return the ranks that have not done what the others have."""
+        """Return the ranks whose replies are missing."""
         most = max(self._last.values())
         return [rank for rank, number in self._last.items() if number < most] or list(self._last)
 
@@ -148,7 +148,7 @@ class Peers:
             process.kill()
 
     def close(self) -> None:
-        """Wait until all ranks have ended, which were told to."""
+        """Wait until all ranks have ended, after :meth:`stop`."""
         for process in self._processes.values():
             process.end(_ENDING)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:

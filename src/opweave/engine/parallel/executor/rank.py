@@ -67,7 +67,7 @@ class RankWorker:
             self.worker.load_model(progress)
 
     def facts(self) -> ModelFacts:
-        """Return what the engine must know of the model."""
+        """Return the facts about the model that the engine needs."""
         return self.worker.facts()
 
     def allocate(self, plan: CachePlan) -> None:
@@ -83,12 +83,12 @@ class RankWorker:
         return self.worker.execute(steps)
 
     def follow(self, steps: Sequence[SequenceStep]) -> None:
-        """Compute one step with the others, of whose tokens only the first rank's count."""
+        """Compute one step with the other ranks, without returning the tokens."""
         with suppress(NonFiniteLogitsError):  # all ranks find them, and the first one tells
             self.worker.execute(steps)
 
     def abort(self) -> None:
-        """Let a collective that waits raise; for another thread."""
+        """Make a waiting collective raise; called from another thread."""
         if self.communicator is not None:
             self.communicator.abort()
 

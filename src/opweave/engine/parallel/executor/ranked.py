@@ -1,4 +1,4 @@
-"""Several ranks: the first one in this process, the others in processes of their own."""
+"""Executor with several ranks: the first in this process, each other one in its own."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ _LAST_WORDS = 2.0  # seconds in which a rank that fails is heard
 class RankedExecutor(Executor):
     """Runs a worker for each rank of a tensor-parallel model.
 
-    The first rank is in this process. The others are started by it, or by ``torchrun``: then every
-    process runs the same program, and building the executor in one of the others makes that a
-    follower, which ends with ``SystemExit`` when the first rank shuts down.
+    The first rank is in this process. It starts the others, unless ``torchrun`` has. With
+    ``torchrun``, every process runs the same program; in the other ranks, the constructor follows
+    the first rank, and raises ``SystemExit`` when that shuts down.
 
-    What fails in one rank ends all, within the timeout of the configuration: every method raises
-    :class:`~opweave.engine.errors.RankFailedError` then, which names the rank.
+    A failure of one rank ends all ranks within the configured timeout. Every method then raises
+    :class:`~opweave.engine.errors.RankFailedError`, which names the rank.
 
     Raises:
-        InvalidArgumentError: another number of processes was launched; or *platform* is not the
-            current one, on which the other ranks are.
+        InvalidArgumentError: the number of launched processes differs, or *platform* is not the
+            current one, which the other ranks use.
         ShardingError: the model cannot be divided over the ranks; no process is started.
         RankFailedError: a rank does not start, or would run on another platform, with other
             plugins, versions or priorities.
@@ -105,7 +105,7 @@ class RankedExecutor(Executor):
 
     @property
     def pids(self) -> dict[int, int]:
-        """The processes of the ranks that this one has started, by rank."""
+        """The process ids of the ranks that this process has started, by rank."""
         return self._peers.pids
 
     def allocate(self, plan: CachePlan) -> None:
@@ -160,7 +160,7 @@ class RankedExecutor(Executor):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Let what happens inside happen on all ranks, or end all of them."""
+        """End all ranks if the block, which runs on all of them, raises."""
         try:
             yield
         except NonFiniteLogitsError:
@@ -173,7 +173,7 @@ class RankedExecutor(Executor):
             raise
 
     def _why(self, error: Exception) -> Exception:
-        """Return what the engine dies of: not what this rank met, if another one failed before."""
+        """Return the error of the rank that failed first, which may not be this one's."""
         failure = self._peers.failure(_LAST_WORDS)
         if failure is not None:
             return failure
@@ -213,7 +213,7 @@ def _port(store: Store) -> int:
 
 
 def _threads(config: EngineConfig, platform: Platform, local: int) -> int | None:
-    """Return how many threads each of the ranks on this machine gets; None: as they have."""
+    """Return the number of threads for each rank on this machine; None: unchanged."""
     if config.cpu_threads is not None:
         return config.cpu_threads
     if platform.device_type != "cpu" or os.environ.get("OMP_NUM_THREADS"):
