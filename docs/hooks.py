@@ -68,13 +68,16 @@ def verified(issued: dict[str, Any]) -> str:
     """Return what a certificate says of the implementations that are registered now."""
     found = {(result["op"], result["provider"]): result for result in issued["results"]}
     registered = subjects()
-    providers = list(dict.fromkeys(subject.provider for subject in registered))
+    providers = list(dict.fromkeys(subject.impl.base for subject in registered))
     cells: dict[str, dict[str, str]] = {}
     for subject in registered:
         said = _said(subject, found.get((subject.op.name, subject.provider)))
-        cells.setdefault(subject.op.name, {})[subject.provider] = said
+        base = subject.impl.base
+        # A row of its own for each value of a tunable parameter.
+        row = f"`{subject.op.name}`{subject.provider.removeprefix(base)}"
+        cells.setdefault(row, {})[base] = said
     rows = [
-        f"| `{op}` | {' | '.join(row.get(provider, '') for provider in providers)} |"
+        f"| {op} | {' | '.join(row.get(provider, '') for provider in providers)} |"
         for op, row in cells.items()
     ]
     header = f"| op | {' | '.join(f'`{provider}`' for provider in providers)} |"

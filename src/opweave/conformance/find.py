@@ -19,6 +19,7 @@ from opweave.conformance.modules import import_named
 from opweave.conformance.subject import Subject
 from opweave.ir import IrOp, current_registry
 from opweave.ir.errors import did_you_mean
+from opweave.ir.tunable import base_of
 
 
 def subjects(
@@ -30,7 +31,8 @@ def subjects(
 
     Args:
         ops: names of ops; dashes count as underscores.
-        providers: names of providers.
+        providers: names of providers; all values of their tunable parameters, unless the name
+            contains some.
         platform: the device family to verify on; by default that of this process.
 
     Raises:
@@ -48,12 +50,18 @@ def subjects(
         Subject(op, provider, device)
         for op in dict.fromkeys(chosen)
         for provider in op.impls
-        if not providers or provider in providers
+        if not providers or not {provider, base_of(provider)}.isdisjoint(providers)
     ]
     if not found:
         listed = ", ".join(op.name for op in chosen)
         raise NothingToVerifyError(f"no implementation from {', '.join(providers)} for {listed}.")
     return found
+
+
+def subject_named(op: str, provider: str) -> Subject:
+    """Return one implementation; raise as :func:`subjects` does if it does not exist."""
+    found = {subject.provider: subject for subject in subjects([op], [provider])}
+    return found[provider]
 
 
 def with_inputs(
@@ -106,8 +114,9 @@ def _number(text: str, value: str, default: int | bool) -> int | bool:
 def _ensure_registered(provider: str) -> None:
     if provider in _providers():
         return
-    if provider.isidentifier() and importlib.util.find_spec(provider) is not None:
-        import_named("--provider", provider)
+    module = base_of(provider)
+    if module.isidentifier() and importlib.util.find_spec(module) is not None:
+        import_named("--provider", module)
     known = _providers()
     if provider not in known:
         raise NothingToVerifyError(

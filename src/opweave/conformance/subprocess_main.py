@@ -11,7 +11,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from opweave.config.child_process import end_with_parent
-from opweave.conformance.find import subjects
+from opweave.conformance.find import subject_named
 from opweave.conformance.heap import leave_to_this_process
 from opweave.conformance.modules import import_named
 from opweave.conformance.place import told_to
@@ -34,7 +34,7 @@ def serve(connection: Connection) -> None:
 
 
 def _found(named: Named) -> Subject:
-    [subject] = subjects([named.op], [named.provider])
+    subject = subject_named(named.op, named.provider)
     return replace(subject, device=named.device, options=named.options)
 
 

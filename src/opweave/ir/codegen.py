@@ -60,6 +60,7 @@ Ranges = list[tuple[int | None, list[Candidate]]]
 """Candidates by the largest number of tokens that they are for; the last one has no limit."""
 ResultCheck = Callable[[IrOpImpl, Any, Sequence[Any], Mapping[str, Any]], bool]
 
+_CAPITALS = str.maketrans({"[": "A", "=": "B", ",": "C", "]": "D"})  # of tunable parameters
 _plain_check: PlainCheck | None = None
 
 
@@ -231,21 +232,21 @@ class Generator:
             return None
         if isinstance(predicate, Rule):
             return predicate.expression(self.schema, self.bind)
-        accepts = self.bind(predicate, f"_accepts_{impl.provider}")
+        accepts = self.bind(predicate, f"_accepts_{_word(impl)}")
         return f"(_answer := {accepts}({named_call(predicate)})) is True"
 
     def _runner(self, impl: IrOpImpl) -> str:
-        direct = self._bind_run(impl, impl.impl_fn, f"_impl_{impl.provider}")
+        direct = self._bind_run(impl, impl.impl_fn, f"_impl_{_word(impl)}")
         if not impl.inplace:
             return direct
         if not self.path.donates:
-            return self._bind_run(impl, copying(impl), f"_copying_{impl.provider}")
+            return self._bind_run(impl, copying(impl), f"_copying_{_word(impl)}")
         # Autograd may have saved an activation even if none requires a gradient.
-        noting = self._bind_run(impl, noting_writes(impl), f"_noting_{impl.provider}")
+        noting = self._bind_run(impl, noting_writes(impl), f"_noting_{_word(impl)}")
         run = f"{direct} if _is_inference_mode() else {noting}"
         if ALIAS_SAFE in impl.traits:
             return run
-        careful = self._bind_run(impl, partial(run_donating, impl), f"_careful_{impl.provider}")
+        careful = self._bind_run(impl, partial(run_donating, impl), f"_careful_{_word(impl)}")
         return f"{careful} if {self._may_be_refused()} else {run}"
 
     def _bind_run(self, impl: IrOpImpl, function: Function, name: str) -> str:
@@ -320,6 +321,11 @@ class Generator:
             for p in self.schema.tensor_lists
         ]
         return " or ".join(tests)
+
+
+def _word(impl: IrOpImpl) -> str:
+    """Return the provider as a part of a Python name; unique, as providers have no capitals."""
+    return impl.provider.translate(_CAPITALS)
 
 
 def _chain(branches: list[tuple[str | None, str]], indent: str) -> list[str]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +17,12 @@ from torch import Tensor
 from opweave.base import compat
 from opweave.base.owner import Owner, current_owner, way_out
 from opweave.base.site import Site
-from opweave.ir.errors import PredicateFailedError, described
+from opweave.ir.errors import InvalidOpError, PredicateFailedError, described
 from opweave.ir.predicate import Predicate, check_predicate
 from opweave.ir.priority import NATIVE
 from opweave.ir.rule import Rule, evaluator, named_call
 from opweave.ir.schema import check_same
+from opweave.ir.tunable import Tunable, base_of
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp
@@ -45,6 +46,7 @@ class IrOpImpl:
         traits: its promises, see :mod:`opweave.ir.traits`.
         site: where it was registered.
         owner: the plugin that registered it, if any.
+        tunable: the tunable parameters and their values, see :mod:`opweave.ir.tunable`.
         edition: the number of earlier registrations of this provider and op in the process.
     """
 
@@ -60,11 +62,12 @@ class IrOpImpl:
     supports_args: Predicate | None = None
     inplace: bool = False
     functional_fn: Callable[..., Any] | None = None
+    tunable: Tunable = field(default_factory=dict)
     edition: int = field(init=False)
 
     def __post_init__(self) -> None:
         native, what = self.op.native, f"{self.op.name!r}: implementation {self.provider!r}"
-        check_same(native, self.impl_fn, f"{what} ({self.site})")
+        check_same(native, self.impl_fn, f"{what} ({self.site})", self.tunable)
         if self.functional_fn is not None:
             check_same(native, self.functional_fn, f"{what}, functional= ({self.site})")
         if self.supports_args is not None:
@@ -75,6 +78,11 @@ class IrOpImpl:
 
     def __repr__(self) -> str:
         return f"<IrOpImpl {self.op.name}:{self.provider} from {self.site}>"
+
+    @property
+    def base(self) -> str:
+        """The provider without values of tunable parameters."""
+        return base_of(self.provider)
 
     @property
     def supports_all_args(self) -> bool:
@@ -157,6 +165,22 @@ class IrOpImpl:
         return digest.hexdigest()
 
 
+def check_options(op: IrOp, *, inplace: bool, functional: object, supported: object) -> None:
+    """Raise InvalidOpError for options of a registration that do not fit each other or *op*."""
+    if functional is not None and not inplace:
+        raise InvalidOpError(
+            f"{op.name}: functional= is for an in-place implementation (inplace=True); "
+            "otherwise the decorated function is the functional one."
+        )
+    if inplace and not op.allow_inplace:
+        raise InvalidOpError(
+            f"{op.name}: an in-place implementation needs an op declared with "
+            f"allow_inplace=True; {op.name} ({op.site}) is not."
+        )
+    if not isinstance(supported, bool):
+        raise InvalidOpError(f"{op.name}: supported={supported!r} is neither True nor False.")
+
+
 def _name(function: Any) -> str:
     code = getattr(function, "__code__", None)
     name = getattr(function, "__name__", repr(function))
@@ -164,6 +188,8 @@ def _name(function: Any) -> str:
 
 
 def _source(function: Callable[..., Any]) -> bytes:
+    if isinstance(function, partial):  # of a tunable kernel; the provider names the values
+        return _source(function.func)
     try:
         file = inspect.getsourcefile(function)
         if file is not None:

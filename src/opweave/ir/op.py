@@ -18,13 +18,12 @@ from opweave.ir.dispatch import Callee, Path
 from opweave.ir.errors import (
     DonationError,
     DuplicateImplError,
-    InvalidOpError,
     MissingInputGeneratorError,
     MissingToleranceError,
     UnknownProviderError,
     did_you_mean,
 )
-from opweave.ir.impl import IrOpImpl
+from opweave.ir.impl import IrOpImpl, check_options
 from opweave.ir.names import check_is_not_ours, check_provider_name
 from opweave.ir.overloads import CallSite, IrOpInplaceOverload, TracedCallSite
 from opweave.ir.predicate import Predicate
@@ -37,6 +36,7 @@ from opweave.ir.spelling import Spelling
 from opweave.ir.tolerance import Tolerance
 from opweave.ir.torch_ops import TorchOps
 from opweave.ir.traits import check_traits
+from opweave.ir.tunable import Tunable, variants
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -118,6 +118,7 @@ class IrOp(Callee):
         inplace: bool = False,
         functional: Function | None = None,
         traits: Iterable[str] = (),
+        tunable: Tunable | None = None,
         override: bool = False,
     ) -> Callable[[Function], Function]:
         """Register the decorated function as an implementation of this op.
@@ -134,6 +135,10 @@ class IrOp(Callee):
             functional: an out-of-place form of an in-place kernel, for calls that do not donate.
                 Without it, such calls copy the activations.
             traits: its promises, see :mod:`opweave.ir.traits`.
+            tunable: values of keyword-only parameters of the function, such as
+                ``{"block": (64, 128)}``. Each combination becomes an implementation
+                ``provider[block=64]``, which ``opweave tune`` measures; *provider* alone has the
+                defaults of the function.
             override: replace an earlier implementation from the same provider, for example when
                 a notebook cell runs again.
 
@@ -142,60 +147,55 @@ class IrOp(Callee):
             DuplicateImplError: the provider is registered for this op already.
             SchemaMismatchError: the function's signature differs from the op's.
             PredicateSignatureError: the predicate's parameters do not fit the op's.
-            InvalidOpError: ``inplace=True`` on an op without activations that match its outputs.
+            InvalidOpError: ``inplace=True`` on an op without activations that match its outputs, or
+                *tunable* does not fit the function.
             UnknownTraitError: a trait does not exist.
         """
         check_provider_name(provider)
-        if functional is not None and not inplace:
-            raise InvalidOpError(
-                f"{self.name}: functional= is for an in-place implementation (inplace=True); "
-                "otherwise the decorated function is the functional one."
-            )
-        if inplace and not self.allow_inplace:
-            raise InvalidOpError(
-                f"{self.name}: an in-place implementation needs an op declared with "
-                f"allow_inplace=True; {self.name} ({self.site}) is not."
-            )
-        if not isinstance(supported, bool):
-            raise InvalidOpError(f"{self.name}: supported={supported!r} is neither True nor False.")
+        check_options(self, inplace=inplace, functional=functional, supported=supported)
 
         def decorate(function: Function) -> Function:
             check_is_not_ours(provider, self.native, function)
-            impl = IrOpImpl(
-                self,
-                provider,
-                function,
-                supported=supported,
-                unsupported_reason=unsupported_reason or "not supported on this system",
-                supports_args=supports_args,
-                inplace=inplace,
-                functional_fn=functional,
-                traits=check_traits(traits),
-                site=caller_site(),
-            )
+            made = [
+                IrOpImpl(
+                    self,
+                    name,
+                    variant,
+                    supported=supported,
+                    unsupported_reason=unsupported_reason or "not supported on this system",
+                    supports_args=supports_args,
+                    inplace=inplace,
+                    functional_fn=functional,
+                    traits=check_traits(traits),
+                    tunable=tunable or {},
+                    site=caller_site(),
+                )
+                for name, variant in variants(self.name, provider, function, tunable or {})
+            ]
             if (first := self._impls.get(provider)) is not None and not override:
                 by = "" if first.owner is None else f" by the plugin {first.owner}"
                 raise DuplicateImplError(
                     f"{self.name}: provider {provider!r} is registered already{by}, at "
-                    f"{first.site}; this is {impl.site}. Use another name, or override=True."
+                    f"{first.site}; this is {made[0].site}. Use another name, or override=True."
                 )
-            self._enter(impl)
+            self._enter(provider, made)
             return function
 
         return decorate
 
-    def _enter(self, impl: IrOpImpl) -> None:
-        before = self._impls
-        self._impls = {**before, impl.provider: impl}
+    def _enter(self, provider: str, made: Sequence[IrOpImpl]) -> None:
+        """Replace the implementations of *provider*, one for each value of its parameters."""
+        former = {name: each for name, each in self._impls.items() if each.base == provider}
+        others = {name: each for name, each in self._impls.items() if name not in former}
+        self._impls = {**others, **{impl.provider: impl for impl in made}}
         self.reset()
 
         def undo() -> None:
-            kept = {name: each for name, each in self._impls.items() if each is not impl}
-            replaced = before.get(impl.provider)
-            self._impls = kept if replaced is None else {**kept, impl.provider: replaced}
+            kept = {name: each for name, each in self._impls.items() if each not in made}
+            self._impls = {**kept, **former}
             self.reset()
 
-        transaction.enter(f"implementation {self.name}:{impl.provider}", undo)
+        transaction.enter(f"implementation {self.name}:{provider}", undo)
 
     def supported_providers(self) -> list[str]:
         """Return the providers that can run on this system."""

@@ -8,11 +8,13 @@ that of a weaker one; native is always last.
 from __future__ import annotations
 
 import enum
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from opweave.ir.errors import SettingError
+from opweave.ir.tunable import NAME
 
 NATIVE = "native"
 EVERY_OP = "*"
@@ -64,6 +66,8 @@ class PriorityEntry(NamedTuple):
 
 Entries = tuple[PriorityEntry, ...]
 
+_COMMA = re.compile(r",(?![^\[]*\])")  # outside of brackets
+
 
 class SizeRange(NamedTuple):
     """A priority list for calls with up to *limit* tokens; None: any number of tokens."""
@@ -86,7 +90,7 @@ def parse(providers: str | Iterable[str], origin: str) -> Entries:
         raise SettingError(
             f"{origin}: {providers!r} is not a list of providers, such as ['opweave_c', 'native']."
         )
-    names = providers.split(",") if isinstance(providers, str) else list(providers)
+    names = _COMMA.split(providers) if isinstance(providers, str) else list(providers)
     entries = tuple(_entry(name, origin) for name in names)
     if not entries:
         raise SettingError(
@@ -102,7 +106,7 @@ def _entry(name: object, origin: str) -> PriorityEntry:
             "Give a list of names, such as ['opweave_c', 'native']."
         )
     bare = name.strip().removesuffix("!")
-    if not bare.isidentifier():
+    if not NAME.fullmatch(bare):
         raise SettingError(
             f"{origin}: {name!r} is not the name of a provider. "
             "Separate names by commas, such as 'opweave_c,native'; 'name!' makes it an error if "

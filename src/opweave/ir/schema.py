@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import UnionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -158,8 +158,16 @@ class Schema(NamedTuple):
         return args, {p.name: v for p, v in pairs if p.keyword_only}
 
 
-def check_same(native: Callable[..., Any], other: Callable[..., Any], what: str) -> None:
+def check_same(
+    native: Callable[..., Any], other: Callable[..., Any], what: str, extra: Collection[str] = ()
+) -> None:
     """Check that *other* has the parameters and defaults of *native*, and the types it annotates.
+
+    Args:
+        native: the definition.
+        other: the implementation.
+        what: the implementation in words.
+        extra: further parameters of *other*, which have defaults.
 
     Raises:
         SchemaMismatchError: the signatures differ.
@@ -172,6 +180,9 @@ def check_same(native: Callable[..., Any], other: Callable[..., Any], what: str)
         found = inspect.signature(other)
     except (TypeError, ValueError) as error:
         raise SchemaMismatchError(f"{what} does not match native schema: {error}.") from error
+    if extra:
+        kept = [p for name, p in found.parameters.items() if name not in extra]
+        found = found.replace(parameters=kept)
     problem = _difference(expected, found) or _type_difference(native, other)
     if problem:
         raise SchemaMismatchError(

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from opweave.base.errors import described
 from opweave.config.child_process import end_with_parent
 from opweave.conformance.case import Case
-from opweave.conformance.find import subjects
+from opweave.conformance.find import subject_named
 from opweave.conformance.modules import import_named
 from opweave.tuning.cases import for_subject
 from opweave.tuning.contest import contest, default_provider
@@ -56,7 +56,7 @@ def _case_of_call(job: Job, task: Task) -> Case:
 
 
 def _case_of_subject(job: SubjectJob) -> Case | None:
-    [subject] = subjects([job.op], [job.providers[-1]])  # imports the provider, if it is a module
+    subject = subject_named(job.op, job.providers[-1])  # imports the provider, if it is a module
     return for_subject(replace(subject, options=job.options))
 
 

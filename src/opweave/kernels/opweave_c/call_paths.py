@@ -9,6 +9,7 @@ from opweave import native
 from opweave.ir import IrOp
 from opweave.ir.predicate import Predicate
 from opweave.ir.traits import BATCH_INVARIANT
+from opweave.ir.tunable import Tunable
 from opweave.native import loader
 from opweave.native.callables import Function
 
@@ -25,6 +26,7 @@ def implements(
     inplace: bool = False,
     functional: Function | None = None,
     traits: Iterable[str] = (BATCH_INVARIANT,),
+    tunable: Tunable | None = None,
     provider: str = "opweave_c",
     needs: Sequence[str] = (),
 ) -> Callable[[Function], Function]:
@@ -45,4 +47,5 @@ def implements(
         inplace=inplace,
         functional=functional,
         traits=traits,
+        tunable=tunable,
     )

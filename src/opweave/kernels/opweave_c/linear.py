@@ -106,11 +106,21 @@ ACCEPTED_W8A16 = (
 )
 
 
-@implements(op, ACCEPTED, traits=())
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``x @ weight.T + bias``."""
+@implements(op, ACCEPTED, traits=(), tunable={"kernel": ("auto", "own", "torch")})
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, kernel: str = "auto"
+) -> Tensor:
+    """Return ``x @ weight.T + bias``.
+
+    ``auto`` chooses as measured, ``own`` and ``torch`` are for any number of tokens. torch
+    multiplies only what it computes row by row.
+    """
     fewest = _FEWEST.get(x.dtype)
-    if fewest is None and _is_torchs(x):
+    if kernel == "auto":
+        is_torchs = fewest is None and _is_torchs(x)
+    else:
+        is_torchs = kernel == "torch" and has_whole_tiles(x)
+    if is_torchs:
         return _torchs_linear(x, weight, bias)
     out = new_rows(x, weight.shape[0])
     if fewest is None:
