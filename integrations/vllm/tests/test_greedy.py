@@ -19,7 +19,7 @@ from transformers import (
 
 DEFAULT = "linear,attention"
 ALL = "norms,activations,rotary,linear,attention,experts"
-# What the modes change for vLLM: eagerly it calls its own kernels, compiled mostly Inductor's.
+# In eager mode vLLM calls its own kernels, compiled it mostly runs Inductor's code.
 MODES: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}, "compiled": {}}
 SIZES = {
     "vocab_size": 128,

@@ -27,13 +27,13 @@ _MARK = "\ue0f0opweave:end-of-message\ue0f1"
 class ChatTemplate:
     """A chat template of a Hugging Face checkpoint.
 
-    Templates run in a sandbox: they can neither call into Python nor change what they are given.
+    Templates run in a sandbox: they cannot call into Python or modify their arguments.
 
     Attributes:
         source: the template.
         origin: where it comes from.
         special_tokens: the special tokens by the names that templates know, such as ``bos_token``.
-        named: the checkpoint's other templates; ``tool_use`` is taken for requests with tools.
+        named: the checkpoint's other templates; requests with tools use ``tool_use``.
 
     Raises:
         ChatTemplateError: the template is not valid Jinja.
@@ -74,10 +74,10 @@ class ChatTemplate:
         Args:
             template: the name of one of the checkpoint's templates, the name of a file, or the
                 template itself.
-            checkpoint: whose special tokens it uses.
+            checkpoint: the checkpoint with the special tokens.
 
         Raises:
-            ChatTemplateError: there is no such file, or the template is not valid Jinja.
+            ChatTemplateError: the file does not exist, or the template is not valid Jinja.
         """
         if not isinstance(template, str) or not template:
             raise ChatTemplateError(
@@ -104,23 +104,23 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt, with the special tokens that it begins with.
 
-        The messages are written as the template reads them: see :func:`for_template`.
+        The messages are converted to the form that the template expects: see :func:`for_template`.
 
         Args:
             messages: the conversation.
             tools: the functions that the model may call; an empty list means None.
             documents: the documents that the model may cite.
-            add_generation_prompt: end with the header of an answer; None: unless the last message
-                is continued.
-            continue_final_message: end with the text of the last message, for the model to
-                continue it.
+            add_generation_prompt: end the prompt with the header of an assistant message; None:
+                unless *continue_final_message* is set.
+            continue_final_message: end the prompt with the text of the last message, which the
+                model continues.
             variables: other variables of the template.
 
         Raises:
             PromptError: a message is malformed.
             ChatTemplateError: the template refuses the messages, or fails.
-            InvalidArgumentError: another argument has the wrong type, or a message is to be
-                continued, and another one begun.
+            InvalidArgumentError: an argument has the wrong type, or both *add_generation_prompt*
+                and *continue_final_message* are set.
         """
         _check_lists(tools=tools, documents=documents)
         _check_flags(add_generation_prompt, continue_final_message)
@@ -156,7 +156,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Check that the template shows the model what it is given.
+        """Check that the template uses the tools and documents.
 
         Raises:
             ChatTemplateError: it does not.

@@ -27,7 +27,7 @@ class IOProcessor(ABC):
     ``/v1/process`` call it. The server does so in several threads.
 
     Args:
-        config: of the engine.
+        config: the engine's configuration.
 
     Attributes:
         embeds: whether the prompts are for an encoder, so that outputs are vectors.
@@ -43,11 +43,11 @@ class IOProcessor(ABC):
         """Return the prompts of a request.
 
         Raises:
-            OpweaveError, ValueError: the request is malformed; the message is for whoever sent it.
+            OpweaveError, ValueError: the request is malformed; the message is for the client.
         """
 
     def sampling_params(self, request: Any) -> SamplingParams | None:
-        """Return how to sample; None for the defaults. Raises as :meth:`prompts` does."""
+        """Return the sampling parameters; None: the defaults. Raises like :meth:`prompts`."""
         return None
 
     @abstractmethod
@@ -61,7 +61,7 @@ class IOProcessor(ABC):
 
 
 class IOProcessors:
-    """The I/O processors of one engine, each made when it is first asked for.
+    """The I/O processors of one engine, each created on first use.
 
     Args:
         checkpoint: may name a plugin, as ``io_processor_plugin`` in its ``config.json``.

@@ -32,7 +32,7 @@ class CompletionOutput:
 
     Attributes:
         index: its index among the outputs of the prompt.
-        text: the generated text; special tokens and the stop string are left out by default.
+        text: the generated text, by default without special tokens and the stop string.
         token_ids: all generated tokens, including an end-of-text token.
         finish_reason: ``"stop"``: an end-of-text token, stop token or stop string; ``"length"``:
             ``max_tokens`` or the end of the context; ``"abort"``: the request was aborted;
@@ -71,7 +71,7 @@ class RequestOutput:
     """A prompt and its outputs so far, or a delta of them.
 
     Attributes:
-        request_id: the name that the client gave the request.
+        request_id: the client's name of the request.
         prompt: the prompt's text, or None if it was given as token ids.
         prompt_token_ids: the prompt's tokens.
         outputs: the outputs.

@@ -1,4 +1,4 @@
-"""Prompts as users give them, checked and turned into tokens."""
+"""Validate and tokenize prompts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _KINDS = "a string, a list of strings, a list of token ids, or a list of such li
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Turns prompts into tokens that the model can take.
+    """Tokenizes prompts, and checks the length.
 
     Attributes:
-        tokenizer: of the model.
-        vocab_size: token ids are below it.
-        max_positions: the length of the context, prompt and answer together.
-        answers: whether room for an answer is needed.
+        tokenizer: the model's tokenizer.
+        vocab_size: the size of the vocabulary.
+        max_positions: the context length, for prompt and answer together.
+        answers: whether the context must have room for an answer.
     """
 
     tokenizer: Tokenizer
@@ -36,13 +36,13 @@ class PromptReader:
 
         Args:
             prompt: a text, or token ids.
-            add_special_tokens: whether a text gets the special tokens that the tokenizer adds.
-            keep: this many tokens of a longer prompt: the last ones, or the first ones where no
-                answer follows; None: all.
+            add_special_tokens: add the tokenizer's special tokens to a text.
+            keep: truncate the prompt to this many tokens: the last ones, or the first ones if no
+                answer follows; None: no truncation.
 
         Raises:
-            PromptError: it is neither text nor token ids, has no token, an id is not in the
-                vocabulary, or no room is left for an answer.
+            PromptError: the prompt is neither text nor token ids, is empty, has ids outside the
+                vocabulary, or leaves no room for an answer.
         """
         ids = truncated(
             prompt if isinstance(prompt, str) else as_ids(prompt),
@@ -81,14 +81,14 @@ def truncated(
     side: Side,
     add_special_tokens: bool,
 ) -> list[int]:
-    """Return the tokens of a prompt, and of a longer one *keep*, with the added special tokens.
+    """Return the tokens of a prompt, truncated to *keep*, including added special tokens.
 
     Args:
         prompt: a text, or token ids.
-        tokenizer: splits a text.
-        keep: the most tokens; None: all.
-        side: of a longer prompt that is cut off: ``left`` keeps the last tokens.
-        add_special_tokens: whether a text gets the special tokens that the tokenizer adds.
+        tokenizer: tokenizes a text.
+        keep: the maximum number of tokens; None: no truncation.
+        side: the side that is truncated: ``left`` keeps the last tokens.
+        add_special_tokens: add the tokenizer's special tokens to a text.
     """
     if isinstance(prompt, str):
         return tokenizer.encode(
@@ -100,10 +100,10 @@ def truncated(
 
 
 def as_ids(prompt: object) -> list[int]:
-    """Return the token ids that *prompt* is.
+    """Return *prompt* as a list of token ids.
 
     Raises:
-        PromptError: it is something else.
+        PromptError: it is not a sequence of token ids.
     """
     if not isinstance(prompt, Iterable) or not _are_ids(ids := list(prompt)):
         raise PromptError(f"The prompt is {prompt!r}; it must be a string or a list of token ids.")
@@ -111,10 +111,10 @@ def as_ids(prompt: object) -> list[int]:
 
 
 def as_list(prompts: object) -> list[Prompt]:
-    """Return *prompts* as a list of single ones.
+    """Return one or several prompts as a list of prompts.
 
     Raises:
-        PromptError: it is something else than strings and token ids.
+        PromptError: an item is neither a string nor token ids.
     """
     if isinstance(prompts, str):
         return [prompts]
@@ -132,7 +132,7 @@ def params_for(count: int, params: object, default: SamplingParams) -> list[Samp
     """Return the sampling parameters of each of *count* prompts; None is *default*.
 
     Raises:
-        PromptError: a list has another length, or it is something else than sampling parameters.
+        PromptError: a list has another length, or an item is not sampling parameters.
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or default] * count

@@ -1,4 +1,4 @@
-"""A model's forward, compiled as the configuration says."""
+"""Compilation of a model's forward."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def check_backend(config: CompilationConfig) -> None:
     """Check that the backend exists: one of torch's, or the ``"package.module:function"`` named.
 
     Raises:
-        InvalidArgumentError: torch has no such backend, or Inductor no such option.
-        OptionError: opweave's passes have no such option.
-        ReferenceNameError: (an ImportError) there is no such function.
+        InvalidArgumentError: the backend of torch or the option of Inductor does not exist.
+        OptionError: the option of opweave's passes does not exist.
+        ReferenceNameError: (an ImportError) the function does not exist.
     """
     if callable(_backend(config.backend)):
         return
@@ -62,7 +62,7 @@ def _check_options(config: CompilationConfig) -> None:
 
 
 def _backend(name: str) -> str | Callable[..., Any]:
-    """Return what ``torch.compile`` takes: a name that it knows, or the function that *name* is."""
+    """Return the backend for ``torch.compile``: a registered name, or a function."""
     if ":" not in name:
         return name
     found: Callable[..., Any] = resolve_obj_by_qualname(name)
@@ -70,7 +70,7 @@ def _backend(name: str) -> str | Callable[..., Any]:
 
 
 def compiled_forward(model: nn.Module, config: CompilationConfig) -> Forward:
-    """Return ``model(ids, positions)``, compiled for any number of tokens unless *config* says no.
+    """Return ``model(ids, positions)``, compiled for any number of tokens if *config* compiles.
 
     In mode ``OPWEAVE_COMPILE``, backend ``inductor`` means opweave's passes and then Inductor.
     """
@@ -88,11 +88,12 @@ def compiled_forward(model: nn.Module, config: CompilationConfig) -> Forward:
 
 
 def graph_sizes(config: EngineConfig) -> list[int]:
-    """Return the numbers of tokens at which another graph begins, in ascending order.
+    """Return the smallest number of tokens of each graph, in ascending order.
 
-    A graph serves every number up to the next one. Compiled for these, the model is compiled for
-    all: ``torch.compile`` tells one token from several; sequence parallelism few from many, which
-    are some for each rank; and ``compile_ranges`` those of each range from the others.
+    A graph runs for all numbers up to the next graph's. Running the model once with each of these
+    numbers compiles all graphs. ``torch.compile`` has one graph for one token and one for more;
+    sequence parallelism, one for few and one for many tokens per rank; and ``compile_ranges``, one
+    for each range.
     """
     compiling = config.compilation
     if not compiling.compiles:

@@ -10,9 +10,9 @@ import torch
 
 @contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
-    """Let kernels use *count* threads until the end of the block, in this process; None: as before.
+    """Make kernels use *count* threads inside the block, in this process; None: no change.
 
-    Threads that have used torch already keep their own number, this one aside.
+    Other threads that have already used torch keep their number.
     """
     before = torch.get_num_threads()
     if count is not None:

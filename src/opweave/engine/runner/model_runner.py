@@ -32,16 +32,16 @@ _SCORED = 64  # tokens of a prompt at once: each has a score for every token of 
 
 
 class ModelRunner:
-    """Runs a model on sequences that are packed one after the other.
+    """Runs a model on packed sequences.
 
     A platform may name another class. :class:`opweave.engine.runner.worker.Worker` calls its public
     methods.
 
     Args:
-        model: whose weights are loaded and on *device*.
-        config: how to compile, and the size of blocks.
+        model: the model, with its weights on *device*.
+        config: the configuration of compilation and of blocks.
         platform: names the sampler and the attention backends.
-        device: where the model runs.
+        device: the device of the model.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class ModelRunner:
 
     @property
     def groups(self) -> list[LayerGroup]:
-        """The layers that keep something, grouped by what they keep."""
+        """The layers with a cache, grouped by retention."""
         return self._groups
 
     def allocate(self, plan: CachePlan) -> None:
-        """Make the caches of all layers.
+        """Allocate the caches of all layers.
 
         Raises:
-            UnsupportedCacheError: an attention backend cannot keep what a layer needs.
+            UnsupportedCacheError: an attention backend does not support a layer's cache.
         """
         self._caches = LayerCaches(
             self.model,
@@ -77,9 +77,9 @@ class ModelRunner:
         )
 
     def warm_up(self) -> None:
-        """Compile, by running the model on one token and on every size that begins another graph.
+        """Compile all graphs, by running the model with every size in :func:`graph_sizes`.
 
-        The first time, every op is selected; the log says what was chosen.
+        The first run selects every op, and logs the selections.
         """
         with ir.record() as record:
             self._run(self._blank(1), keeps=False)
@@ -88,22 +88,22 @@ class ModelRunner:
             self._run(self._blank(size), keeps=False)
 
     def _blank(self, size: int) -> list[SequenceStep]:
-        """Return steps of so many tokens: of one sequence that is decoded, and a prompt."""
+        """Return steps with this number of tokens: a sequence in decode, and a prompt."""
         tables = tuple((0,) for _ in self._groups)
         counts = (1, size - 1) if size > 1 else (1,)
         return [SequenceStep("warm-up", [0] * count, 0, tables, None) for count in counts]
 
     def execute(self, steps: Sequence[SequenceStep]) -> list[Sampled]:
-        """Compute the new tokens of some sequences, into their caches.
+        """Compute the new tokens of the sequences, and write their caches.
 
         Args:
-            steps: at least one; those with one new token first.
+            steps: at least one; steps with one new token come first.
 
         Returns:
-            The next token of each that has ``sampling``, in their order.
+            The next token of each step with ``sampling``, in order.
 
         Raises:
-            NonFiniteLogitsError: scores are not numbers.
+            NonFiniteLogitsError: logits are not finite.
         """
         with self.platform.inference_mode():
             hidden = self._run(steps)
@@ -155,7 +155,7 @@ class ModelRunner:
         return tuple(found)
 
     def _run(self, steps: Sequence[SequenceStep], *, keeps: bool = True) -> Tensor:
-        """Return the hidden states; without *keeps*, nothing is written to the caches."""
+        """Return the hidden states; if *keeps* is False, do not write to the caches."""
         assert self._caches is not None, "allocate() comes first"
         ids = [token for step in steps for token in step.token_ids]
         positions = [
@@ -226,7 +226,7 @@ class ModelRunner:
 
 
 def _selections(record: ir.Record) -> str:
-    """Return a line for each op and outcome: what was chosen, and why not what comes before it."""
+    """Return a line for each op and outcome: the chosen provider, and why others were rejected."""
     lines = []
     for explanation, _ in record.outcomes():
         chosen = next(v for v in explanation.verdicts if v.outcome == "chosen")

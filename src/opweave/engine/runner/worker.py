@@ -61,9 +61,9 @@ class Worker:
 
     Args:
         model: the directory of a checkpoint.
-        config: of the engine.
-        platform: whose device this is.
-        rank: of the worker; also the index of its device on this machine.
+        config: the engine's configuration.
+        platform: the platform of the device.
+        rank: the worker's rank, and the index of its device on this machine.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Worker:
             progress: called with the number of tensors loaded so far and in total.
 
         Raises:
-            EngineError, ModelError: it is missing, damaged or not supported.
+            EngineError, ModelError: the checkpoint is missing, damaged or not supported.
         """
         with compilation_config(self.config.compilation) as compiling, self.device:
             loaded = load_model(
@@ -122,7 +122,7 @@ class Worker:
         """Allocate the cache.
 
         Raises:
-            UnsupportedCacheError: an attention backend cannot keep what a layer needs.
+            UnsupportedCacheError: an attention backend does not support a layer's cache.
         """
         self.runner.allocate(plan)
 

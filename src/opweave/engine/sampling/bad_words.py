@@ -14,8 +14,8 @@ class BadWords:
     """The token sequences that must not be generated.
 
     Args:
-        words: the texts.
-        tokenizer: splits them.
+        words: the words.
+        tokenizer: tokenizes them.
     """
 
     def __init__(self, words: Iterable[str], tokenizer: Tokenizer) -> None:
@@ -27,11 +27,11 @@ class BadWords:
 
     @property
     def single(self) -> frozenset[int]:
-        """The tokens that are a word by themselves, which never come."""
+        """The tokens that are a bad word by themselves, which are never sampled."""
         return frozenset(ids[0] for ids in self._sequences if len(ids) == 1)
 
     def forbidden(self, answer: Sequence[int]) -> set[int]:
-        """Return the tokens that complete a word behind the tokens of *answer*."""
+        """Return the tokens that would complete a bad word after the tokens of *answer*."""
         return {
             ids[-1]
             for ids in self._sequences

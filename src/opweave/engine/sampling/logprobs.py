@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, as the model gives them."""
+"""Log-probabilities of tokens, from the model's logits."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class TokenLogprob(NamedTuple):
 def token_logprobs(
     logits: Tensor, tokens: Sequence[int], counts: Sequence[int]
 ) -> list[tuple[TokenLogprob, ...]]:
-    """Return for each row the token that was chosen, then the most likely ones, the best first.
+    """Return for each row the sampled token, then the most likely tokens, best first.
 
-    The chosen one is there once, at the beginning.
+    The sampled token is not repeated.
 
     Args:
-        logits: ``(rows, vocabulary)``, the model's own scores.
-        tokens: those chosen, one for each row.
-        counts: how many of the most likely ones to give for each row.
+        logits: ``(rows, vocabulary)``, the model's logits.
+        tokens: the sampled token of each row.
+        counts: the number of most likely tokens of each row.
     """
     chosen = torch.tensor(tokens, dtype=torch.int64, device=logits.device).unsqueeze(-1)
     keys = ranking_keys(logits)
@@ -50,7 +50,7 @@ def token_logprobs(
 
 
 def named(found: Sequence[TokenLogprob], tokenizer: Tokenizer) -> Mapping[int, Logprob]:
-    """Return what :func:`token_logprobs` found for one row, with the texts of the tokens."""
+    """Return a row of :func:`token_logprobs` with the texts of the tokens."""
     return {
         each.token_id: Logprob(each.logprob, each.rank, tokenizer.piece(each.token_id))
         for each in found

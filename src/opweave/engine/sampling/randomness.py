@@ -1,4 +1,4 @@
-"""Random numbers that belong to a place, so that nobody has to remember a generator's state."""
+"""Stateless random numbers: hashes of a seed and a position."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from hashlib import blake2b
 
 
 def uniform(seed: int, place: int) -> float:
-    """Return the number of a place, evenly distributed over [0, 1).
+    """Return the random number for *seed* and *place*, uniformly distributed over [0, 1).
 
-    A hash: any process gives the same number, as often as it is asked, in any order.
+    Equal arguments give the same number in any process.
 
     Args:
         seed: from 0 to 2**64 - 1.
-        place: as the seed.
+        place: from 0 to 2**64 - 1.
     """
     return (_hashed(seed, place) >> 11) * 2.0**-53
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """Return the seed of one of several answers; the first one has the seed itself."""
+    """Return the seed of one of several answers; the first one uses *seed*."""
     return seed if index == 0 else _hashed(seed, index, b"answer") >> 1
 
 

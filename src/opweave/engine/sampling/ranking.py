@@ -9,10 +9,9 @@ _LOW = 0xFFFFFFFF
 
 
 def ranking_keys(logits: Tensor) -> Tensor:
-    """Return an integer for each token, larger for a better one; of equal scores, the lower token.
+    """Return an integer key for each token: larger for a higher score, and on ties for a lower id.
 
-    No two tokens of a row have the same key, so that the best tokens are always the same ones,
-    however they are found.
+    All keys of a row differ, so the best tokens do not depend on the sorting algorithm.
 
     Args:
         logits: ``(rows, vocabulary)``, finite or -inf; compared in float32.

@@ -34,8 +34,8 @@ class SamplingParams:
         top_p: sample from the most likely tokens that together reach this probability.
         top_k: sample from this many most likely tokens; 0 or -1: all.
         min_p: sample from tokens with at least this probability, relative to the most likely one.
-        seed: makes the random draws reproducible, any 64-bit integer; None or -1: the engine draws
-            one. Logits, and so tokens, may still depend on the other requests in the batch, unless
+        seed: a 64-bit integer that makes sampling reproducible; None or -1: the engine draws one.
+            Logits, and thus tokens, may still depend on the other requests in the batch, unless
             OPWEAVE_BATCH_INVARIANT is set: see ``how-to/batch-invariance.md``.
         stop: one or more texts that end the request; they are not part of its text, unless
             *include_stop_str_in_output*.
@@ -60,14 +60,14 @@ class SamplingParams:
             token that ended it.
         allowed_token_ids: sample only these tokens; None: all. End-of-text tokens must be listed,
             too, to be sampled.
-        bad_words: texts that are not generated. As in vLLM, this is about tokens: of those that
-            the tokenizer makes of the text by itself, after a space or at the beginning of a line,
-            the last one does not follow the others. Other tokens can still spell the text.
-        truncate_prompt_tokens: keep only this many last tokens of a longer prompt, including the
-            special tokens that the tokenizer adds; -1: as many as leave room for *max_tokens*;
-            None: a prompt that is too long is an error.
-        kept_special_tokens: special tokens that stay in the text in any case, such as those that
-            mark tool calls.
+        bad_words: texts that are not generated. As in vLLM, token sequences are forbidden: the text
+            is tokenized alone, after a space and at the start of a line, and the last token of each
+            sequence is not sampled after the others. Other tokens can still spell the text.
+        truncate_prompt_tokens: truncate the prompt to its last tokens, this many, including special
+            tokens that the tokenizer adds; -1: leave room for *max_tokens*; None: a prompt that is
+            too long is an error.
+        kept_special_tokens: special tokens that are never skipped, such as those that mark tool
+            calls.
         structured_outputs: a constraint on the answer: a JSON schema, a regular expression, a
             choice or a grammar. End-of-text tokens are sampled only where it allows the end; a
             complete answer that cannot continue ends, even before *min_tokens*.
@@ -172,21 +172,21 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the best token is always taken."""
+        """Whether decoding is greedy."""
         return self.temperature == 0
 
     @property
     def cuts(self) -> bool:
-        """Whether unlikely tokens are left out."""
+        """Whether the distribution is truncated."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def penalizes(self) -> bool:
-        """Whether the tokens so far change the scores."""
+        """Whether a penalty is set."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     def prompt_limit(self, context: int) -> int | None:
-        """Return how many tokens of a prompt are kept in a *context* of so many; None: all."""
+        """Return the maximum number of prompt tokens for this *context*; None: no truncation."""
         if self.truncate_prompt_tokens == -1:
             return max(1, context - (self.max_tokens or 1))
         return self.truncate_prompt_tokens
@@ -194,15 +194,15 @@ class SamplingParams:
     def check_vocabulary(
         self, size: int, eos_token_ids: Collection[int] = (), barred: Collection[int] = ()
     ) -> None:
-        """Check that all tokens that it names are below *size*, and that some may be chosen.
+        """Check that all token ids are below *size*, and that some token may be sampled.
 
         Args:
-            size: of the vocabulary.
+            size: the size of the vocabulary.
             eos_token_ids: tokens that end the answer.
-            barred: tokens that are never chosen, because each is a bad word.
+            barred: tokens that are never sampled, because each is a bad word.
 
         Raises:
-            SamplingParamsError: otherwise.
+            SamplingParamsError: an id is out of range, or no token may be sampled.
         """
         named = [("logit_bias", token) for token in self.logit_bias or ()]
         named += [("stop_token_ids", token) for token in self.stop_token_ids]

@@ -8,10 +8,10 @@ from opweave.engine.sampling.sampling_params import SamplingParams
 
 
 class RequestSeeds:
-    """Draws a seed for each request that has none; the same ones in the same order, every time.
+    """Draws a reproducible sequence of seeds for requests without one.
 
     Args:
-        seed: of the engine.
+        seed: the engine's seed.
     """
 
     def __init__(self, seed: int) -> None:

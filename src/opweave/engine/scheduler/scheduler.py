@@ -50,24 +50,23 @@ class Scheduler:
     """Continuous batching: fills every step up to a token budget.
 
     Decodes come first, one token each. The rest of the budget goes to prefills, in chunks if
-    needed. If memory runs out, the last request by the policy is preempted: it loses its blocks and
-    is computed again later. The first request always makes progress, so all requests finish. A
-    request is admitted only if there is room for all of its tokens so far, and not in the step that
-    preempted it.
+    needed. If memory runs out, the last request in the policy's order is preempted: its blocks are
+    freed, and it is recomputed later. The first request always makes progress, so all requests
+    finish. A request is admitted only if the free blocks hold all of its tokens so far, and not in
+    the step that preempted it.
 
-    By the policy ``"priority"``, a request does not wait for those of lower priority: its prompt
-    comes before theirs, and where there is no room for it, the last ones of lower priority lose
-    their blocks, if that makes the room. Among equals nobody does, so that requests do not take
-    turns in losing them.
+    With the policy ``"priority"``, a request does not wait for requests of lower priority. Its
+    prompt comes first, and if blocks are short, the last requests of lower priority are preempted,
+    if this suffices. Requests of equal priority do not preempt each other, which would alternate.
 
     Args:
         config: the limits and the policy.
-        cache: where requests get their blocks.
+        cache: allocates blocks to requests.
 
     Attributes:
-        num_preemptions: how often a request lost its blocks.
-        prefix_queries, prefix_hits: tokens that were looked up in the cache at admission, and
-            those that were there.
+        num_preemptions: the number of preemptions.
+        prefix_queries, prefix_hits: the numbers of tokens that were looked up and found in the
+            prefix cache at admission.
     """
 
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
@@ -79,21 +78,21 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """How many requests hold blocks."""
+        """The number of running requests, which hold KV blocks."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """How many requests hold none."""
+        """The number of waiting requests, which hold no KV blocks."""
         return len(self._waiting)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether there are unfinished requests."""
         return bool(self._by_id)
 
     def add(self, request: Request) -> None:
-        """Let *request* wait for its turn. All of it must fit in the cache, alone."""
+        """Add *request* to the waiting queue. The cache must be able to hold it alone."""
         insort(self._waiting, request, key=self._order)  # first: what it refuses is not kept
         self._by_id[request.request_id] = request
 
@@ -111,7 +110,7 @@ class Scheduler:
         return request
 
     def schedule(self) -> list[Scheduled]:
-        """Return the next step; it is not empty while there are requests."""
+        """Return the next step, which is not empty if there are requests."""
         plan = _StepPlan(self.config.max_num_batched_tokens)
         prompts = [r for r in self._running if r.num_uncomputed_tokens > 1]
         for request in [r for r in self._running if r.num_uncomputed_tokens == 1]:
@@ -132,7 +131,7 @@ class Scheduler:
             self.cache.commit(request)
 
     def undo(self, step: list[Scheduled]) -> None:
-        """Record that a step failed: its requests start again.
+        """Preempt the requests of a failed step, so that they are recomputed.
 
         Keys and values could be overwritten, but recurrent states cannot be reset.
         """
@@ -144,11 +143,11 @@ class Scheduler:
         return request.priority if by_priority else 0, request.arrival
 
     def _outranks(self, one: Request, other: Request) -> bool:
-        """Whether *one* need not wait for *other*, whoever came first."""
+        """Whether *one* has a higher priority than *other*."""
         return self._order(one)[0] < self._order(other)[0]
 
     def _continue(self, request: Request, plan: _StepPlan) -> None:
-        """Plan the next tokens of a running request, if need be at the cost of the last one."""
+        """Plan the next tokens of a running request; preempt the last requests if necessary."""
         while plan.budget and request in self._running:  # it may have lost its blocks meanwhile
             count = min(request.num_uncomputed_tokens, plan.budget)
             if self.cache.allocate(request, count):
@@ -178,7 +177,7 @@ class Scheduler:
                 return
 
     def _begin(self, request: Request, plan: _StepPlan) -> bool:
-        """Plan the first tokens of a waiting request, if there is room or can be made."""
+        """Plan the first tokens of a waiting request, if it fits, or fits after preemptions."""
         outranked = [r for r in reversed(self._running) if self._outranks(request, r)]
         if not outranked and not (plan.budget and len(self._running) < self.config.max_num_seqs):
             return False
@@ -204,7 +203,7 @@ class Scheduler:
     def _victims(
         self, request: Request, prefix: int, plan: _StepPlan, outranked: Sequence[Request]
     ) -> Sequence[Request] | None:
-        """Return who of *outranked* must lose its blocks for *request*; None: it would not help."""
+        """Return the requests in *outranked* to preempt for *request*; None: not sufficient."""
         if self._fits(request, prefix, plan, ()):
             return ()
         if not outranked or not self._fits(request, prefix, plan, outranked):
@@ -215,7 +214,7 @@ class Scheduler:
     def _fits(
         self, request: Request, prefix: int, plan: _StepPlan, victims: Sequence[Request]
     ) -> bool:
-        """Whether there is room for *request* without *victims*."""
+        """Whether *request* fits if *victims* are preempted."""
         budget = plan.budget + sum(plan.counts.get(victim, 0) for victim in victims)
         rest = request.num_tokens - prefix
         count = min(rest, budget)

@@ -1,4 +1,4 @@
-"""Compiles the grammars of an engine once, and shares them among its answers."""
+"""Compiles grammars, and caches them for all answers of an engine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class GrammarCompiler:
         self._lock = Lock()
 
     def compile(self, params: SamplingParams) -> None:
-        """Compile the constraint of a request, so that :meth:`start` does not; may take seconds.
+        """Compile the constraint of a request in advance for :meth:`start`; may take seconds.
 
         Raises:
             SamplingParamsError: the constraint is not valid, or not supported.
@@ -62,7 +62,7 @@ class GrammarCompiler:
             self._find(params.structured_outputs)
 
     def start(self, params: SamplingParams) -> GrammarState | None:
-        """Return the state of an answer that begins, or None if it is free text.
+        """Return the initial state of an answer, or None if it is not constrained.
 
         Raises as :meth:`compile`.
         """
@@ -73,7 +73,7 @@ class GrammarCompiler:
         return GrammarState(found.matcher.deep_copy(), mask, ignore_eos=ignore_eos)
 
     def advance(self, taken: Iterable[tuple[GrammarState | None, int]]) -> None:
-        """Let each answer take its new token, and find what may come next.
+        """Advance each answer by its new token, and compute the masks of the allowed next tokens.
 
         All answers of a batch are advanced in one call, in parallel.
         """

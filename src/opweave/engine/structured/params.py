@@ -1,4 +1,4 @@
-"""The form that an answer must have."""
+"""Parameters of structured output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    r"""The form that an answer must have; exactly one of the first five fields is given.
+    r"""A constraint on an answer; set exactly one of the first five fields.
 
     Attributes:
         json: a JSON schema, as a dict or as JSON text.
@@ -24,13 +24,13 @@ class StructuredOutputsParams:
             backreferences. As with ``re.ASCII``, ``\d``, ``\w`` and ``\s`` are ASCII.
         choice: the answer is one of these texts.
         grammar: a context-free grammar in Lark or GBNF notation, or in llguidance's JSON.
-        disable_any_whitespace: JSON is written without optional whitespace.
+        disable_any_whitespace: forbid optional whitespace in JSON.
         whitespace_pattern: a regular expression for the optional whitespace in JSON.
-        disable_additional_properties: JSON objects have only properties that the schema names,
-            also where it does not say ``"additionalProperties": false``.
+        disable_additional_properties: allow only properties that are in the schema, as with
+            ``"additionalProperties": false``.
 
     Raises:
-        SamplingParamsError: no form or several are given, or a value has the wrong type.
+        SamplingParamsError: no field or several are set, or a value has the wrong type.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -61,7 +61,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which of the five forms it is."""
+        """The name of the field that is set."""
         return self._given[0]
 
     @property

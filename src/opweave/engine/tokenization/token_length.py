@@ -18,10 +18,10 @@ _BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 
 
 def longest_token(backend: Any) -> int | None:
-    """Return how many characters of a text one token of *backend* stands for at most.
+    """Return the maximum number of characters that one token of *backend* represents.
 
-    None if nobody can know: a part of the tokenizer drops characters, or makes one token of any
-    number of them, as of a word that it does not know.
+    None if it is unbounded: a part of the tokenizer drops characters, or maps any number of them to
+    one token, such as an unknown word.
 
     Args:
         backend: a ``tokenizers.Tokenizer``.

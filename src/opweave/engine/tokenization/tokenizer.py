@@ -45,7 +45,7 @@ class Tokenizer:
         eos_token_ids: the ids that end a text: those of ``generation_config.json``,
             ``config.json`` and ``tokenizer_config.json`` together.
         bos_token_id: the id that begins a text, or None.
-        special_ids: the ids that stand for no text of their own.
+        special_ids: the ids of special tokens.
 
     Args:
         checkpoint: where the files are.
@@ -83,13 +83,13 @@ class Tokenizer:
         keep: int | None = None,
         truncation_side: Side = "left",
     ) -> list[int]:
-        """Return the ids of *text*, with the special tokens that the tokenizer adds unless not.
+        """Return the ids of *text*, by default with the tokenizer's special tokens.
 
         Args:
             text: any.
-            add_special_tokens: whether to add them.
-            keep: cut a longer text to this many ids, special ones included; None: to any number.
-            truncation_side: the side that is cut off.
+            add_special_tokens: whether to add special tokens.
+            keep: truncate to this many ids, including special ones; None: no truncation.
+            truncation_side: the side that is truncated.
 
         Raises:
             PromptError: the text has an unpaired surrogate, which is not a valid character.
@@ -195,10 +195,10 @@ class Tokenizer:
 
 
 class AbsentTokenizer(Tokenizer):
-    """Stands for the tokenizer of a checkpoint that has none.
+    """Substitute for the tokenizer of a checkpoint without one.
 
-    Prompts must be token ids. The text of a token is its number, ``<17>``: an answer grows, and a
-    stream of it has events, as with a tokenizer.
+    Prompts must be token ids. The text of a token is its id, ``<17>``, so that streams have text as
+    with a tokenizer.
     """
 
     def __init__(self, checkpoint: Checkpoint, generation: Checkpoint | None = None) -> None:
