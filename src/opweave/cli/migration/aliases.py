@@ -1,11 +1,18 @@
-"""Names in a class that are aliases of its methods."""
+"""Names that a class binds: aliases of its methods, and annotated attributes."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
 
-from opweave.cli.migration.syntax import Function, attribute_of_self, dotted, is_docstring
+from opweave.cli.migration.syntax import (
+    Function,
+    annotation_text,
+    attribute_of_self,
+    dotted,
+    is_docstring,
+    own_parameters,
+)
 
 
 def assigned_names(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
@@ -13,6 +20,15 @@ def assigned_names(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for each in node.body:
         if isinstance(each, ast.Assign):
             yield from ((dotted(target), dotted(each.value)) for target in each.targets)
+
+
+def annotated_attributes(node: ast.ClassDef, init: Function | None) -> Iterator[tuple[str, str]]:
+    """Yield the attributes that a class or its ``__init__`` annotates, with their types."""
+    for each in [*node.body, *(ast.walk(init) if init else ())]:
+        if isinstance(each, ast.AnnAssign):
+            is_member = each in node.body and isinstance(each.target, ast.Name)
+            if name := dotted(each.target) if is_member else attribute_of_self(each.target):
+                yield name, annotation_text(each.annotation)
 
 
 def delegates(methods: Mapping[str, Function]) -> Iterator[tuple[str, str]]:
@@ -45,7 +61,7 @@ def _given(call: ast.Call) -> list[str]:
 def _taken(function: Function) -> list[str]:
     """Return the parameters of a method, as arguments that forward them."""
     arguments = function.args
-    names = [each.arg for each in arguments.args[1:]]
+    names = [each.arg for each, _ in own_parameters(function)]
     names += [f"*{arguments.vararg.arg}"] if arguments.vararg else []
     names += [each.arg for each in arguments.kwonlyargs]
     return names + ([f"**{arguments.kwarg.arg}"] if arguments.kwarg else [])

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence, Set
 
 import libcst as cst
+from libcst.helpers import get_full_name_for_node
 
 from opweave import layers as own_layers
 from opweave.cli.migration.functions import documented, functions
@@ -51,6 +52,9 @@ def _migrated_class(
     plan: LayerPlan, node: cst.ClassDef, helpers: set[str], ir: str, indent: str
 ) -> Iterator[Statement]:
     parts = list(functions(plan, node, helpers, ir, indent))
+    if plan.is_unregistered:
+        kept = [each for each in node.decorators if not _registers(each)]
+        node = node.with_changes(decorators=kept)
     if plan.stays:
         yield from parts
         yield spaced(thin_layer(plan, node, ir), 2) if parts else node
@@ -58,6 +62,11 @@ def _migrated_class(
         comments = [*node.leading_lines, *spaced(parts[0], 0).leading_lines]
         yield spaced(documented(parts[0], node), 2, comments)
         yield from parts[1:]
+
+
+def _registers(node: cst.Decorator) -> bool:
+    is_call = isinstance(node.decorator, cst.Call)
+    return is_call and (get_full_name_for_node(node.decorator) or "").endswith(".register")
 
 
 def _with_moved_imports(body: Sequence[Statement], used: Set[str]) -> Iterator[Statement]:

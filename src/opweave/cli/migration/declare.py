@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,14 @@ from opweave.cli.migration.names import op_name, snake
 from opweave.cli.migration.reuse import changed_or_returned
 from opweave.cli.migration.rewrite import Rewritten, rewrite, used_names
 from opweave.cli.migration.source import NATIVE, LayerClass
-from opweave.cli.migration.syntax import Function, attribute_of_self, dotted, is_docstring
+from opweave.cli.migration.syntax import (
+    Function,
+    attribute_of_self,
+    dotted,
+    is_docstring,
+    is_static,
+    own_parameters,
+)
 from opweave.cli.migration.types import (
     Argument,
     annotation_of,
@@ -32,6 +40,14 @@ PLATFORM_METHODS = {
     "forward_tpu": "xla",
     "forward_oot": "",
 }
+
+# The words of the annotations that torch.library.infer_schema supports.
+_TYPES = frozenset(
+    {
+        *("torch", "Tensor", "dtype", "device", "int", "float", "bool", "str", "None"),
+        *("Optional", "Union", "list", "List", "Sequence", "typing", "collections", "abc"),
+    }
+)
 
 
 @dataclass
@@ -62,7 +78,7 @@ def declare(layer: LayerClass, path: Path, notes: list[str]) -> OpPlan | None:
     guesses: list[str] = []
     arguments = _arguments(native, layer, guesses)
     body = rewrite(native, layer, {a.attribute: a.name for a in arguments if a.attribute})
-    problems = list(body.problems)
+    problems = [*_unsupported(arguments), *body.problems]
     if (given := changed_or_returned(native)) is not None:
         problems.append(f"it writes to its argument {given}, or returns it")
     if problems:
@@ -116,17 +132,16 @@ def _no_function(native: Function) -> str:
         return "it takes *args or **kwargs"
     if native.args.kwonlyargs or native.args.posonlyargs:
         return "it has keyword-only or positional-only parameters"
-    if native.decorator_list:
+    if native.decorator_list and not is_static(native):
         return "it is decorated"
     return output_problem(native)
 
 
 def _arguments(native: Function, layer: LayerClass, notes: list[str]) -> list[Argument]:
     """Return the op's arguments: the method's, with the attributes after the required ones."""
-    defaults = [None] * (len(native.args.args) - len(native.args.defaults)) + native.args.defaults
     own = [
         Argument(arg.arg, annotation_of(arg, default), ast.unparse(default) if default else None)
-        for arg, default in list(zip(native.args.args, defaults, strict=True))[1:]
+        for arg, default in own_parameters(native)
     ]
     methods = [layer.methods[name] for name in PLATFORM_METHODS if name in layer.methods]
     names = set().union(*map(used_names, [native, *methods]))
@@ -142,6 +157,13 @@ def _arguments(native: Function, layer: LayerClass, notes: list[str]) -> list[Ar
         used.append(Argument(argument, kind, None, name))
     required = [argument for argument in own if argument.default is None]
     return [*required, *used, *(argument for argument in own if argument.default is not None)]
+
+
+def _unsupported(arguments: Sequence[Argument]) -> Iterator[str]:
+    """Yield why arguments have types that torch ops do not have."""
+    for each in arguments:
+        if not set(re.findall(r"\w+", each.annotation)) <= _TYPES:
+            yield f"the type of {each.name} is {each.annotation}"
 
 
 def _used_attributes(native: Function, layer: LayerClass) -> list[str]:

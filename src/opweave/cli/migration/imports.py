@@ -6,7 +6,7 @@ import ast
 from collections.abc import Mapping, Sequence, Set
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import cast
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
@@ -49,20 +49,21 @@ def moved(node: cst.BaseSmallStatement, used: Set[str]) -> Sequence[cst.BaseSmal
     if node.relative or not _is_vllm(module):
         return [node]
     if isinstance(node.names, cst.ImportStar):
-        return [_from(node, _home(module, "*"), node.names)]
+        return [node.with_changes(module=cst.parse_expression(_home(module, "*")))]
     homes: dict[str, list[cst.ImportAlias]] = {}
     for alias in node.names:
         if (alias.evaluated_alias or alias.evaluated_name) in used:
             homes.setdefault(_home(module, alias.evaluated_name), []).append(alias)
     if len(node.names) == sum(map(len, homes.values())) and len(homes) == 1:
-        return [_from(node, next(iter(homes)), node.names)]
-    return [_from(cst.ImportFrom(node.module, ()), *each) for each in homes.items()]
+        return [node.with_changes(module=cst.parse_expression(next(iter(homes))))]
+    return [_from(*each) for each in homes.items()]
 
 
-def _from(node: cst.ImportFrom, module: str, names: Any) -> cst.ImportFrom:
-    if not node.names:  # a new import, without the old one's commas
-        names = [alias.with_changes(comma=cst.MaybeSentinel.DEFAULT) for alias in names]
-    return node.with_changes(module=cst.parse_expression(module), names=names)
+def _from(module: str, names: Sequence[cst.ImportAlias]) -> cst.ImportFrom:
+    """Return a new import, without the commas of the old one."""
+    plain = [alias.with_changes(comma=cst.MaybeSentinel.DEFAULT) for alias in names]
+    home = cast(cst.Attribute | cst.Name, cst.parse_expression(module))
+    return cst.ImportFrom(home, plain)
 
 
 def _moved_module(alias: cst.ImportAlias) -> cst.ImportAlias:

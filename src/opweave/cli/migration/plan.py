@@ -11,8 +11,8 @@ from opweave.cli.migration.declare import PLATFORM_METHODS, OpPlan, declare, dec
 from opweave.cli.migration.providers import guess_provider
 from opweave.cli.migration.registrations import mentions
 from opweave.cli.migration.rewrite import Rewritten, rewrite
-from opweave.cli.migration.source import NATIVE, LayerClass, SourceModule
-from opweave.cli.migration.syntax import Function, is_docstring
+from opweave.cli.migration.source import NATIVE, OOT, LayerClass, SourceModule, last_part
+from opweave.cli.migration.syntax import Function, is_docstring, own_parameters
 
 
 @dataclass
@@ -32,6 +32,7 @@ class LayerPlan:
     Attributes:
         stays: whether the layer is still needed.
         kept: platform methods that are not changed.
+        is_unregistered: whether its registered name is that of a layer of opweave.
         notes: remarks for the user.
     """
 
@@ -40,6 +41,7 @@ class LayerPlan:
     impls: list[ImplPlan] = field(default_factory=list)
     stays: bool = True
     kept: list[str] = field(default_factory=list)
+    is_unregistered: bool = False
     notes: list[str] = field(default_factory=list)
 
 
@@ -54,6 +56,12 @@ def plan(source: SourceModule) -> list[LayerPlan]:
             _replacement(made, plans, source, used)
         elif layer.kind == "CustomOp":
             _custom_op(made, source)
+        if made.stays and layer.registered in own_layers.op_registry:
+            made.is_unregistered = True
+            made.notes.append(
+                f"opweave registers {own_class(layer.registered)} as {layer.registered!r}, so this "
+                "class is not registered. To replace it, derive from it and use register_oot."
+            )
     return list(plans.values())
 
 
@@ -88,7 +96,13 @@ def _replacement(
 ) -> None:
     layer = made.layer
     replaced = plans.get(layer.base)
-    base = layer.base.rpartition(".")[2]
+    if layer.registered_in is not None:
+        made.notes.append(f"{layer.registered_in} registers it: adapt that file.")
+    if layer.methods.keys() == layer.aliases.keys() == {OOT} and layer.target(OOT) != OOT:
+        made.stays = bool(used[layer.name])
+        made.notes.append(f"It only calls {layer.target(OOT)}, which opweave does without it.")
+        return
+    base = last_part(layer.base)
     name = replaced.layer.registered if replaced else _own_name(base, layer.replaces)
     op = replaced.op if replaced else declared(name)
     if op is None:
@@ -162,9 +176,7 @@ def _body(made: LayerPlan, function: Function) -> Rewritten:
 def _parameters(function: Function) -> dict[str, str | None]:
     """Return the parameters of a method without ``self``, and their defaults as source text."""
     given = function.args
-    positional = given.posonlyargs + given.args
-    defaults = [None] * (len(positional) - len(given.defaults)) + given.defaults
-    pairs = [*list(zip(positional, defaults, strict=True))[1:]]
+    pairs = own_parameters(function)
     pairs += zip(given.kwonlyargs, given.kw_defaults, strict=True)
     pairs += [(each, None) for each in (given.vararg, given.kwarg) if each is not None]
     return {arg.arg: ast.unparse(default) if default else None for arg, default in pairs}
@@ -186,10 +198,12 @@ def own_class(name: str) -> str:
 
 
 def _only_super(layer: LayerClass, method: str) -> bool:
-    """Return whether *method* is an ``__init__`` that only calls its parent's."""
+    """Return whether *method* is an ``__init__`` that only forwards its arguments to its parent."""
     statements = [s for s in layer.methods[method].body if not is_docstring(s)]
-    return (
-        method == "__init__"
-        and len(statements) == 1
-        and ast.unparse(statements[0]).startswith("super().__init__(")
-    )
+    call = statements[0].value if isinstance(statements[0], ast.Expr) else None
+    if method != "__init__" or len(statements) != 1 or not isinstance(call, ast.Call):
+        return False
+    given = [*call.args, *(each.value for each in call.keywords)]
+    plain = [each.value if isinstance(each, ast.Starred) else each for each in given]
+    is_forwarding = all(isinstance(each, ast.Name) for each in plain)
+    return is_forwarding and ast.unparse(call.func) == "super().__init__"

@@ -195,7 +195,7 @@ def _loop(node: ast.For, tables: Mapping[str, list[ast.Assign]], strings: String
     for name in names_in(node.iter):
         for table in tables.get(name, ()):
             found.tables.append(table)
-            found.classes |= _classes(_dict(table), strings)
+            found.classes |= classes_of(_dict(table), strings)
     return found
 
 
@@ -204,7 +204,8 @@ def _dict(table: ast.Assign) -> ast.Dict:
     return table.value
 
 
-def _classes(table: ast.Dict, strings: Strings) -> dict[str, str]:
+def classes_of(table: ast.Dict, strings: Strings) -> dict[str, str]:
+    """Return the classes in a table of replacements, and what each replaces."""
     pairs = zip(table.keys, table.values, strict=True)
     named = ((last_name(value), key and string(key, strings)) for key, value in pairs)
     return {name: replaced for name, replaced in named if name and replaced}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from opweave.cli.migration.names import snake
 from opweave.cli.migration.source import LayerClass
-from opweave.cli.migration.syntax import Function, attribute_of_self
+from opweave.cli.migration.syntax import Function, attribute_of_self, is_static
 
 
 @dataclass
@@ -101,11 +101,7 @@ class _BodyReader(ast.NodeVisitor):
     def _is_function(self, name: str) -> bool:
         """Return whether an attribute can be called without the object."""
         method = self.layer.methods.get(name)
-        return self.layer.kernel(name) is not None or (method is not None and _is_static(method))
+        return self.layer.kernel(name) is not None or (method is not None and is_static(method))
 
     def _problem(self, text: str) -> None:
         self.rewritten.problems.append(text)
-
-
-def _is_static(method: Function) -> bool:
-    return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in method.decorator_list)

@@ -11,7 +11,8 @@ import libcst as cst
 
 from opweave import layers as own_layers
 from opweave.cli.errors import CliError
-from opweave.cli.migration.aliases import assigned_names, delegates
+from opweave.cli.migration.aliases import annotated_attributes, assigned_names, delegates
+from opweave.cli.migration.elsewhere import Elsewhere, registered_elsewhere
 from opweave.cli.migration.imports import full_name, imports_of
 from opweave.cli.migration.registrations import (
     Registration,
@@ -28,7 +29,7 @@ from opweave.cli.migration.syntax import (
 )
 
 KINDS = ("CustomOp", "PluggableLayer")
-NATIVE = "forward_native"
+NATIVE, OOT = "forward_native", "forward_oot"
 
 
 @dataclass
@@ -40,7 +41,9 @@ class LayerClass:
         kind: ``CustomOp`` or ``PluggableLayer``, or None if only the base's module knows.
         registered: the name that it is registered under.
         replaces: the class name or registered name of the layer that it replaces.
+        registered_in: the other file that registers it as a replacement, if any.
         attributes: everything that ``__init__`` assigns to ``self``, by name.
+        annotations: the types of attributes that the class or ``__init__`` annotates.
         aliases: names in the class that are aliases of a method, with that method.
         assigned: every other name that the class assigns.
     """
@@ -52,8 +55,10 @@ class LayerClass:
     replaces: str | None
     methods: dict[str, Function] = field(default_factory=dict)
     attributes: dict[str, list[ast.expr]] = field(default_factory=dict)
+    annotations: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     assigned: set[str] = field(default_factory=set)
+    registered_in: str | None = None
 
     @property
     def name(self) -> str:
@@ -104,7 +109,7 @@ def read(path: Path) -> SourceModule:
     imports = imports_of(module)
     strings = dict(_strings(module))
     registrations = find_registrations(module, strings)
-    reader = _ClassReader(imports, strings, registrations)
+    reader = _ClassReader(imports, strings, registrations, registered_elsewhere(path))
     for node in module.body:
         if isinstance(node, ast.ClassDef) and (found := reader.layer(node)):
             if found.name in reader.layers:
@@ -151,8 +156,9 @@ class _ClassReader:
         imports: Mapping[str, str],
         strings: Mapping[str, str],
         registrations: list[Registration],
+        elsewhere: Mapping[str, Elsewhere],
     ) -> None:
-        self.imports, self.strings = imports, strings
+        self.imports, self.strings, self.elsewhere = imports, strings, elsewhere
         self.replaced = {
             cls: name for found in registrations for cls, name in found.classes.items() if name
         }
@@ -163,13 +169,18 @@ class _ClassReader:
         base = next(filter(None, map(self._base, node.bases)), "")
         kind = self.layers[base].kind if base in self.layers else _kind(base)
         registered, replaces = self._names(node)
-        is_registered = replaces or any(map(_is_registration, node.decorator_list))
+        is_registered = replaces or any(map(self._is_registration, node.decorator_list))
         if not (is_registered or kind or base in self.layers):
             return None
         layer = LayerClass(node, base, kind, registered, replaces)
         layer.methods = {each.name: each for each in node.body if isinstance(each, Function)}
+        if node.name in self.elsewhere and node.name not in self.replaced:
+            layer.registered_in = self.elsewhere[node.name].file
+        elif not is_registered and base not in self.layers and _only_computes(layer):
+            layer.replaces = last_part(base)
         for name, value in _attributes(layer.methods.get("__init__")):
             layer.attributes.setdefault(name, []).append(value)
+        layer.annotations = dict(annotated_attributes(node, layer.methods.get("__init__")))
         for assigned, method in assigned_names(node):
             if method in layer.methods:
                 layer.aliases[assigned] = method
@@ -181,7 +192,9 @@ class _ClassReader:
     def _names(self, node: ast.ClassDef) -> tuple[str | None, str | None]:
         """Return the registered name of a class, and the name of the layer that it replaces."""
         registered, replaces = None, self.replaced.get(node.name)
-        for decorator in filter(_is_registration, node.decorator_list):
+        if replaces is None and node.name in self.elsewhere:
+            replaces = self.elsewhere[node.name].replaces
+        for decorator in filter(self._is_registration, node.decorator_list):
             call = decorator if isinstance(decorator, ast.Call) else None
             target, name = decorator, None
             if call is not None:
@@ -193,6 +206,18 @@ class _ClassReader:
                 replaces = name or last_name(target.value)
         return registered, replaces
 
+    def _is_registration(self, decorator: ast.expr) -> bool:
+        """Return whether a decorator is a layer's ``register`` or ``register_oot``.
+
+        Other registries have a method ``register`` as well.
+        """
+        target = decorator.func if isinstance(decorator, ast.Call) else decorator
+        if not isinstance(target, ast.Attribute):
+            return False
+        owner = self._base(target.value)
+        is_layer = owner in self.layers or _kind(owner) is not None
+        return target.attr == "register_oot" or (target.attr == "register" and is_layer)
+
     def _base(self, node: ast.expr) -> str:
         name = dotted(node)
         return name if name in self.layers else full_name(node, self.imports)
@@ -200,19 +225,26 @@ class _ClassReader:
 
 def _kind(base: str) -> str | None:
     """Return the kind of a class by its base."""
-    package, name = base.partition(".")[0], base.rpartition(".")[2]
-    if name in KINDS or package not in ("vllm", "opweave"):
-        return name if name in KINDS else None
+    home, _, name = base.rpartition(".")
+    if name in KINDS:
+        return name
+    if not f"{home}.".startswith(("vllm.model_executor.", "opweave.layers.")):
+        return None  # another class of that name
     for layer in own_layers.op_registry.values():
         if layer.__name__ == name:
             return "CustomOp" if issubclass(layer, own_layers.CustomOp) else "PluggableLayer"
     return None
 
 
-def _is_registration(decorator: ast.expr) -> bool:
-    """Return whether a decorator is ``register`` or ``register_oot``, called or not."""
-    target = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return isinstance(target, ast.Attribute) and target.attr in ("register", "register_oot")
+def _only_computes(layer: LayerClass) -> bool:
+    """Return whether a class derives from a known layer and only changes how it computes."""
+    names = layer.methods.keys() | layer.aliases.keys() | layer.assigned
+    return layer.kind == "CustomOp" and last_part(layer.base) not in KINDS and names == {OOT}
+
+
+def last_part(name: str) -> str:
+    """Return ``c`` for ``a.b.c``."""
+    return name.rpartition(".")[2]
 
 
 def _is_none(value: ast.expr) -> bool:

@@ -34,6 +34,26 @@ def is_torch_op(value: ast.expr) -> bool:
     return dotted(value).startswith("torch.ops.")
 
 
+def annotation_text(annotation: ast.expr) -> str:
+    """Return the source of an annotation, without quotes around it."""
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        return annotation.value
+    return ast.unparse(annotation)
+
+
+def is_static(method: Function) -> bool:
+    """Return whether a method is a static method."""
+    return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in method.decorator_list)
+
+
+def own_parameters(method: Function) -> list[tuple[ast.arg, ast.expr | None]]:
+    """Return the positional parameters of a method without ``self``, with their defaults."""
+    parameters = [*method.args.posonlyargs, *method.args.args]
+    missing: list[ast.expr | None] = [None] * (len(parameters) - len(method.args.defaults))
+    pairs = list(zip(parameters, [*missing, *method.args.defaults], strict=True))
+    return pairs if is_static(method) else pairs[1:]
+
+
 def is_docstring(statement: ast.stmt) -> bool:
     """Return whether a statement is a docstring or another constant."""
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)

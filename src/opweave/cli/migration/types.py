@@ -8,10 +8,34 @@ import re
 from dataclasses import dataclass
 
 from opweave.cli.migration.source import LayerClass
-from opweave.cli.migration.syntax import Function, is_torch_op, last_name, own_nodes
+from opweave.cli.migration.syntax import (
+    Function,
+    annotation_text,
+    attribute_of_self,
+    is_torch_op,
+    last_name,
+    own_nodes,
+    own_parameters,
+)
 
 TENSOR = "torch.Tensor"
 _TENSOR_MAKERS = frozenset({"Parameter", "empty", "ones", "zeros", "tensor", "arange", "full"})
+_RETURNS = {
+    **dict.fromkeys(
+        ("int", "len", "round", "cdiv", "divide", "round_up", "next_power_of_2"), "int"
+    ),
+    **dict.fromkeys(("numel", "get_tensor_model_parallel_world_size"), "int"),
+    "get_tensor_model_parallel_rank": "int",
+    "float": "float",
+    **dict.fromkeys(("bool", "isinstance", "hasattr", "any", "all"), "bool"),
+    "str": "str",
+}
+# Names by which models call their sizes and flags.
+_COUNT = re.compile(
+    r"^_?(n|num|max|min|top|total|tp|dp|ep|pp)_|^top_?k$"
+    r"|(size|dim|dims|rank|heads|groups|experts|len|length|count|layers|blocks|idx|index|steps)$"
+)
+_FLAG = re.compile(r"^_?(is|has|use|uses|do|enable|should|with|need|needs)_")
 
 
 @dataclass(frozen=True)
@@ -32,7 +56,7 @@ class Argument:
 def annotation_of(argument: ast.arg, default: ast.expr | None) -> str:
     """Return the annotation of a parameter, or a guess from its default."""
     if argument.annotation is not None:
-        return _text(argument.annotation)
+        return annotation_text(argument.annotation)
     if default is None:
         return TENSOR
     if isinstance(default, ast.Constant) and default.value is None:
@@ -47,21 +71,27 @@ def source_text(annotation: object) -> str:
 
 
 def attribute_type(name: str, layer: LayerClass) -> str | None:
-    """Return the type that ``__init__`` assigns to ``self.name``, or None if it is ambiguous."""
-    return _joined(_types(name, layer))
+    """Return the type of ``self.name`` by its annotation or its values, or None if ambiguous."""
+    return layer.annotations.get(name) or _joined(_types(name, layer))
 
 
 def guessed_type(name: str, layer: LayerClass) -> str:
     """Return a guess for an attribute with an ambiguous type."""
     types = _types(name, layer)
-    kind = TENSOR if types == {"None"} else "float"
+    kind = TENSOR if types == {"None"} else _kind_by_name(name)
     return f"{kind} | None" if "None" in types else kind
+
+
+def _kind_by_name(name: str) -> str:
+    if _COUNT.search(name):
+        return "int"
+    return "bool" if _FLAG.match(name) else "float"
 
 
 def returned(function: Function) -> str:
     """Return the return annotation of a method, or a guess from its return statements."""
     if function.returns is not None:
-        return _text(function.returns)
+        return annotation_text(function.returns)
     (size,) = _sizes(function)
     return TENSOR if size == 1 else f"tuple[{', '.join([TENSOR] * size)}]"
 
@@ -69,7 +99,7 @@ def returned(function: Function) -> str:
 def output_problem(function: Function) -> str:
     """Return why the results of a method cannot be outputs of an op, or ""."""
     sizes = _sizes(function)
-    given = _text(function.returns) if function.returns else ""
+    given = annotation_text(function.returns) if function.returns else ""
     if sizes <= {0} or given == "None":
         return "it returns nothing"
     if 0 in sizes or re.search(r"\b(None|Optional)\b", given):
@@ -79,28 +109,78 @@ def output_problem(function: Function) -> str:
     return ""
 
 
-def _text(annotation: ast.expr) -> str:
-    """Return the source of an annotation, without quotes around it."""
-    quoted = isinstance(annotation, ast.Constant) and isinstance(annotation.value, str)
-    return annotation.value if quoted else ast.unparse(annotation)  # type: ignore[attr-defined]
+class _Values:
+    """The types of the values in ``__init__``."""
+
+    def __init__(self, layer: LayerClass) -> None:
+        self.layer = layer
+        init = layer.methods.get("__init__")
+        self.parameters = _parameter_types(init) if init else {}
+        self.open: set[str] = set()  # attributes whose types are being determined
+
+    def of_attribute(self, name: str) -> set[str | None]:
+        """Return the types of the values that are assigned to ``self.name``."""
+        if name in self.open:
+            return {None}
+        self.open.add(name)
+        found = {self.type(value) for value in self.layer.attributes[name]}
+        self.open.remove(name)
+        return found
+
+    def type(self, value: ast.expr) -> str | None:
+        """Return the type of an expression, or None if it is unknown."""
+        if isinstance(value, ast.Name):
+            return self.parameters.get(value.id)
+        if isinstance(value, ast.Constant):
+            return type(value.value).__name__ if value.value is not None else "None"
+        if isinstance(value, ast.Compare):
+            return "bool"
+        if isinstance(value, ast.BoolOp):
+            return _joined({self.type(each) for each in value.values})
+        if isinstance(value, ast.IfExp):
+            return _joined({self.type(value.body), self.type(value.orelse)})
+        if isinstance(value, ast.UnaryOp):
+            return "bool" if isinstance(value.op, ast.Not) else self.type(value.operand)
+        if isinstance(value, ast.BinOp):
+            return self._result(value)
+        if isinstance(value, ast.Call):
+            return self._returned(value)
+        if isinstance(value, ast.Subscript):  # x.shape[0]
+            return "int" if last_name(value.value) == "shape" else None
+        name = attribute_of_self(value)
+        known = self.layer.annotations.get(name)
+        return known or (
+            _joined(self.of_attribute(name)) if name in self.layer.attributes else None
+        )
+
+    def _result(self, value: ast.BinOp) -> str | None:
+        sides = {self.type(value.left), self.type(value.right)}
+        if not sides <= {"int", "float", "bool"}:
+            return None
+        if isinstance(value.op, (ast.Div, ast.Pow)):
+            return "float" if isinstance(value.op, ast.Div) or "float" in sides else None
+        return "float" if "float" in sides else "int"
+
+    def _returned(self, value: ast.Call) -> str | None:
+        called = last_name(value.func)
+        if called in _TENSOR_MAKERS or is_torch_op(value.func):
+            return TENSOR
+        if called in ("max", "min", "abs") and isinstance(value.func, ast.Name):
+            return _joined({self.type(each) for each in value.args})
+        return _RETURNS.get(called)
 
 
-def _type(value: ast.expr, parameters: dict[str, ast.arg]) -> str | None:
-    if isinstance(value, ast.Name) and value.id in parameters:
-        annotation = parameters[value.id].annotation
-        return _text(annotation) if annotation else None
-    if isinstance(value, ast.Constant):
-        return type(value.value).__name__ if value.value is not None else "None"
-    if isinstance(value, ast.Compare):
-        return "bool"
-    if isinstance(value, ast.BoolOp):
-        return _joined({_type(each, parameters) for each in value.values})
-    if isinstance(value, ast.Call):
-        makes = last_name(value.func) in _TENSOR_MAKERS or is_torch_op(value.func)
-        return TENSOR if makes else None
-    if isinstance(value, ast.IfExp):
-        return _joined({_type(value.body, parameters), _type(value.orelse, parameters)})
-    return None
+def _parameter_types(init: Function) -> dict[str, str]:
+    """Return the types of parameters by their annotations, else by their defaults."""
+    pairs = own_parameters(init)
+    pairs += zip(init.args.kwonlyargs, init.args.kw_defaults, strict=True)
+    types: dict[str, str] = {}
+    for argument, default in pairs:
+        if argument.annotation is not None:
+            types[argument.arg] = annotation_text(argument.annotation)
+        elif isinstance(default, ast.Constant) and default.value is not None:
+            types[argument.arg] = type(default.value).__name__
+    return types
 
 
 def _joined(types: set[str | None]) -> str | None:
@@ -115,10 +195,7 @@ def _joined(types: set[str | None]) -> str | None:
 
 
 def _types(name: str, layer: LayerClass) -> set[str | None]:
-    init = layer.methods.get("__init__")
-    parameters = init.args.args + init.args.kwonlyargs if init else []
-    by_name = {arg.arg: arg for arg in parameters}
-    return {_type(value, by_name) for value in layer.attributes[name]}
+    return _Values(layer).of_attribute(name)
 
 
 def _sizes(function: Function) -> set[int]:
