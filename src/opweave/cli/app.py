@@ -48,6 +48,7 @@ COMMANDS = {
     "record": "opweave.cli.record:record",
     "replay": "opweave.cli.record:replay",
     "tune": "opweave.cli.tune:tune",
+    "quantize": "opweave.cli.quantize:quantize",
 }
 for _name, _place in COMMANDS.items():
     app.command(_place, name=_name)

@@ -84,13 +84,13 @@ def load_model(
             files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
             config, sources = opened(config, checkpoint, files)
         else:
-            planned = _planned(config, len(checkpoint.gguf.tensors))
+            planned = planned_model(config, len(checkpoint.gguf.tensors))
             sources = [GgufTensors(checkpoint.gguf, planned)]
             files = []
         shapes = shapes_of(sources)
-        planned = _planned(config, len(shapes))
+        planned = planned_model(config, len(shapes))
         checkpoint.check_index(shapes_of(files), optional=head_name(planned))
-        _check_shapes(planned, {n: s for n, s in shapes.items() if not is_cache_scale(n)})
+        check_shapes(planned, {n: s for n, s in shapes.items() if not is_cache_scale(n)})
         kept = named or dtype_of(sources)
         model, packed = build_quantized(untied(config, planned, sources, kept), kept, sources)
         huge_pages.move_parameters(model)
@@ -161,7 +161,7 @@ def check_load_format(load_format: str) -> None:
         )
 
 
-def _planned(config: Mapping[str, Any], tensors: int) -> CheckpointModel:
+def planned_model(config: Mapping[str, Any], tensors: int) -> CheckpointModel:
     """Return the model without memory for its weights, as one rank without others loads it.
 
     A checkpoint holds whole tensors, and a layer of several ranks would take one of a rank's size
@@ -172,7 +172,7 @@ def _planned(config: Mapping[str, Any], tensors: int) -> CheckpointModel:
         return build(config, torch.float32)
 
 
-def _check_shapes(planned: CheckpointModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(planned: CheckpointModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Load shapes alone, before memory is allocated: wrong sizes may ask for any amount of it."""
     with torch.device("meta"), tensor_parallel(ALONE):
         _fill(planned, ((name, torch.empty(shape)) for name, shape in shapes.items()))

@@ -41,7 +41,7 @@ def build_quantized(
     kept: set[str] = set()
     for name, layer in list(model.named_modules()):
         if isinstance(layer, LinearBase):
-            parts = dict(_parts(model, name))
+            parts = dict(part_names(model, name))
             layer.prefix = layer.prefix or name  # for errors
             found = {} if name.rpartition(".")[2] in model.dense else own
             layer.set_quant_method(_method(layer, parts, found))
@@ -58,7 +58,7 @@ def build_quantized(
     return model, frozenset(kept)
 
 
-def _parts(model: CheckpointModel, name: str) -> Iterator[tuple[str, Any]]:
+def part_names(model: CheckpointModel, name: str) -> Iterator[tuple[str, Any]]:
     """Yield what checkpoints call the parts of a layer, with the layer's own names for them."""
     parent, dot, last = name.rpartition(".")
     for part, shard in model.merged.get(last, {last: None}).items():
