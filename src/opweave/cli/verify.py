@@ -64,8 +64,8 @@ def verify_command(
 ) -> int:
     """Verify implementations: values, memory, metadata, traits, predicates, compiled calls.
 
-    Then measures what a call of a right one takes, next to the definition: with 256 tokens and the
-    sizes of a model of 8B parameters, as far as the op's input generator takes them.
+    Then measures the time of a call of each correct implementation and of the definition, with 256
+    tokens and, if the op's input generator supports them, the sizes of an 8B model.
 
     Exits with 1 if an implementation is wrong, or none could be verified here.
 

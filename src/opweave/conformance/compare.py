@@ -1,8 +1,8 @@
-"""Whether outputs are what they should be, in one phrase if they are not.
+"""Compare outputs with native and the reference, and describe a difference in one phrase.
 
-A result may be as far from the float64 reference as native is, and the op's tolerance further; or
-within the tolerance of native. Over all elements together it must not be much worse than native:
-lost precision shows there before it shows in any one element.
+A result may differ from the float64 reference by native's error plus the op's tolerance, or from
+native by the tolerance. In addition, its root-mean-square error must not be much larger than
+native's, which detects lost precision that is within the tolerance of each element.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def near_problem(found: Tensor, expected: Tensor, tolerance: Tolerance) -> str |
 
 
 def _codes_problem(found: Tensor, native: Tensor) -> str | None:
-    """Return how many codes of 8 bits are others, if they are too many for numbers near a tie."""
+    """Return the number of different 8-bit codes, if there are more than rounding explains."""
     if found.element_size() > 1 or found.dtype is torch.bool:
         return None
     a, b = _plain(found), _plain(native)
@@ -91,7 +91,7 @@ def _codes_problem(found: Tensor, native: Tensor) -> str | None:
 
 
 def tolerance_of(case: Case, output: Tensor) -> Tolerance:
-    """Return the op's tolerance for *output*: an op that rounds its inputs is no more exact."""
+    """Return the op's tolerance for *output*, which rounded inputs may widen."""
     return _tolerance(case, output)
 
 

@@ -41,7 +41,7 @@ def arguments(subject: Subject, **options: Any) -> Values:
 
 
 def generated(subject: Subject, **options: Any) -> Case | None:
-    """Return a case from the generator, or None if it does not take the options."""
+    """Return a case from the generator, or None if it does not accept the options."""
     if not options.keys() <= options_of(subject).keys():
         return None
     try:
@@ -52,7 +52,7 @@ def generated(subject: Subject, **options: Any) -> Case | None:
 
 
 def usual(subject: Subject, dtypes: int | None = None) -> Iterator[Case]:
-    """Yield one case for each dtype, or for so many of them."""
+    """Yield one case for each dtype, or for a limited number of them."""
     for dtype in _dtype_options(subject)[:dtypes]:
         yield from _existing(subject, dtype)
 
@@ -69,7 +69,7 @@ def sizes(subject: Subject) -> Iterator[Case]:
 
 
 def while_fast(cases: Iterable[Case]) -> Iterator[Case]:
-    """Yield *cases* until one takes more than a moment, together with what is done with it."""
+    """Yield *cases* until one takes too long, including the time of its consumer."""
     start = time.perf_counter()
     for case in cases:
         yield case
@@ -79,7 +79,7 @@ def while_fast(cases: Iterable[Case]) -> Iterator[Case]:
 
 
 def few_and_many(subject: Subject) -> Iterator[Case]:
-    """Yield cases of one token, and of more than one tile or thread takes."""
+    """Yield cases with one token, and with more tokens than one tile or thread processes."""
     for count in (1, 33, 257):
         yield from _existing(subject, {"num_tokens": count})
 
@@ -176,8 +176,7 @@ def accepts_any(subject: Subject) -> bool:
 def with_accepted_sizes(subject: Subject) -> Subject | None:
     """Return *subject* with options of the generator for which it accepts the usual arguments.
 
-    A kernel may be made for some sizes alone. One option is changed at a time; None: it accepts
-    none of them.
+    A kernel may support only some sizes. One option is changed at a time. None: no option helps.
     """
     changes: list[dict[str, Any]] = [{}]
     for name, default in options_of(subject).items():

@@ -1,6 +1,6 @@
-"""The same values laid out otherwise in memory, with NaN in the memory between them.
+"""Memory layouts of the same values, with NaN in the gaps.
 
-A kernel that reads past a row finds the NaN; one that writes there is found by its bytes.
+A kernel that reads past a row reads NaN. A write into a gap is detected by comparing its bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MARGIN = 3  # odd, so that rows are aligned to nothing
 
 
 def _between(t: Tensor) -> float:
-    """Return what fills the memory between the values: for integers, an index that is valid."""
+    """Return the value that fills the gaps: NaN, or a valid index for integers."""
     return float("nan") if t.is_floating_point() else 0.0
 
 

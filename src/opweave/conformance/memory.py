@@ -1,4 +1,4 @@
-"""The memory behind arguments: copies that keep strides and aliases, and what has changed."""
+"""The storages of arguments: copies that keep strides and aliases, and snapshots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _copied(value: Any, storages: dict[int, UntypedStorage]) -> Any:
 
 
 def _view(storage: UntypedStorage, like: Tensor) -> Tensor:
-    """Return what *like* is, in another storage."""
+    """Return a view like *like* in another storage."""
     empty = torch.empty(0, dtype=like.dtype, device=like.device)
     return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
 
@@ -77,7 +77,7 @@ class Snapshot:
     def changed(self, *, except_in: Sequence[Tensor] = ()) -> list[Tensor]:
         """Return the tensors whose storages have changed.
 
-        What lies in the elements of *except_in* does not count; the memory between them does.
+        The elements of *except_in* are ignored, but not the gaps between them.
         """
         found = []
         for tensor, before in zip(self.tensors, self._before, strict=True):

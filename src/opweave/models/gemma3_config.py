@@ -17,12 +17,12 @@ _THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 
 @dataclass(frozen=True)
 class Gemma3Config:
-    """A Gemma 3 text model. Sizes have the names that ``config.json`` gives them.
+    """The configuration of a Gemma 3 text model. Sizes are named as in ``config.json``.
 
     Attributes:
         layer_types: ``"full_attention"`` or ``"sliding_attention"``, for each layer.
-        sliding_window: how many positions the attention of a sliding layer sees.
-        ropes: for each layer type, its ``rope_parameters``, ``rope_theta`` included.
+        sliding_window: the window size of layers with sliding attention.
+        ropes: the ``rope_parameters`` of each layer type, including ``rope_theta``.
         query_pre_attn_scalar: scores are divided by its square root.
         attn_logit_softcapping, final_logit_softcapping: caps of scores and logits; None: none.
         dtype: the name of the checkpoint's dtype; None if it does not say.
@@ -52,7 +52,7 @@ class Gemma3Config:
     def from_hf(cls, config: Mapping[str, Any]) -> Gemma3Config:
         """Read the object in a ``config.json``, as transformers 4 or 5 writes it.
 
-        A key that is absent means what it means to transformers.
+        Missing keys have the same meaning as in transformers.
 
         Raises:
             UnsupportedModelError: an activation, rope, layer type or quantization that is not
@@ -93,14 +93,14 @@ class Gemma3Config:
 
     @property
     def max_positions(self) -> int:
-        """The longest sequence that the ropes of all layers have positions for."""
+        """The number of positions that the ropes of all layers support."""
         longest = (
             max_positions(rope, self.max_position_embeddings) for rope in self.ropes.values()
         )
         return min(longest)
 
     def window(self, layer: int) -> int | None:
-        """Return how many positions the attention of *layer* sees; None: all."""
+        """Return the window size of *layer*, or None for full attention."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
 

@@ -18,11 +18,12 @@ class GptOssMoE(CheckpointModel):
     """gpt-oss's mixture of experts: a router, and clamped experts with biases.
 
     Args:
-        num_experts: how many experts there are.
-        top_k: how many a token goes to.
-        hidden_size, intermediate_size: of a token, and between an expert's products.
+        num_experts: number of experts.
+        top_k: number of experts per token.
+        hidden_size, intermediate_size: the sizes of a token's hidden state, and between an expert's
+            products.
         alpha, limit: constants of the activation.
-        dtype: of weights and activations.
+        dtype: dtype of weights and activations.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class GptOssMoE(CheckpointModel):
     def from_hf(cls, config: Mapping[str, Any], *, dtype: torch.dtype) -> Self:
         """Build the block of the model that the object in a ``config.json`` describes.
 
-        A key that is absent means what it means to transformers.
+        Missing keys have the same meaning as in transformers.
 
         Raises:
             UnsupportedModelError: the weights are quantized.
@@ -93,7 +94,7 @@ class GptOssMoE(CheckpointModel):
         return mixed
 
     def places(self) -> dict[str, WeightTarget]:
-        """Return where each tensor of a checkpoint goes, by its name inside the block.
+        """Return the target of each checkpoint tensor, by its name inside the block.
 
         All experts are in one tensor, whose last two dimensions are ``(in, out)``.
         """

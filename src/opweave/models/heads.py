@@ -1,4 +1,4 @@
-"""How many heads a model has, and of which size."""
+"""The number and size of a model's heads."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def read_heads(
 
     Args:
         fields: the configuration.
-        kv_heads: what an absent number of key heads means; None: as many as queries have, which is
-            what a null means.
-        head_dim: what an absent head size means; None: the share of a head in the hidden size,
-            which is what a null means.
-        hidden_size, heads: what absent sizes mean.
+        kv_heads: the default of a missing number of key heads; None: the number of query heads,
+            which is also the meaning of null.
+        head_dim: the default of a missing head size; None: the hidden size divided by the number of
+            heads, which is also the meaning of null.
+        hidden_size, heads: the defaults of missing sizes.
 
     Raises:
         InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.

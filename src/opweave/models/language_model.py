@@ -1,4 +1,4 @@
-"""Base of all models that predict the next token."""
+"""Base class of models that predict the next token."""
 
 from __future__ import annotations
 

@@ -13,17 +13,17 @@ from opweave.models.forward_context import CachedRows, current_forward_context
 class LatentAttention(nn.Module):
     """Causal attention within each sequence.
 
-    Inside a :func:`~opweave.models.forward_context.forward_context`, new rows ``[kv_c | k_pe]``
-    join those that are cached: they are keys of one head, whose values have no elements of their
-    own. Without one, the tokens are one sequence from its beginning.
+    Inside a :func:`~opweave.models.forward_context.forward_context`, new rows ``[kv_c | k_pe]`` are
+    added to the cache, as keys of one head without values. Without a context, the tokens are one
+    new sequence.
 
     Args:
-        layer: the index of the layer, by which the cache knows it.
-        num_heads: the heads of queries that this rank has.
-        row_size: elements of a row.
+        layer: the index of the layer, which identifies its cache.
+        num_heads: the number of query heads on this rank.
+        row_size: the size of a row.
 
     Attributes:
-        cached: what the cache keeps for this layer.
+        cached: the cache entry of a token for this layer.
     """
 
     def __init__(self, layer: int, num_heads: int, row_size: int) -> None:

@@ -9,12 +9,12 @@ from opweave import ir
 
 
 class LayerNorm(nn.Module):
-    """``ir.ops.layer_norm`` over the last dimension, with a factor and a shift.
+    """``ir.ops.layer_norm`` over the last dimension, with weight and bias.
 
     Args:
-        size: of the last dimension.
+        size: the size of the last dimension.
         epsilon: added to the variance.
-        dtype: of weight and bias.
+        dtype: dtype of weight and bias.
     """
 
     def __init__(self, size: int, epsilon: float, *, dtype: torch.dtype) -> None:

@@ -1,6 +1,6 @@
 """The Llama family: Llama, Mistral, Qwen2 and Qwen3, which differ in flags of :class:`LlamaConfig`.
 
-Modules are named as checkpoints name them; ``qkv_proj`` and ``gate_up_proj`` merge theirs.
+Modules are named as in checkpoints, except the merged ``qkv_proj`` and ``gate_up_proj``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class LlamaForCausalLM(PreNormLM):
     """A language model of the Llama family.
 
     Args:
-        config: the model.
-        dtype: of weights and activations.
+        config: the configuration.
+        dtype: dtype of weights and activations.
     """
 
     def __init__(self, config: LlamaConfig, *, dtype: torch.dtype = torch.float32) -> None:

@@ -1,4 +1,4 @@
-"""Mamba-2: mixers alone, no attention (arXiv:2405.21060)."""
+"""Mamba-2: only mixers, without attention (arXiv:2405.21060)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class ResidualNorm(nn.Module):
     """Adds a layer's output to the sum of those before it, and normalizes.
 
     Args:
-        size: of a token.
-        epsilon: of the norm.
-        dtype: of the weight, and of what is normalized.
+        size: the size of a token's hidden state.
+        epsilon: the epsilon of the norm.
+        dtype: dtype of the weight and of the normalized output.
         wide: keep the sum in float32.
     """
 
@@ -74,14 +74,14 @@ class Mamba2Layer(nn.Module):
 
 
 class Mamba2ForCausalLM(CausalLM):
-    """A Mamba-2 language model. Positions are not used: states know what came before.
+    """A Mamba-2 language model. Positions are unused, because states represent earlier tokens.
 
     Args:
-        config: the model.
-        dtype: of weights and activations; rates of decay and states of scans are in float32.
+        config: the configuration.
+        dtype: dtype of weights and activations; decay rates and scan states are float32.
 
     Attributes:
-        mixers: the layers that keep states, by the names under which they do.
+        mixers: the stateful layers by name.
     """
 
     def __init__(self, config: Mamba2Config, *, dtype: torch.dtype = torch.float32) -> None:

@@ -13,12 +13,12 @@ from opweave.models.fields import Fields
 
 @dataclass(frozen=True)
 class Mamba2Config:
-    """A Mamba-2 language model. Sizes have the names that ``config.json`` gives them.
+    """The configuration of a Mamba-2 language model. Sizes are named as in ``config.json``.
 
     Attributes:
         intermediate_size: the channels of a mixer: ``num_heads * head_dim``.
         residual_in_fp32: keep the sum of all layers' outputs in float32.
-        time_step_limit: the least and the largest time step; None: no limit.
+        time_step_limit: the minimum and maximum time step, or None.
         dtype: the name of the checkpoint's dtype; None if it does not say.
     """
 
@@ -44,7 +44,7 @@ class Mamba2Config:
     def from_hf(cls, config: Mapping[str, Any]) -> Mamba2Config:
         """Read the object in a ``config.json``, as transformers 4 or 5 writes it.
 
-        A key that is absent means what it means to transformers.
+        Missing keys have the same meaning as in transformers.
 
         Raises:
             UnsupportedModelError: an activation or quantization that is not supported.

@@ -42,5 +42,5 @@ class MixtralForCausalLM(MixtureForCausalLM):
 
 
 def _original(name: str) -> str:
-    """Return what the original checkpoints call a tensor."""
+    """Return the name of a tensor in the original checkpoints."""
     return name.replace(".mlp.", ".block_sparse_moe.")

@@ -51,8 +51,8 @@ class MixtureForCausalLM(PreNormLM):
     """A language model with a mixture of experts.
 
     Args:
-        config: the model.
-        dtype: of weights and activations.
+        config: the configuration.
+        dtype: dtype of weights and activations.
     """
 
     def __init__(self, config: MixtureConfig, *, dtype: torch.dtype = torch.float32) -> None:

@@ -17,18 +17,18 @@ MIXTRAL, QWEN3_MOE = "MixtralForCausalLM", "Qwen3MoeForCausalLM"
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """A language model of Llama's form whose MLPs are mixtures of experts.
+    """The configuration of a Llama-like model with a mixture of experts.
 
-    Sizes have the names that ``config.json`` gives them.
+    Sizes are named as in ``config.json``.
 
     Attributes:
-        intermediate_size: of the layers without experts.
-        moe_intermediate_size: of one expert.
+        intermediate_size: the intermediate size of layers without experts.
+        moe_intermediate_size: the intermediate size of one expert.
         norm_topk_prob: whether the weights of a token's experts are divided by their sum.
         sparse_layers: for each layer, whether it has experts.
-        rope: ``rope_parameters``, ``rope_theta`` included.
+        rope: ``rope_parameters``, including ``rope_theta``.
         hidden_act: the activation of experts and MLPs.
-        sliding_window: how many positions attention sees; None: all.
+        sliding_window: the window size of attention, or None.
         attention_bias: whether the linear layers of attention have a bias.
         qk_norm: whether queries and keys are normalized, head by head.
         dtype: the name of the checkpoint's dtype; None if it does not say.
@@ -62,14 +62,14 @@ class MixtureConfig:
 
     @property
     def max_positions(self) -> int:
-        """The longest sequence that the rope has positions for."""
+        """The number of positions that the rope supports."""
         return max_positions(self.rope, self.max_position_embeddings)
 
     @classmethod
     def mixtral(cls, config: Mapping[str, Any]) -> MixtureConfig:
         """Read the ``config.json`` of Mixtral, as transformers 4 or 5 writes it.
 
-        A key that is absent means what it means to transformers.
+        Missing keys have the same meaning as in transformers.
 
         Raises:
             UnsupportedModelError: an activation, rope or quantization that is not supported.
@@ -134,7 +134,7 @@ def _common(
     vocab_size: int,
     hidden_size: int,
 ) -> dict[str, Any]:
-    """Read what both have; the arguments are the values of absent keys."""
+    """Read the common keys; the arguments are the defaults of missing keys."""
     fields.refuse_quantized()
     positions = fields.count("max_position_embeddings", positions)
     return {

@@ -12,12 +12,12 @@ class GatedMlp(nn.Module):
     """``down(activation([gate(x) | up(x)]))``.
 
     Args:
-        hidden_size: of a token.
-        intermediate_size: between the two products, on all ranks.
-        activation: of ``gate`` and ``up``, side by side: a module such as ``SiluAndMul``.
-        dtype: of the weights.
-        bias: whether the products have one.
-        reduce_results: add up the ranks' parts; without it, the caller does.
+        hidden_size: the size of a token's hidden state.
+        intermediate_size: the size between the two products, on all ranks.
+        activation: a gated activation of ``[gate | up]``, such as ``SiluAndMul``.
+        dtype: dtype of the weights.
+        bias: whether the products have a bias.
+        reduce_results: sum over the ranks; False: the caller does so.
     """
 
     def __init__(

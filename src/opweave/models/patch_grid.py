@@ -1,4 +1,4 @@
-"""Where the patches of images are: positions in two dimensions, and rotation by them."""
+"""The positions of image patches in two dimensions, and rotary embedding for them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class PatchGridError(ModelError, ValueError):
 
 
 class PatchGrid(NamedTuple):
-    """The patches of several images or videos, packed one after the other.
+    """The packed patches of several images or videos.
 
-    The patches of a frame are in the order in which they are merged: square after square.
+    The patches of a frame are in merge order: square after square.
 
     Attributes:
         positions: ``(patches, 2)``, int64: row and column.
-        cu_seqlens: ``(frames + 1,)``, int32: where each frame begins, and the end of the last.
+        cu_seqlens: ``(frames + 1,)``, int32: the start of each frame, and the end of the last.
     """
 
     positions: Tensor
@@ -33,8 +33,8 @@ class PatchGrid(NamedTuple):
         """Return the grid of images of the given *sizes*: ``(frames, rows, columns)`` of patches.
 
         Args:
-            sizes: one for each image; a video has several frames.
-            merge: so many by so many patches become one token.
+            sizes: the size of each image; a video has several frames.
+            merge: squares of *merge* by *merge* patches become one token.
 
         Raises:
             PatchGridError: rows or columns are not a multiple of *merge*.

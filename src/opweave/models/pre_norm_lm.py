@@ -1,4 +1,4 @@
-"""Language models of pre-norm blocks, which differ in their blocks only."""
+"""Language models with pre-norm blocks, which differ only in the blocks."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class PreNormLM(CausalLM):
 
     Args:
         config: the model's sizes.
-        layer: builds the block of an index.
-        dtype: of weights and activations.
+        layer: builds the block with a given index.
+        dtype: dtype of weights and activations.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class PatchEmbedding(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Every patch sees those of its own frame."""
+    """Bidirectional attention within a frame."""
 
     def __init__(self, config: Qwen2VisionConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class VisionBlock(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Makes one token for the language model of a square of neighboring patches."""
+    """Merges squares of neighboring patches into tokens for the language model."""
 
     def __init__(self, config: Qwen2VisionConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -118,8 +118,8 @@ class Qwen2VisionTransformer(CheckpointModel):
     """Qwen2-VL's vision encoder; :meth:`load_weights` fills it.
 
     Args:
-        config: the model.
-        dtype: of weights and activations.
+        config: the configuration.
+        dtype: dtype of weights and activations.
     """
 
     def __init__(self, config: Qwen2VisionConfig, *, dtype: torch.dtype = torch.float32) -> None:
@@ -140,7 +140,7 @@ class Qwen2VisionTransformer(CheckpointModel):
 
         Args:
             pixels: ``(patches, in_channels * temporal_patch_size * patch_size ** 2)``.
-            positions, cu_seqlens: of :class:`~opweave.models.patch_grid.PatchGrid`.
+            positions, cu_seqlens: those of a :class:`~opweave.models.patch_grid.PatchGrid`.
         """
         angles = self.rope(positions)
         hidden: Tensor = self.patch_embed(pixels)

@@ -12,12 +12,12 @@ from opweave.models.fields import Fields
 
 @dataclass(frozen=True)
 class Qwen2VisionConfig:
-    """A Qwen2-VL vision encoder. Sizes have the names that ``config.json`` gives them.
+    """The configuration of Qwen2-VL's vision encoder. Sizes are named as in ``config.json``.
 
     Attributes:
         embed_dim: the size of a patch's hidden state.
-        hidden_size: the size of what the merger gives the language model.
-        spatial_merge_size: so many by so many patches become one token.
+        hidden_size: the size of the merger's output, the hidden size of the language model.
+        spatial_merge_size: the side of the squares of patches that become one token.
         rope_theta: the base of the frequencies.
         dtype: the name of the checkpoint's dtype; None if it does not say.
     """
@@ -43,7 +43,7 @@ class Qwen2VisionConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> Qwen2VisionConfig:
         """Read the object in a ``config.json``, or the ``vision_config`` in one.
 
-        A key that is absent means what it means to transformers.
+        Missing keys have the same meaning as in transformers.
 
         Raises:
             UnsupportedModelError: an activation or rope type that is not supported.

@@ -1,7 +1,6 @@
-"""The models by the architecture that a ``config.json`` names.
+"""The registry of models by architecture.
 
-A model may be a class, or a reference ``"package.module:Class"`` that is imported at first use, so
-that registering it costs nothing.
+A model is a class, or a reference ``"package.module:Class"`` that is imported on first use.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ class ModelEntry:
     """A registered model.
 
     Attributes:
-        architecture: what ``config.json`` calls it.
+        architecture: its name in ``config.json``.
         model: the class, or a reference to it.
-        owner: the plugin that registered it; None: no plugin did.
+        owner: the plugin that registered it, or None.
     """
 
     architecture: str
@@ -50,7 +49,7 @@ class ModelEntry:
         """Return the class.
 
         Raises:
-            InvalidModelError: there is no such class, or it is not a :class:`CheckpointModel`.
+            InvalidModelError: the class does not exist, or is not a :class:`CheckpointModel`.
         """
         found: object = self.model
         if isinstance(self.model, str):
@@ -72,7 +71,7 @@ _models: dict[str, ModelEntry] = {}
 
 
 def register_model(architecture: str, model: str | Model) -> None:
-    """Let *model* load the checkpoints whose ``config.json`` names *architecture*.
+    """Register *model* for checkpoints with *architecture* in ``config.json``.
 
     Args:
         architecture: as in ``"architectures": ["MyModelForCausalLM"]``.
@@ -80,8 +79,8 @@ def register_model(architecture: str, model: str | Model) -> None:
             which is imported at first use.
 
     Raises:
-        DuplicateModelError: the architecture has a model already.
-        InvalidModelError: (a TypeError) *model* is something else.
+        DuplicateModelError: the architecture already has a model.
+        InvalidModelError: (a TypeError) *model* is neither.
     """
     entry = ModelEntry(architecture, model, current_owner())
     if not isinstance(model, str):

@@ -25,16 +25,16 @@ _MOST = 2**24  # positions: float32, in which their angles are computed, tells n
 
 
 def rope_parameters(fields: Fields, positions: int, theta: float = 10000.0) -> dict[str, Any]:
-    """Return ``rope_parameters``, or what the older ``rope_scaling`` and ``rope_theta`` say.
+    """Return ``rope_parameters``, or the equivalent of the older ``rope_scaling``, ``rope_theta``.
 
     Args:
         fields: the configuration.
         positions: its ``max_position_embeddings``.
-        theta: the base of configurations that name none.
+        theta: the default base.
 
     Raises:
-        UnsupportedModelError: another rope type, or heads that are rotated in part.
-        InvalidConfigError: a parameter is missing or wrong.
+        UnsupportedModelError: the rope type or a partial rotation is not supported.
+        InvalidConfigError: a parameter is missing or invalid.
     """
     rope = _nested(fields)
     if _TRAINED in fields:  # some checkpoints have it outside rope_parameters
@@ -56,8 +56,8 @@ def _nested(fields: Fields) -> Fields:
 def read_rope(rope: Fields, theta: float, positions: int, *, outer: Fields) -> dict[str, Any]:
     """Return the parameters in *rope*, with ``rope_type`` and ``rope_theta``.
 
-    Arguments and errors as those of :func:`rope_parameters`; *theta* is what an absent
-    ``rope_theta`` means, and *outer* the configuration, which may name what *rope* does not.
+    Arguments and errors are those of :func:`rope_parameters`. *theta* is the default of
+    ``rope_theta``; *outer* is the configuration, which may have keys that *rope* lacks.
     """
     kind = rope.text("rope_type", rope.text("type", "default"))
     rope.require("rope_type", kind, *_ROPE_TYPES)
@@ -96,10 +96,10 @@ def read_rope(rope: Fields, theta: float, positions: int, *, outer: Fields) -> d
 
 
 def _share(rope: Fields, outer: Fields, kind: str) -> float:
-    """Return which part of a head is rotated.
+    """Return the fraction of a head that is rotated.
 
     Raises:
-        UnsupportedModelError: transformers cannot rotate that part for this type.
+        UnsupportedModelError: transformers does not support that fraction for this type.
     """
     for fields in (rope, outer):
         if "rope_dim" in fields:  # which means nothing to transformers
@@ -121,7 +121,7 @@ def _share(rope: Fields, outer: Fields, kind: str) -> float:
 
 
 def _implied_factor(rope: Fields, positions: int) -> float:
-    """Return by how much YaRN stretches the context of training if no factor says so."""
+    """Return YaRN's factor for configurations without one."""
     if _TRAINED not in rope:
         raise InvalidConfigError(
             f"{rope.name} of type 'yarn' has neither 'factor' nor {_TRAINED!r}; one of them must "
@@ -131,11 +131,11 @@ def _implied_factor(rope: Fields, positions: int) -> float:
 
 
 def max_positions(rope: Mapping[str, Any], positions: int) -> int:
-    """Return the longest sequence that *rope*, which was checked, has positions for.
+    """Return the number of positions that *rope* supports.
 
     Args:
-        rope: ``rope_parameters``.
-        positions: ``max_position_embeddings``, which may be what a stretched model was trained on.
+        rope: valid ``rope_parameters``.
+        positions: ``max_position_embeddings``, which may be the context length in training.
     """
     longest = _scaling(rope, positions).rows(positions)
     return min(longest, int(rope[_TRAINED])) if rope["rope_type"] == "longrope" else longest

@@ -32,10 +32,10 @@ class SelfAttention(nn.Module):
     """The attention of one layer, with this rank's heads.
 
     Args:
-        config: sizes.
-        layer: the index of the layer, by which the cache knows it.
-        rope: ``rope_parameters``, as :func:`~opweave.layers.get_rope` takes them.
-        dtype: of weights and activations.
+        config: the configuration.
+        layer: the index of the layer, which identifies its cache.
+        rope: ``rope_parameters``, as for :func:`~opweave.layers.get_rope`.
+        dtype: dtype of weights and activations.
         qkv_bias, o_bias: which linear layers have a bias.
         norms: per-head norms of queries and keys, or None.
         window, scale, soft_cap: as in :class:`~opweave.models.attention.Attention`.

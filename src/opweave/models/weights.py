@@ -1,7 +1,7 @@
-"""Fills a model that is made of layers from a checkpoint's tensors, strictly.
+"""Loads a checkpoint's tensors into a model, strictly.
 
-Every parameter is filled, and every tensor is used. The layers' own loaders do the work, so that a
-rank of a tensor-parallel group keeps its part of what a checkpoint holds whole.
+Every parameter is filled, and every tensor is used. The layers' weight loaders keep a rank's shard
+of each tensor.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class WeightTarget(NamedTuple):
         """Load *tensor*, with the layer's loader or as a whole.
 
         Raises:
-            ValueError: it does not fit, holds no floating-point numbers, or such of one byte where
-                the parameter has wider ones: they have a scale, which would be left out.
+            ValueError: the tensor has the wrong shape, is not floating point, or has a one-byte
+                dtype for a wider parameter: its scale would be ignored.
         """
         if tensor.is_complex() or tensor.dtype == torch.bool:
             raise ValueError(f"it has dtype {tensor.dtype}; weights are real numbers")
@@ -63,14 +63,14 @@ class FusedWeightTarget(NamedTuple):
 
 
 class CheckpointModel(nn.Module):
-    """A model of layers that Hugging Face checkpoints fill.
+    """A model made of layers, with weights from Hugging Face checkpoints.
 
     Attributes:
         merged: its merged modules.
-        experts: what checkpoints call the maps of an expert: gate, down, up.
+        experts: the names of an expert's linear layers in checkpoints: gate, down, up.
         dense: the last part of the names of linear layers whose weight the model reads itself, so
             that it cannot be quantized.
-        dtype: of weights and activations.
+        dtype: dtype of weights and activations.
     """
 
     merged: ClassVar[Merged] = {}
@@ -93,11 +93,11 @@ class CheckpointModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live."""
+        """The device of the weights."""
         return next(self.parameters()).device
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill every parameter with *tensors*, by the names that checkpoints give them.
+        """Fill every parameter with *tensors*, named as in checkpoints.
 
         Raises:
             WeightsError: tensors are missing, unexpected or do not fit; the message lists them.
@@ -105,10 +105,10 @@ class CheckpointModel(nn.Module):
         fill(self.places(), tensors, self.fused_places())
 
     def fill_randomly(self, seed: int = 0) -> None:
-        """Fill every parameter with small random numbers: normal, with a deviation of 0.02.
+        """Fill every parameter with normal random numbers, with a standard deviation of 0.02.
 
-        They depend on *seed* and the parameter's name, so that ranks have the same values in what
-        each has all of.
+        They depend only on *seed* and the parameter's name, so replicated parameters are equal on
+        all ranks.
         """
         for name, parameter in self.named_parameters():
             generator = torch.Generator(parameter.device)
@@ -116,7 +116,7 @@ class CheckpointModel(nn.Module):
             parameter.data.normal_(0.0, _DEVIATION, generator=generator)
 
     def places(self) -> dict[str, WeightTarget]:
-        """Return where each tensor of a checkpoint goes, by its name."""
+        """Return the target of each checkpoint tensor, by name."""
         layers = {n: m for n, m in self.named_modules() if isinstance(m, FusedMoE)}
         found = {}
         for name, parameter in self.named_parameters():
@@ -134,7 +134,7 @@ class CheckpointModel(nn.Module):
         return found
 
     def fused_places(self) -> dict[str, FusedWeightTarget]:
-        """Return where tensors go that hold all experts of a layer, by their name."""
+        """Return the targets of tensors with all experts of a layer, by name."""
         found = {}
         gate, down, up = self.experts
         for name, layer in self.named_modules():
@@ -168,12 +168,12 @@ def fill(
     tensors: Iterable[tuple[str, Tensor]],
     fused: Mapping[str, FusedWeightTarget] = MappingProxyType({}),
 ) -> None:
-    """Load each of *tensors*, by name, to its place.
+    """Load each of *tensors*, by name, into its target.
 
     Args:
-        where: the places that must be filled.
-        tensors: of a checkpoint.
-        fused: places that stand for several of *where*.
+        where: the targets, which must all be filled.
+        tensors: the tensors of a checkpoint.
+        fused: targets that replace several of *where*.
 
     Raises:
         WeightsError: tensors are missing, given twice, unexpected or do not fit; the message lists

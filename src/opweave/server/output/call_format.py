@@ -1,4 +1,4 @@
-"""Tells tool calls from text: what all formats share."""
+"""Base class of tool call formats: separates calls from text."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class CallFormat(ABC):
 
     Args:
         source: the text that the model writes.
-        emit: takes what is found.
-        names: of the functions that may be called.
+        emit: receives the events.
+        names: the names of the functions that may be called.
 
     Attributes:
         opener: the marker that calls begin with.
-        closers: markers that are left out of the text behind a call.
+        closers: markers that are removed from the text after a call.
         markers: all texts of the format that may be special tokens.
     """
 
@@ -94,7 +94,7 @@ class CallFormat(ABC):
         """Parse what follows the opener.
 
         Raises:
-            MalformedError: it is not what the format says.
+            MalformedError: the text does not follow the format.
         """
 
     def _attempt(self, start: int, behind: int) -> Steps[None]:

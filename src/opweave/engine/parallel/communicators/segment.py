@@ -2,7 +2,7 @@
 
 Each rank has two slots and a counter. In step *n* it writes slot *n* mod 2, raises its counter to
 *n*, and waits until all counters are at *n*; then it reads the slots of the others. No rank writes
-a slot again before all have read it: who raises its counter to *n* + 1 has read those of step *n*.
+a slot again before all have read it: a counter at *n* + 1 means that its rank has read step *n*.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Segment:
     """The shared memory, as one rank sees it.
 
     Args:
-        descriptor: of the file that they map; not needed afterwards.
-        rank: whose view it is.
-        size: how many ranks there are.
+        descriptor: descriptor of the mapped file; not needed afterwards.
+        rank: the rank of this process.
+        size: the number of ranks.
         timeout: seconds to wait for another rank.
     """
 
@@ -51,12 +51,12 @@ class Segment:
 
     @classmethod
     def create(cls, size: int, timeout: float) -> tuple[Self, Path, str]:
-        """Make one, for rank 0; return it, the path by which others open it, and its name.
+        """Create a segment on rank 0; return it, the path for other ranks, and its name.
 
-        It is in no folder, so that nothing is left of it however the ranks end.
+        The file is not in a folder, so it disappears when the ranks end.
 
         Raises:
-            OSError: there is no room for it.
+            OSError: there is not enough memory.
         """
         if size > _MOST_RANKS:
             raise OSError(f"{size} ranks share a segment for {_MOST_RANKS} at most")
@@ -76,7 +76,7 @@ class Segment:
 
     @classmethod
     def open(cls, path: Path, name: str, rank: int, size: int, timeout: float) -> Self | None:
-        """Open the one that rank 0 made; None if it is not on this machine."""
+        """Open the segment of rank 0, or return None if it is on another machine."""
         try:
             if not str(path.readlink()).startswith(f"/memfd:{name} "):
                 return None  # another process has that number here
@@ -89,14 +89,14 @@ class Segment:
             os.close(descriptor)
 
     def exchange(self, piece: Tensor, tag: int) -> list[Tensor]:
-        """Bring bytes; return those of every rank, which stay what they are until the next call.
+        """Share *piece*; return the bytes of every rank, which are valid until the next call.
 
         Args:
             piece: ``(bytes,)`` uint8, at most :data:`SLOT`.
-            tag: says what it is.
+            tag: identifies the collective.
 
         Raises:
-            CommunicatorError: a rank brings something with another tag, or does not come.
+            CommunicatorError: a rank uses another tag, or does not respond in time.
         """
         self._sequence = number = self._sequence + 1
         parity, words, count = number & 1, self._words, piece.numel()
@@ -117,7 +117,7 @@ class Segment:
         return [self._slots[rank, parity, :count] for rank in range(self.size)]
 
     def abort(self) -> None:
-        """Let every rank that waits, now or later, raise."""
+        """Make all ranks that wait, now or later, raise."""
         self._words[_ABORTED] = 1
 
     def _wait(self, other: int, number: int) -> None:
