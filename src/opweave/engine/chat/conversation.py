@@ -25,7 +25,7 @@ _NOT_VARIABLES = signature(ChatTemplate.render).parameters.keys() - {"self", "va
 
 
 def template_for(checkpoint: Checkpoint, given: str | None) -> ChatTemplate:
-    """Return the chat template to use: the checkpoint's, or the one that *given* names or is.
+    """Return the checkpoint's chat template, or the one in *given*: a name, a file or a template.
 
     Raises:
         ChatTemplateError: the template is missing, or is not valid Jinja.
@@ -61,7 +61,7 @@ def check_keywords(
 
 
 def checked_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the variables that *chat_template_kwargs* holds.
+    """Return the variables in *chat_template_kwargs*.
 
     Raises:
         InvalidArgumentError: it is not a mapping, or one of them is a parameter.
@@ -94,7 +94,7 @@ def render_all(
 
     Raises:
         ChatTemplateError, PromptError, InvalidArgumentError: as :meth:`ChatTemplate.render`; or
-            the template does not show the model the tools or documents.
+            the template does not use the tools or documents.
     """
     template.check_use(tools=tools, documents=documents)
     for name in sorted(variables.keys() - template.chosen(tools).traits.variables):

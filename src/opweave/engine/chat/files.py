@@ -1,4 +1,4 @@
-"""The chat templates that a checkpoint has, by name."""
+"""The chat templates of a checkpoint by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Source = tuple[str, str]  # a template, and where it is from
 
 
 def sources_of(checkpoint: Checkpoint) -> dict[str, Source]:
-    """Return the templates of a checkpoint; a file is stronger than ``tokenizer_config.json``.
+    """Return the templates of a checkpoint; files take precedence over ``tokenizer_config.json``.
 
     Raises:
         ChatTemplateError: a file cannot be read.

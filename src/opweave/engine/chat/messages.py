@@ -1,4 +1,4 @@
-"""Messages, as chat templates take them."""
+"""Conversion of messages to the form that a chat template expects."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _UNSUPPORTED = {
 
 
 def for_template(messages: Sequence[Message], traits: Traits) -> list[dict[str, Any]]:
-    """Return the messages as the template with these traits takes them.
+    """Return the messages in the form that a template with these traits expects.
 
-    Fields that are None are dropped, and so are empty lists of calls. Content becomes a string or
-    a list of parts, and arguments of calls become objects or JSON text, as the template reads them.
-    Reasoning gets all names that templates use for it.
+    Fields that are None and empty lists of calls are dropped. Content becomes a string or a list of
+    parts, and arguments of calls become objects or JSON text. Reasoning is stored under all names
+    that templates use.
 
     Raises:
-        PromptError: a message is malformed, or of a role that the template does not know.
+        PromptError: a message is malformed, or has a role that the template does not accept.
     """
     return [_message(each, f"messages.{index}", traits) for index, each in enumerate(messages)]
 
 
 def with_mark(messages: list[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
-    """Return the messages with *mark* behind the text of the last one.
+    """Return the messages with *mark* after the text of the last one.
 
     Raises:
         ChatTemplateError: it has no text.

@@ -13,14 +13,14 @@ _EXAMPLE = """it must be a JSON object such as '{"x": 1}'."""
 
 
 def tool_calls(calls: object, path: str, *, as_text: bool) -> list[dict[str, Any]]:
-    """Return the calls of a message as a template takes them.
+    """Return the calls of a message in the form that a template expects.
 
     Args:
         calls: as in OpenAI's API; the name and arguments of a function may be outside of
             ``function``.
         path: where they are in the request.
-        as_text: whether the template prints arguments as they are, so that they must be JSON text;
-            other templates take objects.
+        as_text: whether the template prints arguments unchanged, so that they must be JSON text;
+            other templates expect objects.
 
     Raises:
         PromptError: a call has no function, or its arguments are not an object.

@@ -20,7 +20,7 @@ _TRANSPARENT_FILTERS = {"default", "d"}
 
 @dataclass(frozen=True)
 class Traits:
-    """How messages have to be written for one template.
+    """The message format that a template expects.
 
     Attributes:
         source: the template.
@@ -46,7 +46,7 @@ class Traits:
 
     @cached_property
     def takes_arguments_as_text(self) -> bool:
-        """Whether it prints the arguments of a call as they are, and never as an object."""
+        """Whether it prints the arguments of a call unchanged, and never as an object."""
         kinds = set(filter(None, map(self._use_of_arguments, self._syntax.placed)))
         return kinds == {"text"}
 
@@ -73,7 +73,7 @@ class Traits:
 
     @cached_property
     def strings(self) -> frozenset[str]:
-        """Every string constant; the roles that a template tells apart are among them."""
+        """All string constants, which include the roles that the template distinguishes."""
         constants = (each.node for each in self._syntax.placed)
         return frozenset(
             node.value for node in constants if is_constant(node) and isinstance(node.value, str)

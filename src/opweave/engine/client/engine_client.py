@@ -33,7 +33,7 @@ class EngineClient(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens of a prompt and its output together."""
+        """The maximum number of tokens of a prompt and its output."""
 
     @property
     def model_name(self) -> str:
@@ -41,7 +41,7 @@ class EngineClient(Protocol):
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine takes requests: it has started, and has not shut down or died."""
+        """Whether the engine accepts requests: it has started, and has not shut down or died."""
 
     @property
     def dead_with(self) -> BaseException | None:
@@ -55,7 +55,7 @@ class EngineClient(Protocol):
         request_id: str,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the request's outputs while it runs: each holds everything so far.
+        """Yield the request's output after each step, with everything generated so far.
 
         Closing the iterator, or cancelling the task that reads it, aborts the request.
 
@@ -80,11 +80,11 @@ class EngineClient(Protocol):
         request_id: str,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the same as :meth:`generate`, as deltas: each output holds only what is new.
+        """Yield the output of :meth:`generate` as deltas, with only new text and tokens.
 
-        The first delta holds the prompt and all outputs. Later ones hold the outputs that changed,
-        with an empty ``prompt_token_ids``. Each finish reason is reported once. A slow reader gets
-        several deltas merged into one.
+        The first delta contains the prompt and all outputs. Later ones contain the outputs that
+        changed, with an empty ``prompt_token_ids``. Each finish reason is reported once. A slow
+        reader gets several deltas merged into one.
         """
 
     async def embed(
@@ -114,7 +114,7 @@ class EngineClient(Protocol):
         """Return the statistics since the engine started."""
 
     async def drain(self, timeout: float) -> None:
-        """Take no more requests, and wait until all unfinished ones have finished.
+        """Reject new requests, and wait until all unfinished ones have finished.
 
         After *timeout* seconds, abort the rest.
         """

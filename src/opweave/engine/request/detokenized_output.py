@@ -24,11 +24,11 @@ class DetokenizedOutput:
         index: its index among the outputs of the request.
         request: its tokens, for the scheduler.
         params: the sampling parameters.
-        seed: of this output.
+        seed: the seed of this output.
         detokenizer: collects the text.
-        max_tokens: the most tokens to generate.
+        max_tokens: the maximum number of tokens to generate.
         eos_token_ids: end-of-text tokens that end it.
-        grammar: its state in the grammar that it follows; None: it is unconstrained.
+        grammar: the state of its grammar; None: it is unconstrained.
         allowed: bit mask of the token ids that may be sampled; None: all.
         bad_words: words that must not be generated.
 

@@ -26,7 +26,7 @@ _KEPT = 256  # compiled grammars
 
 
 class _Compiled(NamedTuple):
-    """A grammar at its start; answers begin with copies of *matcher*."""
+    """A grammar in its initial state; each answer starts with a copy of *matcher*."""
 
     matcher: Any
     words: NDArray[np.uint8]
@@ -38,8 +38,8 @@ class GrammarCompiler:
     :meth:`compile` and :meth:`start` may be called from several threads.
 
     Args:
-        tokenizer: of the model.
-        vocab_size: token ids are below it.
+        tokenizer: the model's tokenizer.
+        vocab_size: the size of the vocabulary.
         eos_token_ids: the tokens that end a text.
     """
 

@@ -1,4 +1,4 @@
-"""Which tokens the grammar of a growing answer allows next."""
+"""The tokens that the grammar of an answer allows next."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class TokenMask(NamedTuple):
     """The tokens that may come next, one bit per token, the lowest bit of a byte first.
 
     Attributes:
-        allowed: without the end-of-text tokens if the request ignores those.
-        is_last: whether nothing but an end-of-text token may come: the answer is complete.
+        allowed: the allowed tokens, without end-of-text tokens if the request ignores those.
+        is_last: whether only an end-of-text token may follow, so that the answer is complete.
     """
 
     allowed: bytes
@@ -28,7 +28,7 @@ class TokenMask(NamedTuple):
         Args:
             words: the row, as bytes.
             eos: the bits of the end-of-text tokens.
-            ignore_eos: whether the request goes on after an end-of-text token.
+            ignore_eos: whether the request continues after an end-of-text token.
         """
         text = words & ~eos
         is_last = not text.any()
@@ -38,14 +38,14 @@ class TokenMask(NamedTuple):
 class GrammarState:
     """The position of one answer in its grammar.
 
-    It belongs to the answer, not to its KV blocks, so preemption does not change it.
-    :meth:`GrammarCompiler.advance` moves it on.
+    It does not depend on KV blocks, so preemption does not change it.
+    :meth:`GrammarCompiler.advance` updates it.
 
     Attributes:
-        matcher: llguidance's.
-        ignore_eos: whether the request goes on after an end-of-text token.
+        matcher: llguidance's matcher.
+        ignore_eos: whether the request continues after an end-of-text token.
         mask: the tokens that may come next.
-        error: why the grammar cannot be followed any further, or None.
+        error: why the answer cannot follow the grammar any further, or None.
     """
 
     def __init__(self, matcher: Any, mask: TokenMask, *, ignore_eos: bool) -> None:
@@ -54,11 +54,11 @@ class GrammarState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer is complete and cannot go on."""
+        """Whether the answer is complete and cannot continue."""
         return self.mask.is_last
 
     def leaves_any(self, forbidden: tuple[int, ...]) -> bool:
-        """Whether a token may come next that is not *forbidden* otherwise."""
+        """Whether the grammar allows a token that is not *forbidden*."""
         rest = np.frombuffer(self.mask.allowed, np.uint8).copy()
         for token in forbidden:
             rest[token // 8] &= ~np.uint8(1 << token % 8)

@@ -1,4 +1,4 @@
-"""A tokenizer's vocabulary as llguidance needs it: the bytes of each token."""
+"""A tokenizer's vocabulary for llguidance: the bytes of each token."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[in
     """Return llguidance's tokenizer.
 
     Args:
-        tokenizer: of the model.
-        vocab_size: of the model; its scores may have more entries than the tokenizer has tokens.
-        eos_token_ids: the tokens that end a text. If it is empty, one is added beyond the
-            vocabulary, which the model cannot choose.
+        tokenizer: the model's tokenizer.
+        vocab_size: the number of the model's logits, which may exceed the number of tokens.
+        eos_token_ids: end-of-text tokens. If empty, a token beyond the vocabulary is added, which
+            the model cannot sample.
 
     Raises:
         TokenizerError: there is no tokenizer.
@@ -41,9 +41,9 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[in
 class _Words:
     """The tokens and the encoder that llguidance reads of a tokenizer.
 
-    llguidance can read ``tokenizer.json`` by itself, but takes every added token that looks like
-    ``<tool_call>`` for a special one, and a text that holds the name of a special token for the
-    token: grammars with such texts would have no answer.
+    llguidance can read ``tokenizer.json`` itself, but treats every added token that looks like
+    ``<tool_call>`` as special, and text with the name of a special token as that token. No answer
+    could satisfy a grammar with such text.
     """
 
     def __init__(

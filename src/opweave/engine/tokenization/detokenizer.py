@@ -13,18 +13,18 @@ from opweave.engine.tokenization.tokenizer import Tokenizer
 class Detokenizer:
     """Turns the tokens of one output into text, up to the first stop string.
 
-    Text that may be the beginning of a stop string is held back until it is decided, so that text
-    that was returned once is never taken back.
+    Text that may be the beginning of a stop string is held back until later tokens decide, so
+    returned text is never retracted.
 
     Args:
-        decoder: turns the tokens into text.
+        decoder: decodes the tokens.
         stop: stop strings.
         min_tokens: stop strings that end before this many tokens are ignored.
         include_stop: keep the stop string at the end of the text.
 
     Attributes:
-        stopped_by: the stop string that ended the output, or None. If several begin at the same
-            place, the longest.
+        stopped_by: the stop string that ended the output, or None. If several start at the same
+            position, the longest.
     """
 
     def __init__(

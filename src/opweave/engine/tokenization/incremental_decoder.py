@@ -20,12 +20,12 @@ class IncrementalDecoder:
     become a character, is returned like any other character.
 
     Args:
-        tokenizer: of the tokens.
-        prompt: the tokens before.
-        skip_special_tokens: leave special tokens out.
+        tokenizer: the tokenizer.
+        prompt: the tokens of the prompt.
+        skip_special_tokens: skip special tokens.
         spaces_between_special_tokens: keep the space that some tokenizers write between two
             special tokens.
-        kept_special_tokens: special tokens that are not left out in any case.
+        kept_special_tokens: special tokens that are never skipped.
     """
 
     def __init__(
