@@ -28,8 +28,8 @@ def quantize(
 ) -> None:
     """Quantize the weights of a checkpoint to 4 bits.
 
-    Writes a checkpoint in the format of compressed-tensors, which opweave and vLLM load. Weights of
-    linear layers are rounded to the nearest; embeddings, the output matrix and experts are copied.
+    Writes a compressed-tensors checkpoint, which opweave and vLLM load. Weights of linear layers
+    are rounded to nearest; embeddings, the output matrix and experts are not quantized.
 
     Parameters
     ----------
@@ -38,11 +38,11 @@ def quantize(
     output
         The directory to write.
     w4
-        Symmetric int4 weights; the only kind, so give it.
+        Symmetric int4 weights. Required, as the only supported format.
     group
-        Weights that share a scale: 32, 64 or 128.
+        Number of weights that share a scale: 32, 64 or 128.
     perplexity
-        A text file: report the model's perplexity on it before and after.
+        Report the perplexity on this text file before and after quantization.
     json
         Print the result as JSON.
     """
