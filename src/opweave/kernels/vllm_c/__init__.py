@@ -4,6 +4,6 @@ The library of kernels is loaded at the first call, without importing vLLM. Only
 the meaning of one of opweave's ops are here.
 """
 
-from opweave.kernels.vllm_c import activation, norm, quant, rotary
+from opweave.kernels.vllm_c import activation, experts, norm, quant, rotary, state_space
 
-__all__ = ["activation", "norm", "quant", "rotary"]
+__all__ = ["activation", "experts", "norm", "quant", "rotary", "state_space"]
