@@ -81,12 +81,12 @@ class IrOp(Callee):
 
     def define(self) -> None:
         """Define the torch ops and the call paths; called when the op enters its registry."""
+        self._kernels: dict[Entries, Path] = {(): Path(self, Kind.KERNEL)}
         self.torch_ops = TorchOps(self, self.registry.namespace)
         self.torch_op = self.torch_ops.default
         self._call = Path(self, Kind.CALL, callee=self)
         if self.allow_inplace:
             self.maybe_inplace = IrOpInplaceOverload(self)
-        self._kernels: dict[Entries, Path] = {(): Path(self, Kind.KERNEL)}
         self._call_sites: dict[tuple[str, ...], CallSite] = {}  # grows without the lock
 
     def __repr__(self) -> str:
