@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +17,7 @@ from opweave.config.sources import tuning_file
 from opweave.ir.errors import SettingError, SettingWarning
 from opweave.tuning import Cell, Machine, Measurement, Time, TuningFile
 from opweave.tuning.apply import apply_tuning_file
+from warm_python import warm_python
 
 
 def write(path: Path, machine: Machine | None = None) -> Path:
@@ -51,6 +54,19 @@ def test_measurements_choose(registry: ir.Registry, tmp_path: Path) -> None:
     assert chosen() == ["native", "opweave_c", "opweave_c"]
     shown = str(ir.explain(ir.ops.silu_and_mul, torch.randn(1, 16)))
     assert f"✓ native           chosen  [tuned: 41 µs against 55 µs, {path}]" in shown
+
+
+def test_programs_do_not_load_the_conformance_kit(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; from opweave import ir; x = torch.randn(1, 16);"
+        "assert ir.ops.silu_and_mul.dispatch(x).provider == 'native';"
+        "assert not any(name.startswith('opweave.conformance') for name in sys.modules)"
+    )
+    path = write(tmp_path / "tuning.json")
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": paths, "OPWEAVE_TUNING_FILE": str(path)}
+    done = warm_python().run("-c", code, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("field", ["device", "isa", "torch", "opweave"])

@@ -1,23 +1,28 @@
-"""Verify and time every implementation of an op on the same arguments."""
+"""Verify and time every implementation of an op on the same arguments.
+
+The conformance kit is imported when something is verified: reading a tuning file, which programs
+do at the first call of an op, does not need it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from opweave.base.errors import described
-from opweave.conformance.case import Case, Outputs, outputs_of
-from opweave.conformance.compare import outputs_problem
-from opweave.conformance.memory import Values, copied
-from opweave.conformance.subject import Subject
 from opweave.ir import IrOp, IrOpImpl
 from opweave.ir.codegen import functional
 from opweave.ir.traffic import least_bytes
 from opweave.platforms import current_platform
 from opweave.tuning.timing import Effort, Time, compare
+
+if TYPE_CHECKING:
+    from opweave.conformance.case import Case, Outputs
+    from opweave.conformance.memory import Values
 
 FAILURES = (Exception, SystemExit)
 """Exceptions of an implementation, which must not end the program."""
@@ -83,6 +88,11 @@ def contest(
 
 def verified(case: Case, provider: str) -> Measurement:
     """Return whether an implementation supports the arguments and is right, without its time."""
+    from opweave.conformance.case import outputs_of
+    from opweave.conformance.compare import outputs_problem
+    from opweave.conformance.memory import copied
+    from opweave.conformance.subject import Subject
+
     op = case.op
     reason = refusal(op, provider, case.values)
     if reason:
@@ -139,6 +149,8 @@ def timed_call(impl: IrOpImpl, values: Values) -> Callable[[], object]:
     An in-place kernel writes to its activations, as after ``maybe_inplace``. Those with integer
     activations get a copy each time: running such a kernel repeatedly would advance its input.
     """
+    from opweave.conformance.memory import copied
+
     args, kwargs = impl.op.schema.split(copied(values))
     advances = impl.inplace and not all(
         values[i].is_floating_point() for i in impl.op.activation_indices

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opweave.base.errors import described
-from opweave.conformance.case import Case
 from opweave.tuning.contest import default_provider, timed_call, verified
 from opweave.tuning.timing import Effort, Time, compare
 from opweave.tuning.trace import Trace, TracedCall
@@ -56,6 +55,8 @@ def replay(
         UnknownOpError: the op is not declared.
         TraceError: the call does not fit its op.
     """
+    from opweave.conformance.case import Case  # imports the conformance kit
+
     op = trace.op(call)
     values = trace.values(call, seed)
     case = Case(op, call.label, values)

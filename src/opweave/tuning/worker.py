@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opweave.config.child_process import ChildWorker, ending
 from opweave.config.environment import TUNING_FILE
-from opweave.conformance.subject import Subject
 from opweave.ir.priority import NATIVE
 from opweave.platforms import resolution
 from opweave.platforms.handover import VARIABLE
@@ -17,6 +16,9 @@ from opweave.tuning.contest import Measurement
 from opweave.tuning.errors import WorkerFailedError
 from opweave.tuning.timing import Effort
 from opweave.tuning.trace import Trace, TracedCall
+
+if TYPE_CHECKING:
+    from opweave.conformance.subject import Subject
 
 
 @dataclass(frozen=True)
