@@ -1,4 +1,4 @@
-"""Decode steps of state-space models: the convolution, and the update of the state."""
+"""State-space models: the scan, and the two steps of decoding."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ import torch
 from torch import Tensor
 
 from opweave.ir import ops, rules
+from opweave.ir.ops.attention import locate
 from opweave.ir.ops.causal_conv import check_conv
+from opweave.ir.ops.selective_scan import time_step
 from opweave.ir.ops.selective_state_update import check_update
-from opweave.ir.ops.state_slots import check_slots
+from opweave.ir.ops.ssd import check_ssd
+from opweave.ir.ops.state_slots import (
+    check_sequences,
+    check_slots,
+    initial_states,
+    is_computed,
+    write_states,
+)
 from opweave.kernels.vllm_c import library
 
 _PADDING = -1
@@ -105,3 +114,47 @@ def causal_conv1d_update(
         out, state, weight, bias, activation, slots, None, _PADDING
     )
     return torch.where(slots[:, None] == _PADDING, 0, out), state
+
+
+@library.implements(
+    ops.ssd_chunk_scan,
+    _SLOTS
+    & rules.cpu("query_start_loc", "has_initial_state")
+    & rules.dtype("x", torch.float32, torch.bfloat16)
+    & rules.same_dtype("x", "b", "c", "z")
+    & rules.contiguous("b", "c", "z"),
+    traits=(),  # the last bits depend on the other sequences
+)
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    x_state: Tensor,
+    query_start_loc: Tensor,
+    slot_idx: Tensor,
+    has_initial_state: Tensor,
+    chunk_size: int = 256,
+    dt_softplus: bool = True,
+    dt_min: float | None = None,
+    dt_max: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Scan packed sequences; the kernel writes over copies of their initial states."""
+    check_ssd(x, dt, a, b, c, d, z, dt_bias, x_state, chunk_size)
+    check_sequences("ssd_chunk_scan", query_start_loc, slot_idx, has_initial_state)
+    step = time_step(dt, dt_bias, dt_softplus, dt_min, dt_max, torch.float32).contiguous()
+    states = initial_states(x_state, slot_idx, has_initial_state).float().contiguous()
+    b, c = (t[:, None] if t.ndim == 2 else t for t in (b, c))
+    skip = None if d is None else d.float().contiguous()
+    out = torch.zeros_like(x)
+    if x.shape[0] and slot_idx.shape[0]:
+        library.ops().mamba_chunk_scan_fwd_cpu(
+            out, states, x, step, a.float(), b, c, skip, z, query_start_loc.int()
+        )
+    sequence, _ = locate(x.shape[0], query_start_loc)
+    out = torch.where(is_computed(sequence, slot_idx)[:, None, None], out, 0)
+    return out, write_states(x_state, slot_idx, states)
