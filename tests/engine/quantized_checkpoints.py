@@ -30,6 +30,8 @@ def write(
     kind: str = "llama",
     dtype: torch.dtype = torch.float32,
     model: Any = None,
+    *,
+    quantizes_head: bool = False,
 ) -> Any:
     """Write a checkpoint; return transformers' model with the values of the quantized weights.
 
@@ -40,13 +42,15 @@ def write(
         kind: of ``tiny_checkpoints``.
         dtype: of weights that are not quantized.
         model: transformers', in place of one of that kind.
+        quantizes_head: whether the output matrix is quantized like linear layers.
     """
     model = model or tiny_checkpoints.hf_model(kind, **WIDE)
     model.save_pretrained(path)
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         module = name.removesuffix(".weight")
-        packer = packer_of(module) if module.endswith("_proj") else None
+        is_linear = module.endswith("_proj") or (quantizes_head and module == "lm_head")
+        packer = packer_of(module) if is_linear else None
         if packer is None:
             tensors[name] = parameter.data.to(dtype)
             parameter.data.copy_(tensors[name])

@@ -103,6 +103,24 @@ def test_quantized_weights_stay_quantized(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["tied", "llama"])
+def test_tables_stay_quantized(kind: str, tmp_path: Path) -> None:
+    model = tiny_checkpoints.hf_model(kind)
+    path = write(tmp_path / "model.gguf", model, lambda _: Kind.Q8_0)
+    loaded = load_model(path)
+    embedding, head = loaded.model.embed_tokens.weight, loaded.lm_head.weight
+    assert embedding.dtype is head.dtype is torch.uint8
+    assert (embedding is head) == (kind == "tied")
+    assert close(logits(path), theirs(model))
+
+
+def test_a_vocabulary_with_padding(tmp_path: Path) -> None:
+    model = tiny_checkpoints.hf_model("tied", vocab_size=321)
+    path = write(tmp_path / "model.gguf", model, lambda _: Kind.Q4_0)
+    assert load_model(path).model.embed_tokens.weight.shape[0] == 384
+    assert close(logits(path), theirs(model))
+
+
 def test_sizes_are_checked_for_ranks(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", tiny_checkpoints.hf_model("llama"))
     check_ranks(path, 2)

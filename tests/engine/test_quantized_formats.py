@@ -252,3 +252,26 @@ def test_ranks_are_checked(tmp_path: Path) -> None:
     config, packer = CASES["int4"]
     q.write(tmp_path, config, lambda _: packer)
     check_ranks(tmp_path, 2)
+
+
+@pytest.mark.parametrize("name", ["gptq_act_order_asymmetric", "mixed", "int8"])
+def test_compiled_models(name: str, tmp_path: Path) -> None:
+    config, packer = CASES["gptq"] if name == "mixed" else CASES[name]
+    mixed = {"k_proj": q.gptq(64, symmetric=False), "up_proj": None}
+
+    def chosen(module: str) -> q.Packer | None:
+        return mixed.get(module.rpartition(".")[2], packer) if name == "mixed" else packer
+
+    reference = q.write(tmp_path, config, chosen)
+    model = load_model(tmp_path, dtype="float32")
+    run = torch.compile(model, backend="opweave", fullgraph=True, dynamic=True)
+    with torch.inference_mode(), ir.priority(linear_w4a16=["native"], linear_w8a16=["native"]):
+        found = model.compute_logits(run(IDS, torch.arange(len(IDS))))
+    assert close(found, theirs(reference))
+
+
+def test_an_output_matrix(tmp_path: Path) -> None:
+    config, packer = CASES["int4"]
+    model = q.write(tmp_path, config, lambda _: packer, quantizes_head=True)
+    assert close(logits(tmp_path), theirs(model))
+    assert load_model(tmp_path).lm_head.weight.dtype is torch.uint8

@@ -99,16 +99,26 @@ class VocabParallelEmbedding(PluggableLayer):
         self.params_dtype = params_dtype or torch.get_default_dtype()
         chosen = None if quant_config is None else quant_config.get_quant_method(self, prefix)
         self.quant_method = chosen or UnquantizedEmbeddingMethod()
+        self._create_weights()
+
+    def _create_weights(self) -> None:
         self._check_method()
         self.quant_method.create_weights(
             self,
-            embedding_dim,
+            self.embedding_dim,
             [self.shard.rows],
-            embedding_dim,
+            self.embedding_dim,
             self.num_embeddings_padded,
             self.params_dtype,
             weight_loader=self.weight_loader,
         )
+
+    def set_quant_method(self, method: LinearMethod) -> None:
+        """Keep the table as *method* does; it is uninitialized afterwards."""
+        for name in [name for name in self._parameters if name != "bias"]:
+            del self._parameters[name]
+        self.quant_method = method
+        self._create_weights()
 
     def _check_method(self) -> None:
         if not isinstance(self.quant_method, EmbeddingMethod):

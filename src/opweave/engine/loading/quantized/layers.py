@@ -11,10 +11,12 @@ import torch
 
 from opweave.engine.loading.build import build
 from opweave.engine.loading.sources import QuantizedSource, TensorSource
+from opweave.layers import ParallelLMHead, VocabParallelEmbedding
+from opweave.layers.block_embedding import BlockEmbeddingMethod
 from opweave.layers.linear import ColumnParallelLinear, LinearBase, LinearMethod
-from opweave.layers.linear.low_bit import GroupedInt4Method, SeparatePartsMethod
+from opweave.layers.linear.low_bit import BlockMethod, GroupedInt4Method, SeparatePartsMethod
 from opweave.layers.linear.method import UnquantizedLinearMethod, deferred_weights
-from opweave.models import CheckpointModel
+from opweave.models import CausalLM, CheckpointModel
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ def build_quantized(
             found = {} if name.rpartition(".")[2] in model.dense else own
             layer.set_quant_method(_method(layer, parts, found))
             kept |= {names[part] for part in parts if part in found}
+    kept |= {names[name] for name in _set_tables(model, own)}
     model.requires_grad_(False)
     if left := methods.keys() - kept:
         kinds = Counter(name.rpartition(".")[2] for name in left)
@@ -56,6 +59,25 @@ def build_quantized(
             ", ".join(f"{n} x {kind}" for kind, n in sorted(kinds.items())),
         )  # fmt: skip
     return model, frozenset(kept)
+
+
+def _set_tables(model: CheckpointModel, methods: Mapping[str, LinearMethod]) -> Iterator[str]:
+    """Keep the embedding and the output matrix quantized where they can be; yield their names."""
+    is_tied = isinstance(model, CausalLM) and model.is_tied
+    for name, layer in list(model.named_modules()):
+        method = methods.get(name)
+        if method is None or not isinstance(layer, VocabParallelEmbedding):
+            continue
+        if isinstance(method, BlockMethod):
+            method = BlockEmbeddingMethod(method.format, method.values, method.bytes)
+        elif not isinstance(layer, ParallelLMHead):
+            continue  # rows of other forms are not looked up
+        if not (is_tied and isinstance(layer, ParallelLMHead)):
+            layer.set_quant_method(method)
+            yield name
+            if is_tied and isinstance(model, CausalLM):
+                model.lm_head.set_quant_method(method)
+                model.lm_head.tie_weights(layer)
 
 
 def part_names(model: CheckpointModel, name: str) -> Iterator[tuple[str, Any]]:
