@@ -12,6 +12,10 @@
 #include "kernels/storage.h"
 #include "kernels/table.h"
 
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include "kernels/isa/low_bit_widen_avx512.h"
+#endif
+
 namespace {
 
 constexpr int kStreams = 4;
@@ -260,19 +264,28 @@ void linear_w4(int64_t begin, int64_t end, void* erased) {
   });
 }
 
+template <class T>
+void widen_row(T* to, const OpweaveWeightW4& weight, int64_t row) {
+#if defined(OPWEAVE_LOOKS_UP_WEIGHTS)
+  if (weight.group % kStored == 0) return look_up_row(to, weight, row);
+#endif
+  each_piece(weight, row, [=](const float* weights, int64_t column, int64_t count) {
+    for_each_vec(count, [=](int64_t i, auto part) {
+      Lanes<T>::store(to + column + i, Lanes<float>::load(weights + i, part), part);
+    });
+  });
+}
+
+template <class T>
+void widen_rows(int64_t begin, int64_t end, const OpweaveWidenW4& call) {
+  T* to = static_cast<T*>(call.out) + begin * call.weight.width;
+  for (int64_t n = begin; n < end; ++n, to += call.weight.width) widen_row(to, call.weight, n);
+}
+
 void widen_w4(int64_t begin, int64_t end, void* erased) {
   const OpweaveWidenW4& call = *static_cast<const OpweaveWidenW4*>(erased);
-  with_storage(call.out_dtype, [&](auto storage) {
-    using T = decltype(storage);
-    for (int64_t n = begin; n < end; ++n) {
-      T* to = static_cast<T*>(call.out) + n * call.weight.width;
-      each_piece(call.weight, n, [&](const float* weights, int64_t column, int64_t count) {
-        for_each_vec(count, [&](int64_t i, auto part) {
-          Lanes<T>::store(to + column + i, Lanes<float>::load(weights + i, part), part);
-        });
-      });
-    }
-  });
+  if (call.out_dtype == OPWEAVE_BFLOAT16) return widen_rows<BFloat16>(begin, end, call);
+  widen_rows<float>(begin, end, call);
 }
 
 int64_t token_bytes(OpweaveDtype dtype, int64_t width, int64_t group) {

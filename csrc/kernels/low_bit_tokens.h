@@ -72,6 +72,25 @@ inline int32_t nearest(float v) {
 
 inline int32_t at_most_int16(int32_t v) { return v < 32767 ? v : 32767; }
 
+// The scale for numbers of which the largest magnitude has these bits, a power of two: the largest
+// number becomes 2^14 to 2^15. Exponents below 30 count as 30, to avoid denormals. If one is not
+// finite, all become zero.
+struct PowerScale {
+  explicit PowerScale(uint32_t largest) {
+    const uint32_t exponent = largest >> 23;
+    const uint32_t used = exponent < 30 ? 30 : exponent == 255 ? 254 : exponent;
+    is_finite = exponent < 255;
+    scale = float_of_bits((used - 14) << 23);
+    inverse = float_of_bits((268 - used) << 23);
+  }
+
+  float scaled(float number) const { return is_finite ? number * inverse : 0; }
+
+  bool is_finite;
+  float scale;
+  float inverse;
+};
+
 // Pack the eight columns of a lane; returns the largest magnitude as bits, and adds to `sum`.
 template <int P>
 inline uint32_t pack_lane(Chunk<P>& chunk, int lane, const float* columns, float& sum) {
@@ -80,15 +99,10 @@ inline uint32_t pack_lane(Chunk<P>& chunk, int lane, const float* columns, float
     const uint32_t magnitude = bits_of_float(columns[i]) & 0x7fffffffu;
     largest = magnitude > largest ? magnitude : largest;
   }
-  const bool is_finite = largest < 0x7f800000u;
-  const uint32_t exponent = largest >> 23;
-  // The largest number becomes 2^14 to 2^15; exponents below 30 count as 30, to avoid denormals.
-  const uint32_t used = exponent < 30 ? 30 : is_finite ? exponent : 254;
-  const float scale = float_of_bits((used - 14) << 23);
-  const float inverse = float_of_bits((268 - used) << 23);
+  const PowerScale power(largest);
   int32_t sums[P] = {};
   for (int i = 0; i < kLaneColumns; ++i) {
-    const float wanted = is_finite ? columns[i] * inverse : 0;
+    const float wanted = power.scaled(columns[i]);
     int16_t* const to = chunk.numbers[0][i % 4] + 2 * lane + i / 4;
     if constexpr (P == 1) {
       const int32_t number = at_most_int16(nearest(wanted));
@@ -103,11 +117,11 @@ inline uint32_t pack_lane(Chunk<P>& chunk, int lane, const float* columns, float
       sums[1] += low;
     }
   }
-  chunk.scale[lane] = scale;
+  chunk.scale[lane] = power.scale;
   for (int p = 0; p < P; ++p) chunk.start[p][lane] = -8 * sums[p];
   sum = static_cast<float>(sums[0]);
   if constexpr (P == 2) sum += static_cast<float>(sums[1]) * 0x1p-15f;
-  sum *= scale;
+  sum *= power.scale;
   return largest;
 }
 

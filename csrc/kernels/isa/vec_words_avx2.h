@@ -47,4 +47,28 @@ struct Spread {
   __m256i places;
 };
 
+inline Words load_u8(const uint8_t* p) {
+  return _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Words load_s8(const uint8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+template <int N>
+inline Words shifted_left(Words v) {
+  return _mm256_slli_epi16(v, N);
+}
+template <int N>
+inline Words shifted_right(Words v) {
+  return _mm256_srli_epi16(v, N);
+}
+inline Words masked(Words v, int16_t mask) { return _mm256_and_si256(v, _mm256_set1_epi16(mask)); }
+inline Words joined_words(Words a, Words b) { return _mm256_or_si256(a, b); }
+inline Words minus(Words v, int16_t n) { return _mm256_sub_epi16(v, _mm256_set1_epi16(n)); }
+
+inline void load_nibbles(Words (&to)[2], const uint8_t* p) {
+  const Words bytes = load_u8(p);
+  to[0] = masked(bytes, 15);
+  to[1] = shifted_right<4>(bytes);
+}
+
 }  // namespace

@@ -41,4 +41,33 @@ struct Spread {
   __m512i places;
 };
 
+inline Words load_u8(const uint8_t* p) {
+  return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline Words load_s8(const uint8_t* p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+template <int N>
+inline Words shifted_left(Words v) {
+  return _mm512_slli_epi16(v, N);
+}
+template <int N>
+inline Words shifted_right(Words v) {
+  return _mm512_srli_epi16(v, N);
+}
+inline Words masked(Words v, int16_t mask) { return _mm512_and_si512(v, _mm512_set1_epi16(mask)); }
+inline Words joined_words(Words a, Words b) { return _mm512_or_si512(a, b); }
+inline Words minus(Words v, int16_t n) { return _mm512_sub_epi16(v, _mm512_set1_epi16(n)); }
+
+inline void load_nibbles(Words (&to)[1], const uint8_t* p) {
+  const __m256i bytes =
+      _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i low = _mm256_and_si256(bytes, _mm256_set1_epi16(15));
+  to[0] = _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_srli_epi16(bytes, 4), 1);
+}
+
+inline Vec two_halves(float a, float b) {
+  return _mm512_mask_blend_ps(0xff00, splat(a), splat(b));
+}
+
 }  // namespace

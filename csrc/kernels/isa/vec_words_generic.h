@@ -47,4 +47,34 @@ struct Spread {
   Sums32 places;
 };
 
+typedef uint8_t EightBytes __attribute__((vector_size(8)));
+typedef int8_t EightSignedBytes __attribute__((vector_size(8)));
+typedef uint16_t UnsignedWords __attribute__((vector_size(16)));
+
+inline Words load_u8(const uint8_t* p) {
+  return __builtin_convertvector(load_vector<EightBytes>(p), Words);
+}
+inline Words load_s8(const uint8_t* p) {
+  return __builtin_convertvector(load_vector<EightSignedBytes>(p), Words);
+}
+template <int N>
+inline Words shifted_left(Words v) {
+  return reinterpret_cast<Words>(reinterpret_cast<UnsignedWords>(v) << N);
+}
+template <int N>
+inline Words shifted_right(Words v) {
+  return reinterpret_cast<Words>(reinterpret_cast<UnsignedWords>(v) >> N);
+}
+inline Words masked(Words v, int16_t mask) { return v & mask; }
+inline Words joined_words(Words a, Words b) { return a | b; }
+inline Words minus(Words v, int16_t n) { return v - n; }
+
+inline void load_nibbles(Words (&to)[4], const uint8_t* p) {
+  for (int i = 0; i < 2; ++i) {
+    const Words bytes = load_u8(p + 8 * i);
+    to[i] = masked(bytes, 15);
+    to[2 + i] = shifted_right<4>(bytes);
+  }
+}
+
 }  // namespace

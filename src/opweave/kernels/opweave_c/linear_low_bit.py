@@ -1,4 +1,4 @@
-"""Linear layers with 4-bit weights: a kernel for few tokens; for many, torch by pieces."""
+"""Linear layers with low-bit weights: kernels for few tokens; for many, torch by pieces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from torch import Tensor
 
 from opweave.base import compat, plain_call
 from opweave.ir import rules
+from opweave.ir.ops.gguf_blocks import GGUF_BLOCKS
 from opweave.ir.ops.linear_low_bit import groups_rows
+from opweave.ir.ops.linear_low_bit import linear_q as op_q
 from opweave.ir.ops.linear_low_bit import linear_w4a16 as op_w4a16
 from opweave.kernels.arguments import FLOATS
 from opweave.kernels.opweave_c.arguments import ROWS
@@ -16,18 +18,27 @@ from opweave.kernels.opweave_c.linear import has_whole_tiles, is_known, multiply
 from opweave.kernels.opweave_c.outputs import new_rows
 
 NEEDS = ("linear_w4a16", "widen_w4")
+NEEDS_Q = ("linear_gguf", "widen_gguf")
 
 _linear_w4a16 = native_op("linear_w4a16")
 _widen_w4 = native_op("widen_w4")
+_linear_gguf = native_op("linear_gguf")
+_widen_gguf = native_op("widen_gguf")
 
 # The largest number of tokens for which the kernel for few is faster, as measured with 2,048
 # columns. Graphs with a dynamic number of tokens use it too.
 _MULTIPLIES_BFLOAT16 = "avx512bf16" in STATUS.isa_levels
 _MOST_TOKENS = {
-    torch.float32: 16,
-    torch.bfloat16: 8 if _MULTIPLIES_BFLOAT16 else 16,
-    torch.float16: 16,
+    torch.float32: 24,
+    torch.bfloat16: 12 if _MULTIPLIES_BFLOAT16 else 32,
+    torch.float16: 32,
 }
+_MOST_TOKENS_Q = {
+    torch.float32: 12,
+    torch.bfloat16: 6 if _MULTIPLIES_BFLOAT16 else 12,
+    torch.float16: 12,
+}
+FORMATS = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")  # in the order of the native op
 _GROUP = 8  # the kernel's sums are for so many columns
 
 
@@ -84,18 +95,74 @@ def _by_pieces(
     """Multiply by pieces of *weight*, like those of 8 bits.
 
     Where the CPU multiplies bfloat16, weights for tokens in bfloat16 are rounded to it: their
-    errors average out, and the result has a larger one.
+    errors average out, and the rounding of the result is as large.
     """
     if plain_call.kernels_are_traced():
         result: Tensor = op_w4a16.native(x, weight, scale, offset, bias)
         return result
-    is_narrow = x.dtype is torch.bfloat16 and _MULTIPLIES_BFLOAT16 and has_whole_tiles(x)
 
     def widen(wide: Tensor, piece: slice) -> None:
         _widen_w4(wide, weight[piece], scale[piece], None if offset is None else offset[piece])
 
-    dtype = torch.bfloat16 if is_narrow else torch.float32
-    return multiply_by_pieces(x, weight.shape[0], dtype, widen, bias)
+    return multiply_by_pieces(x, weight.shape[0], _dtype_of_pieces(x, bias), widen, bias)
 
 
 compat.trace_instead(_by_pieces, op_w4a16.native)
+
+
+def _dtype_of_pieces(x: Tensor, bias: Tensor | None) -> torch.dtype:
+    """Return the dtype to multiply in; a float32 bias must not be rounded to bfloat16."""
+    is_narrow = (
+        x.dtype is torch.bfloat16
+        and _MULTIPLIES_BFLOAT16
+        and has_whole_tiles(x)
+        and (bias is None or bias.dtype is torch.bfloat16)
+    )
+    return torch.bfloat16 if is_narrow else torch.float32
+
+
+def _fits_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> bool:
+    block = GGUF_BLOCKS.get(format)
+    return (
+        block is not None
+        and x.shape[-1] % block.columns == 0
+        and weight.shape[1] == x.shape[-1] // block.columns * block.size
+        and (bias is None or bias.shape == weight.shape[:1])
+    )
+
+
+ACCEPTED_Q = (
+    ROWS
+    & rules.cpu("weight", "bias")
+    & rules.ndim("weight", 2)
+    & rules.unit_stride("weight", "bias")
+    & rules.dtype("weight", torch.uint8)
+    & (rules.same_dtype("x", "bias") | rules.dtype("bias", torch.float32))
+    & rules.custom(_fits_q, "shapes do not fit")
+)
+
+
+@implements(op_q, ACCEPTED_Q, traits=(), needs=NEEDS_Q)
+def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> Tensor:
+    """Return ``x @ dequantized(weight).T + bias``; blocks are dequantized on the fly."""
+    if is_known(x.numel() > _MOST_TOKENS_Q[x.dtype] * x.shape[-1]):
+        return _by_pieces_q(x, weight, bias, format)
+    out = new_rows(x, weight.shape[0])
+    _linear_gguf(out, x, weight, bias, FORMATS.index(format))
+    return out
+
+
+def _by_pieces_q(x: Tensor, weight: Tensor, bias: Tensor | None, format: str) -> Tensor:
+    """Multiply by pieces of *weight*, like those of ``linear_w4a16``."""
+    if plain_call.kernels_are_traced():
+        result: Tensor = op_q.native(x, weight, bias, format)
+        return result
+    index = FORMATS.index(format)
+
+    def widen(wide: Tensor, piece: slice) -> None:
+        _widen_gguf(wide, weight[piece], index)
+
+    return multiply_by_pieces(x, weight.shape[0], _dtype_of_pieces(x, bias), widen, bias)
+
+
+compat.trace_instead(_by_pieces_q, op_q.native)

@@ -6,10 +6,17 @@ from torch import Tensor
 
 from opweave.ir.ops.linear import linear as op
 from opweave.ir.ops.linear import linear_w8a16 as op_w8a16
+from opweave.ir.ops.linear_low_bit import linear_q as op_q
 from opweave.ir.ops.linear_low_bit import linear_w4a16 as op_w4a16
 from opweave.kernels.opweave_c.call_paths import implements, native_op
 from opweave.kernels.opweave_c.linear import ACCEPTED, ACCEPTED_W8A16
-from opweave.kernels.opweave_c.linear_low_bit import ACCEPTED_W4A16, NEEDS
+from opweave.kernels.opweave_c.linear_low_bit import (
+    ACCEPTED_Q,
+    ACCEPTED_W4A16,
+    FORMATS,
+    NEEDS,
+    NEEDS_Q,
+)
 from opweave.kernels.opweave_c.outputs import new_rows
 
 _PROVIDER = "opweave_c_invariant"
@@ -17,6 +24,7 @@ _PROVIDER = "opweave_c_invariant"
 _linear = native_op("linear")
 _linear_w8a16 = native_op("linear_w8a16")
 _linear_w4a16 = native_op("linear_w4a16")
+_linear_gguf = native_op("linear_gguf")
 
 
 @implements(op, ACCEPTED, provider=_PROVIDER)
@@ -46,4 +54,12 @@ def linear_w4a16(
     """Return ``x @ (weight * scale + offset).T + bias``; 4-bit weights are widened in registers."""
     out = new_rows(x, weight.shape[0])
     _linear_w4a16(out, x, weight, scale, offset, bias)
+    return out
+
+
+@implements(op_q, ACCEPTED_Q, provider=_PROVIDER, needs=NEEDS_Q)
+def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> Tensor:
+    """Return ``x @ dequantized(weight).T + bias``; blocks are dequantized in registers."""
+    out = new_rows(x, weight.shape[0])
+    _linear_gguf(out, x, weight, bias, FORMATS.index(format))
     return out

@@ -1,0 +1,97 @@
+// Tokens packed for products with the blocks of GGUF files: as in low_bit_tokens.h, but in the order
+// of the columns, with a scale for 32 of them.
+#pragma once
+
+#include "kernels/gguf_blocks.h"
+#include "kernels/low_bit_tokens.h"
+
+namespace {
+
+template <int P>
+struct alignas(64) UnitX {
+  int16_t numbers[P][kUnit32];
+};
+
+// A packed token: whether it is finite, its units, their scales and their sums. The sums of eight
+// units follow eight zeros, like the offsets of blocks follow the scales.
+template <int P>
+struct TokenUnits {
+  TokenUnits(const char* token, int64_t width)
+      : units(reinterpret_cast<const UnitX<P>*>(token + sizeof(TokenHeader))),
+        sums(reinterpret_cast<const float*>(units + width / kUnit32)),
+        scales(sums + sums_of(width)) {}
+
+  static int64_t sums_of(int64_t width) { return (width / kUnit32 + 7) / 8 * 16; }
+  static int64_t place_of_sum(int64_t unit) { return unit / 8 * 16 + 8 + unit % 8; }
+
+  static int64_t bytes(int64_t width) {
+    const int64_t count = width / kUnit32;
+    const int64_t all =
+        static_cast<int64_t>(sizeof(TokenHeader)) + count * static_cast<int64_t>(sizeof(UnitX<P>)) +
+        (sums_of(width) + count) * static_cast<int64_t>(sizeof(float));
+    return (((all + 63) / 64) | 1) * 64;
+  }
+
+  const UnitX<P>* units;
+  const float* sums;
+  const float* scales;
+};
+
+// Pack 32 columns; returns the largest magnitude as bits.
+template <int P>
+inline uint32_t pack_unit(UnitX<P>& to, float& scale, float& sum, const float* columns) {
+  uint32_t largest = 0;
+  for (int i = 0; i < kUnit32; ++i) {
+    const uint32_t magnitude = bits_of_float(columns[i]) & 0x7fffffffu;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  const PowerScale power(largest);
+  int32_t sums[2] = {};
+  for (int i = 0; i < kUnit32; ++i) {
+    const float wanted = power.scaled(columns[i]);
+    if constexpr (P == 1) {
+      const int32_t number = at_most_int16(nearest(wanted));
+      to.numbers[0][i] = static_cast<int16_t>(number);
+      sums[0] += number;
+    } else {
+      const auto high = static_cast<int32_t>(wanted);
+      const int32_t low = at_most_int16(nearest((wanted - static_cast<float>(high)) * 0x1p15f));
+      to.numbers[0][i] = static_cast<int16_t>(high);
+      to.numbers[1][i] = static_cast<int16_t>(low);
+      sums[0] += high;
+      sums[1] += low;
+    }
+  }
+  scale = power.scale;
+  sum = (static_cast<float>(sums[0]) + static_cast<float>(sums[1]) * 0x1p-15f) * scale;
+  return largest;
+}
+
+struct KeepUnits {
+  template <class T>
+  static void run(int64_t begin, int64_t end, const OpweaveGgufTokens& call) {
+    constexpr int kParts = parts_of(T{});
+    RowCursor row(call.rows, begin);
+    char* out = static_cast<char*>(call.out);
+    for (int64_t r = begin; r < end; ++r, row.advance(), out += call.stride) {
+      const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
+      const TokenUnits<kParts> token(out, call.width);
+      memset(const_cast<float*>(token.sums), 0,
+             static_cast<size_t>(token.sums_of(call.width)) * sizeof(float));
+      uint32_t largest = 0;
+      for (int64_t u = 0; u < call.width / kUnit32; ++u) {
+        alignas(64) float columns[kUnit32];
+        for_each_vec(kUnit32, [&](int64_t i, auto part) {
+          Lanes<float>::store(columns + i, Lanes<T>::load(x + u * kUnit32 + i, part), part);
+        });
+        const uint32_t magnitude = pack_unit<kParts>(
+            const_cast<UnitX<kParts>&>(token.units[u]), const_cast<float&>(token.scales[u]),
+            const_cast<float&>(token.sums[token.place_of_sum(u)]), columns);
+        largest = magnitude > largest ? magnitude : largest;
+      }
+      reinterpret_cast<TokenHeader*>(out)->is_finite = largest < 0x7f800000u;
+    }
+  }
+};
+
+}  // namespace

@@ -1,0 +1,101 @@
+// Linear layers with the blocks of GGUF files: argument checks, then the kernels.
+#include "kernels/gguf.h"
+
+#include <algorithm>
+
+#include "module/linear_checks.h"
+#include "module/module.h"
+#include "module/row_checks.h"
+#include "module/scratch.h"
+#include "module/shapes.h"
+
+namespace opweave {
+namespace {
+
+// Return the weights for rows of `width` columns. `format` is the position of one in
+// OpweaveGgufFormat.
+OpweaveGgufWeight checked_weight(const View& weight, int64_t width, int64_t format) {
+  check_dtype(weight, {OPWEAVE_UINT8});
+  if (format < 0 || format >= OPWEAVE_GGUF_FORMATS) {
+    throw CheckFailed("format must be from 0 to " + std::to_string(OPWEAVE_GGUF_FORMATS - 1) +
+                      ", found " + std::to_string(format));
+  }
+  OpweaveGgufWeight result;
+  result.format = static_cast<OpweaveGgufFormat>(format);
+  const OpweaveGgufKernels& kernels = *active_kernels().gguf;
+  const int64_t columns = kernels.block_columns(result.format);
+  const int64_t bytes = width / columns * kernels.block_bytes(result.format);
+  if (weight.rank != 2 || width % columns != 0 || weight.sizes[1] != bytes) {
+    refuse_shape(weight, "[out_features, " + std::to_string(bytes) + "], blocks for " +
+                             std::to_string(width) + " columns");
+  }
+  check_unit_stride(weight);
+  result.blocks = reinterpret_cast<const uint8_t*>(weight.data);
+  result.width = width;
+  result.stride = weight.strides[0];
+  return result;
+}
+
+// out = x @ dequantized(weight).T + bias.
+void linear_gguf(const View& out, const View& x, const View& weight, const View* bias,
+                 int64_t format) {
+  check_activation(x);
+  OpweaveLinearGguf call;
+  call.weight = checked_weight(weight, x.sizes[x.rank - 1], format);
+  check_out(out, x, weight);
+  if (bias != nullptr) check_bias(*bias, x, weight.sizes[0]);
+  check_disjoint(out, x);
+  check_disjoint(out, weight);
+  if (bias != nullptr) check_disjoint(out, *bias);
+  if (out.element_count() == 0) return;
+
+  const OpweaveGgufKernels& kernels = *active_kernels().gguf;
+  OpweaveGgufTokens kept;
+  kept.x = x.data;
+  kept.rows = rows_of(out, x);
+  kept.width = call.weight.width;
+  kept.stride = kernels.token_bytes(x.dtype, kept.width);
+  kept.dtype = x.dtype;
+  const int64_t tokens = std::min<int64_t>(kept.rows.count, OPWEAVE_GGUF_TOKENS);
+  kept.out = scratch_of(tokens * kept.stride / static_cast<int64_t>(sizeof(float)));
+  call.x = kept.out;
+  call.kept = &kept;
+  call.bias = bias != nullptr ? bias->data : nullptr;
+  call.out_features = weight.sizes[0];
+  call.bias_dtype = bias != nullptr ? bias->dtype : x.dtype;
+  for (int64_t token = 0; token < kept.rows.count; token += tokens) {
+    call.first_token = token;
+    call.tokens = std::min(tokens, kept.rows.count - token);
+    call.out = out.data + token * call.out_features * out.element_size();
+    kernels.keep(token, token + call.tokens, &kept);
+    for_rows(call.out_features, weight.sizes[1] * work_per_weight(call.tokens) + 1, kernels.linear,
+             &call);
+  }
+}
+
+// out = dequantized(weight), in float32 or bfloat16.
+void widen_gguf(const View& out, const View& weight, int64_t format) {
+  check_dtype(out, {OPWEAVE_FLOAT32, OPWEAVE_BFLOAT16});
+  if (out.rank != 2) refuse_shape(out, "[out_features, in_features]");
+  check_contiguous(out);
+  OpweaveWidenGguf call;
+  call.weight = checked_weight(weight, out.sizes[1], format);
+  if (out.sizes[0] != weight.sizes[0]) {
+    refuse_shape(out, "[" + std::to_string(weight.sizes[0]) + ", in_features], the rows of weight");
+  }
+  check_disjoint(out, weight);
+  if (out.element_count() == 0) return;
+  call.out = out.data;
+  call.out_dtype = out.dtype;
+  for_rows(weight.sizes[0], call.weight.width, active_kernels().gguf->widen, &call);
+}
+
+}  // namespace
+}  // namespace opweave
+
+OPWEAVE_EXTENSION_MODULE(m) {
+  m.def(
+      "linear_gguf(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, int format) -> ()",
+      opweave::linear_gguf);
+  m.def("widen_gguf(Tensor(a!) out, Tensor weight, int format) -> ()", opweave::widen_gguf);
+}
