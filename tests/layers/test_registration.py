@@ -14,8 +14,10 @@ from opweave.layers import (
     InvalidLayerError,
     LayerNameError,
     PluggableLayer,
+    ReplacementError,
     op_registry,
     op_registry_oot,
+    replacement,
 )
 
 pytestmark = pytest.mark.usefixtures("registries")
@@ -85,9 +87,29 @@ def test_only_classes(thing: Any) -> None:
 
 @pytest.mark.parametrize("cls", [int, nn.Linear, Block])
 def test_only_classes_of_the_kind(cls: Any) -> None:
-    for decorate in (CustomOp.register("thing"), CustomOp.register_oot("thing")):
-        with pytest.raises(InvalidLayerError, match=f"{cls.__name__} is not a CustomOp"):
-            decorate(cls)
+    with pytest.raises(InvalidLayerError, match=f"{cls.__name__} is not a CustomOp"):
+        CustomOp.register("thing")(cls)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replacement_may_be_of_any_kind(kind: Any) -> None:
+    class Plain:
+        pass
+
+    class Mixer(PluggableLayer):
+        pass
+
+    class Linear(nn.Linear):
+        pass
+
+    for base in (Plain, Mixer, Linear):
+        mine = type(f"My{base.__name__}", (base,), {})
+        kind.register_oot(_decorated_op_cls=mine, name=base.__name__)
+        assert replacement(base) is mine
+    assert type(Mixer()).__name__ == "MyMixer"
+    CustomOp.register("double")(Double)
+    with pytest.raises(ReplacementError, match="not a subclass"):
+        kind.register_oot(Plain, name="double")
 
 
 def test_any_class_of_the_kind_opens_the_door() -> None:

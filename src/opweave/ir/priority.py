@@ -142,6 +142,10 @@ class IrOpPriorityConfig(Mapping[str, list[str]]):
     Examples:
         >>> IrOpPriorityConfig(rms_norm="opweave_c,native")["rms_norm"]
         ['opweave_c', 'native']
+        >>> config = IrOpPriorityConfig()
+        >>> config.rms_norm = ["native"]
+        >>> config
+        IrOpPriorityConfig(rms_norm=['native'])
     """
 
     def __init__(
@@ -150,11 +154,20 @@ class IrOpPriorityConfig(Mapping[str, list[str]]):
         /,
         **by_op: str | Iterable[str],
     ) -> None:
-        given: dict[str, str | Iterable[str]] = {**(priorities or {}), **by_op}
-        self._lists = {
-            op: [str(entry) for entry in parse(names, f"IrOpPriorityConfig({op}=...)")]
-            for op, names in given.items()
-        }
+        self._lists: dict[str, list[str]]
+        object.__setattr__(self, "_lists", {})
+        for op, names in {**(priorities or {}), **by_op}.items():
+            setattr(self, op, names)
+
+    def __setattr__(self, op: str, names: str | Iterable[str]) -> None:
+        entries = parse(names, f"IrOpPriorityConfig({op}=...)")
+        self._lists[op] = [str(entry) for entry in entries]
+
+    def __getattr__(self, op: str) -> list[str]:
+        found: list[str] | None = vars(self).get("_lists", {}).get(op)
+        if found is None:
+            raise AttributeError(f"no priority is set for an op {op!r}; set: {', '.join(self)}")
+        return found
 
     def __getitem__(self, op: str) -> list[str]:
         return self._lists[op]

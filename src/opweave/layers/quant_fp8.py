@@ -49,6 +49,9 @@ class GroupShape(NamedTuple):
 PER_TENSOR = GroupShape(-1, -1)
 PER_TOKEN = GroupShape(1, -1)
 PER_CHANNEL = GroupShape(-1, 1)
+# Also as attributes of the class; a NamedTuple cannot define them.
+for _name, _shape in (("TENSOR", PER_TENSOR), ("TOKEN", PER_TOKEN), ("CHANNEL", PER_CHANNEL)):
+    setattr(GroupShape, f"PER_{_name}", _shape)
 
 # Kernels that load scales by TMA want columns that begin at multiples of 16 bytes.
 _TMA_ROWS = 4

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -21,14 +21,15 @@ from opweave.layers.errors import (
 from opweave.plugins import load_general_plugins
 
 L = TypeVar("L", bound=nn.Module)
+T = TypeVar("T")
 
 op_registry: dict[str, type[nn.Module]] = {}
 """The layers by registered name."""
 
-op_registry_oot: dict[str, type[nn.Module]] = {}
+op_registry_oot: dict[str, type[Any]] = {}
 """The replacements, by the class name or the registered name of what they replace."""
 
-_owners: WeakKeyDictionary[type[nn.Module], Owner] = WeakKeyDictionary()
+_owners: WeakKeyDictionary[type[Any], Owner] = WeakKeyDictionary()
 
 _RESERVED = ("all", "none")  # what `custom_ops` says of every op at once
 
@@ -54,18 +55,19 @@ def register(kind: type[nn.Module], name: str, layer: type[L]) -> type[L]:
     return layer
 
 
-def register_oot(kind: type[nn.Module], key: str, layer: type[L]) -> type[L]:
-    """Make *layer* replace the layer whose class name or registered name is *key*.
+def register_oot(key: str, layer: type[T]) -> type[T]:
+    """Make *layer* replace the class whose class name or registered name is *key*.
 
-    The replacement keeps the inherited ``name``, so entries of ``custom_ops`` apply to it.
+    It may be any class: code that does not build layers calls :func:`replacement` itself. The
+    replacement keeps the inherited ``name``, so entries of ``custom_ops`` apply to it.
 
     Raises:
-        InvalidLayerError: (a TypeError) *layer* is not a class, or not derived from *kind*.
+        InvalidLayerError: (a TypeError) *layer* is not a class.
         DuplicateLayerError: (a ValueError) the layer already has a replacement.
         ReplacementError: (a TypeError) *layer* is not a subclass of the layer.
     """
     _check_name(key)
-    _check_layer(kind, layer)
+    _check_class(layer)
     if (taken := op_registry_oot.get(key)) is not None:
         advice = "Install one of the two only."
         if full_name(taken) == full_name(layer):
@@ -86,7 +88,7 @@ def owner_of(layer: type[nn.Module]) -> Owner | None:
     return _owners.get(layer)
 
 
-def replacement(layer: type[L]) -> type[L]:
+def replacement(layer: type[T]) -> type[T]:
     """Return the replacement of the class *layer*, or *layer* itself.
 
     Subclasses of a replaced class are not replaced. Use this function to call a class method on the
@@ -110,10 +112,10 @@ def replacement(layer: type[L]) -> type[L]:
             f"and {full_name(by_name)} by its registered name. Install one of the two only."
         )
     check_replacement(layer, found)
-    return cast(type[L], found)
+    return cast(type[T], found)
 
 
-def _by_class_name(layer: type[nn.Module]) -> type[nn.Module] | None:
+def _by_class_name(layer: type[Any]) -> type[Any] | None:
     """Return the replacement for the class name, unless it is for another class of that name."""
     key = layer.__name__
     found = op_registry_oot.get(key)
@@ -123,7 +125,7 @@ def _by_class_name(layer: type[nn.Module]) -> type[nn.Module] | None:
     return None if any(_stands_for(key, each) for each in others) else found
 
 
-def check_replacement(replaced: type[nn.Module], layer: type[nn.Module]) -> None:
+def check_replacement(replaced: type[Any], layer: type[Any]) -> None:
     """Raise :class:`ReplacementError` unless *layer* can replace *replaced*."""
     if not issubclass(layer, replaced):
         raise ReplacementError(
@@ -133,14 +135,14 @@ def check_replacement(replaced: type[nn.Module], layer: type[nn.Module]) -> None
         )
 
 
-def _enter(table: dict[str, type[nn.Module]], key: str, layer: type[nn.Module], what: str) -> None:
+def _enter(table: dict[str, type[Any]], key: str, layer: type[Any], what: str) -> None:
     table[key] = layer
     if (owner := current_owner()) is not None:
         _owners[layer] = owner
     transaction.enter(what, lambda: _remove(table, key, layer))
 
 
-def _remove(table: dict[str, type[nn.Module]], key: str, layer: type[nn.Module]) -> None:
+def _remove(table: dict[str, type[Any]], key: str, layer: type[Any]) -> None:
     if table.get(key) is layer:
         del table[key]
     _owners.pop(layer, None)
@@ -163,11 +165,15 @@ def _check_name(name: object) -> None:
         )
 
 
-def _check_layer(kind: type[nn.Module], layer: object) -> None:
+def _check_class(layer: object) -> None:
     if not isinstance(layer, type):
         raise InvalidLayerError(
             f"Decorator can only be applied to classes. It was applied to {layer!r}."
         )
+
+
+def _check_layer(kind: type[nn.Module], layer: type[Any]) -> None:
+    _check_class(layer)
     if not issubclass(layer, kind):
         raise InvalidLayerError(
             f"{full_name(layer)} is not a {kind.__name__}. Derive it from {kind.__name__}, or "

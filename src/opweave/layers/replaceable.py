@@ -24,7 +24,7 @@ class Replaceable(nn.Module):
 
     name: str
     op_registry: ClassVar[dict[str, type[nn.Module]]] = registry.op_registry
-    op_registry_oot: ClassVar[dict[str, type[nn.Module]]] = registry.op_registry_oot
+    op_registry_oot: ClassVar[dict[str, type[Any]]] = registry.op_registry_oot
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # Python goes on to call the __init__ of the class of what this returns.
@@ -75,15 +75,14 @@ class Replaceable(nn.Module):
                 this method is called on.
 
         Raises:
-            InvalidLayerError: (a TypeError) the decorated object is not a class of this kind.
+            InvalidLayerError: (a TypeError) the decorated object is not a class.
             DuplicateLayerError: (a ValueError) the layer already has a replacement.
             ReplacementError: (a TypeError) the class is not a subclass of the replaced layer, or
                 the replaced layer is not named.
         """
         if isinstance(_decorated_op_cls, str) and name is None:
             _decorated_op_cls, name = None, _decorated_op_cls
-        kind = _kind(cls)
-        if name is None and cls is kind:
+        if name is None and cls is _kind(cls):
             raise ReplacementError(
                 f"{cls.__name__}.register_oot does not say what is to be replaced. Name it, as in "
                 f'@{cls.__name__}.register_oot("RMSNorm"), or call it on that class: '
@@ -93,7 +92,7 @@ class Replaceable(nn.Module):
         def decorate(layer: T) -> T:
             if name is None and isinstance(layer, type):
                 registry.check_replacement(cls, layer)
-            registry.register_oot(kind, cls.__name__ if name is None else name, layer)
+            registry.register_oot(cls.__name__ if name is None else name, layer)
             return layer
 
         return decorate if _decorated_op_cls is None else decorate(_decorated_op_cls)

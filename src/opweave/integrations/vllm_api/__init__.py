@@ -11,7 +11,18 @@ differences.
 
 from __future__ import annotations
 
-from opweave.integrations.vllm_api import config, ir, logger, platforms, plugins, utils
+from opweave.integrations.vllm_api import (
+    _custom_ops,
+    config,
+    distributed,
+    forward_context,
+    ir,
+    logger,
+    platforms,
+    plugins,
+    triton_utils,
+    utils,
+)
 from opweave.integrations.vllm_api.model_executor.custom_op import CustomOp, PluggableLayer
 from opweave.integrations.vllm_api.platforms import current_platform
 from opweave.integrations.vllm_api.plugins import load_general_plugins, load_plugins_by_group
@@ -19,13 +30,17 @@ from opweave.integrations.vllm_api.plugins import load_general_plugins, load_plu
 __all__ = [
     "CustomOp",
     "PluggableLayer",
+    "_custom_ops",
     "config",
     "current_platform",
+    "distributed",
+    "forward_context",
     "ir",
     "load_general_plugins",
     "load_plugins_by_group",
     "logger",
     "platforms",
     "plugins",
+    "triton_utils",
     "utils",
 ]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from opweave.config import (
+    CacheConfig,
     CompilationConfig,
     CompilationMode,
     EngineConfig,
@@ -17,16 +18,19 @@ from opweave.config import (
 from opweave.ir import IrOpPriorityConfig, priority
 
 __all__ = [
+    "CacheConfig",
     "CompilationConfig",
     "CompilationMode",
     "IrOpPriorityConfig",
     "KernelConfig",
     "VllmConfig",
+    "get_cached_compilation_config",
     "get_current_vllm_config",
     "set_current_vllm_config",
 ]
 
 VllmConfig = EngineConfig
+get_cached_compilation_config = current_compilation_config
 
 
 _given: ContextVar[EngineConfig | None] = ContextVar("opweave_vllm_api_config", default=None)

@@ -6,6 +6,8 @@ import logging
 from types import MethodType
 from typing import cast
 
+__all__ = ["Logger", "init_logger", "logger"]
+
 _logged: set[tuple[object, ...]] = set()
 
 
@@ -38,3 +40,6 @@ def _log_once(logger: logging.Logger, level: int, message: str, args: tuple[obje
     if key not in _logged:
         _logged.add(key)
         logger.log(level, message, *args, stacklevel=3)  # the caller of the method
+
+
+logger = init_logger("opweave")

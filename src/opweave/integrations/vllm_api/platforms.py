@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from opweave import platforms
 from opweave.platforms import resolve_current_platform_cls_qualname
 from opweave.plugins import BUILTIN_PLATFORMS
 
 __all__ = ["CurrentPlatform", "current_platform", "resolve_current_platform_cls_qualname"]
+
+
+_DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "xla": "XLA"}
 
 
 class CurrentPlatform:
@@ -66,6 +71,30 @@ class CurrentPlatform:
     def supports_fp8(self) -> bool:
         """Whether the device supports float8 matrix products."""
         return platforms.current_platform.capabilities.fp8
+
+    def is_fp8_fnuz(self) -> bool:
+        """Whether the device computes in float8_e4m3fnuz, as gfx94 does."""
+        properties = torch.cuda.get_device_properties(0) if self.is_rocm() else None
+        return str(getattr(properties, "gcnArchName", "")).startswith("gfx94")
+
+    def fp8_dtype(self) -> torch.dtype:
+        """Return the float8 dtype in which the device computes."""
+        return torch.float8_e4m3fnuz if self.is_fp8_fnuz() else torch.float8_e4m3fn
+
+    @property
+    def dispatch_key(self) -> str:
+        """The dispatch key of torch for kernels of the device."""
+        return _DISPATCH_KEYS.get(platforms.current_platform.device_type, "PrivateUse1")
+
+    def num_compute_units(self, device_id: int = 0) -> int:
+        """Return the number of multiprocessors of a GPU, else of the process's threads."""
+        if self.is_cuda_alike():
+            return int(torch.cuda.get_device_properties(device_id).multi_processor_count)
+        return torch.get_num_threads()
+
+    def opaque_attention_op(self) -> bool:
+        """Whether attention is a single op in graphs: opweave's always is."""
+        return True
 
     def is_pin_memory_available(self) -> bool:
         """Whether copies from page-locked memory are asynchronous."""

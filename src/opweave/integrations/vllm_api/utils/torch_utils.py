@@ -10,6 +10,8 @@ from torch.library import Library
 
 from opweave.base import compat, transaction
 
+__all__ = ["direct_register_custom_op"]
+
 NAMESPACE = "vllm"  # code that registers an op calls torch.ops.vllm.<op>
 _EVERY_DEVICE = "CompositeExplicitAutograd"
 

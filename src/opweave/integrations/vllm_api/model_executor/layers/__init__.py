@@ -1,0 +1,1 @@
+"""Where vLLM keeps quantization; import layers from :mod:`opweave.layers`."""

@@ -1,0 +1,1 @@
+"""Where vLLM keeps attention."""
