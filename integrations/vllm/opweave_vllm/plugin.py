@@ -6,6 +6,7 @@ import importlib
 import os
 
 from opweave import __version__
+from opweave.config.environment import declare_variable, declared
 from opweave.platforms.cpu import CpuPlatform
 from opweave_vllm import reporting
 
@@ -47,6 +48,7 @@ def chosen_seams() -> tuple[tuple[str, ...], bool]:
 def register() -> None:
     """Register the chosen seams; vLLM calls this in every process before it builds a model."""
     global _registered
+    _declare_variables()
     seams, bfloat16_only = chosen_seams()
     if not seams:
         return
@@ -58,6 +60,16 @@ def register() -> None:
     for seam in seams:
         module = "providers" if seam == "ir" else seam
         importlib.import_module(f"opweave_vllm.{module}").register(bfloat16_only)
+
+
+def _declare_variables() -> None:
+    """Make the variables known to opweave, which warns of others that begin with OPWEAVE."""
+    for name, doc in (
+        (VARIABLE, "The seams of vLLM that call opweave's ops, separated by commas."),
+        (reporting.VARIABLE, "With 1, print the kernels that ran in vLLM's processes."),
+    ):
+        if name not in declared:
+            declare_variable(name, str, "", doc)
 
 
 def _enter_cache_key(seams: tuple[str, ...], bfloat16_only: bool) -> None:
