@@ -140,6 +140,21 @@ def test_truncated_files(share: float, tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_a_damaged_length(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "model.gguf",
+        tiny_checkpoints.hf_model("llama"),
+        extra=lambda writer: writer.add_array("some.numbers", [1, 2, 3]),
+    )
+    data = path.read_bytes()
+    # Behind the key are the types of the array and its items, then the length.
+    at = data.index(b"some.numbers") + len(b"some.numbers") + 8
+    assert data[at : at + 8] == (3).to_bytes(8, "little")
+    path.write_bytes(data[:at] + (2**62).to_bytes(8, "little") + data[at + 8 :])
+    with pytest.raises(CheckpointError, match=r"damaged.*a value at byte \d+ is not complete"):
+        load_model(path)
+
+
 def test_other_bytes(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"not a GGUF file, whatever its name says" * 100)

@@ -88,11 +88,28 @@ def read_gguf(path: Path) -> GgufFile:
     return _read(path.resolve(), state.st_mtime_ns, state.st_size)
 
 
+@lru_cache(maxsize=1)
+def _reader_class(gguf: Any) -> Any:
+    """Return the library's reader, which stops at the end of the file.
+
+    The library itself reads empty values there, as many as a damaged length says.
+    """
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        def _get(self, offset: int, dtype: Any, count: int = 1, *options: Any, **named: Any) -> Any:
+            found = super()._get(offset, dtype, count, *options, **named)
+            if len(found) < int(count):
+                raise ValueError(f"a value at byte {offset} is not complete")
+            return found
+
+    return Reader
+
+
 @lru_cache(maxsize=2)
 def _read(path: Path, changed: int, size: int) -> GgufFile:
     gguf = require("gguf", "gguf")
     try:
-        reader = gguf.GGUFReader(path)
+        reader = _reader_class(gguf)(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
         ends = [int(t.data_offset) + int(t.n_bytes) for t in reader.tensors]
         if max(ends, default=0) > size:
