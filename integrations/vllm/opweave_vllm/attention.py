@@ -15,7 +15,7 @@ from opweave import ir
 _bfloat16_only = False
 
 
-class OpweaveAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
+class OpweaveAttentionImpl(CPUAttentionBackendImpl):
     """Decoder attention by opweave's ops; other layers keep vLLM's implementation.
 
     vLLM's cache has shape ``(blocks, kv_heads, block_size, 2 * head_size)``. This class is the only
@@ -92,7 +92,7 @@ class OpweaveAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         )
 
 
-class OpweaveAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
+class OpweaveAttentionBackend(CPUAttentionBackend):
     """vLLM's CPU attention backend with opweave's implementation."""
 
     @staticmethod

@@ -61,6 +61,8 @@ class OpweaveExperts(CPUUnquantizedExperts):
 class OpweaveFusedMoEMethod(UnquantizedFusedMoEMethod):
     """vLLM's method for unquantized experts with :class:`OpweaveExperts`."""
 
+    experts_cls: Any
+
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)
         is_replaceable = isinstance(self.experts_cls, type) and issubclass(

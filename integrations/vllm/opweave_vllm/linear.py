@@ -26,7 +26,7 @@ _LAYERS = (
 class LinearMethod(linear.UnquantizedLinearMethod):
     """Unquantized linear layer by opweave's op."""
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         # vLLM would pack the weight for oneDNN and drop it. A plain Parameter, because vLLM's
         # subclass makes every call go through the dispatcher.
         layer.weight = torch.nn.Parameter(layer.weight.data, requires_grad=False)
@@ -48,6 +48,8 @@ class HeadMethod(embedding.UnquantizedEmbeddingMethod):
 
 def _replacement(base: Any, bfloat16_only: bool) -> Any:
     class Layer(base):  # type: ignore[misc]
+        quant_method: Any
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             if bfloat16_only and self.weight_dtype() is not torch.bfloat16:

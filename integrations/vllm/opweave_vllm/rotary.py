@@ -25,7 +25,7 @@ def _forward(
 
 def _replaceable() -> list[type[Any]]:
     """Return RotaryEmbedding and its subclasses that only scale the frequencies."""
-    found = [each for each in vars(rotary_embedding).values() if isinstance(each, type)]
+    found: list[Any] = [each for each in vars(rotary_embedding).values() if isinstance(each, type)]
     return [
         each
         for each in found
