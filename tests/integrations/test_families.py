@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+from torch.nn import functional
 
 from opweave.integrations.transformers import TransformersModel
 from runs.families.compare import compare
+from runs.families.models import compile_model, optimize
 
 # How the engine runs them: its own implementation, if it has one, and transformers' code.
 FAMILIES: dict[str, list[str]] = {
@@ -58,3 +62,23 @@ def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     (result,) = compare("gpt2")
     assert result.status == "different"
     assert "1 tokens together: log-probabilities differ by" in result.detail
+
+
+@pytest.mark.parametrize("name", ["bamba", "gemma2", "gpt2", "qwen2_moe", "rwkv"])
+def test_optimized_logits_are_those_of_transformers(name: str) -> None:
+    (result,) = optimize(name)
+    assert result.status == "equal", result
+
+
+def test_compiled_logits_are_those_of_transformers() -> None:
+    (result,) = compile_model("llama")
+    assert result.status == "equal", result
+
+
+def test_a_difference_of_optimized_logits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = SimpleNamespace(linear=lambda x, weight, bias: 1.1 * functional.linear(x, weight, bias))
+    monkeypatch.setattr("opweave.integrations.optimize.linears.ir", SimpleNamespace(ops=ops))
+    monkeypatch.setattr("opweave.integrations.optimize.model.difference", lambda *_: "")
+    (result,) = optimize("llama")
+    assert result.status == "different"
+    assert "logits differ by" in result.detail

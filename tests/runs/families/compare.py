@@ -52,7 +52,7 @@ def compare(name: str, model_impl: Any = "auto") -> list[Result]:
     try:
         model, wanted = reference(name)
     except Exception as error:
-        return [Result(name, "not built", detail=_line(error))]
+        return [Result(name, "not built", detail=line(error))]
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         model.save_pretrained(path)
@@ -80,9 +80,9 @@ def _run(name: str, path: Path, wanted: Sequence[Continuation], model_impl: Any)
         single = [llm.generate(prompt, _PARAMS)[0] for prompt in prompts]
         llm.shutdown()
     except (ModelError, EngineError) as error:
-        return Result(name, "refused", ran, _line(error))
+        return Result(name, "refused", ran, line(error))
     except Exception as error:
-        return Result(name, "failed", ran, _line(error))
+        return Result(name, "failed", ran, line(error))
     for kind, outputs in (("together", together), ("alone", single)):
         for expected, output in zip(wanted, outputs, strict=True):
             if difference := _difference(expected, output):
@@ -129,6 +129,7 @@ def _difference(expected: Continuation, output: RequestOutput) -> str:
     return f"log-probabilities differ by {off:.2g}" if off > TOLERANCE else ""
 
 
-def _line(error: BaseException) -> str:
+def line(error: BaseException) -> str:
+    """Return the type and the start of the message of *error* in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"

@@ -6,25 +6,30 @@ import multiprocessing
 import os
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 
 import torch
 import transformers
+from torch._inductor import config as inductor_config
 
 from opweave import ir
-from runs.families.compare import Result, compare
+from runs.families.compare import Result
 
-_CPU_SECONDS = 120  # of one architecture; on a busy machine, elapsed time says little
+_CPU_SECONDS = 600  # of one architecture; on a busy machine, elapsed time says little
 
 
-def compare_all(names: Sequence[str], model_impl: str, jobs: int) -> Iterator[list[Result]]:
+Comparison = Callable[[str], list[Result]]
+
+
+def compare_all(names: Sequence[str], comparison: Comparison, jobs: int) -> Iterator[list[Result]]:
     """Compare architectures, *jobs* at a time, and yield the results of each as it finishes.
 
     Processes are forked from one that has imported everything and loaded the kernels.
     """
     torch.set_num_threads(1)
+    inductor_config.compile_threads = 1  # a daemon process cannot start others
     ir.current_registry().ensure_ready()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -32,7 +37,7 @@ def compare_all(names: Sequence[str], model_impl: str, jobs: int) -> Iterator[li
     while waiting or running:
         while waiting and len(running) < jobs:
             name = waiting.pop()
-            receiver, process = _start(name, model_impl)
+            receiver, process = _start(name, comparison)
             running[receiver] = name, process
         for receiver in wait(list(running)):
             assert isinstance(receiver, Connection)
@@ -48,18 +53,18 @@ def compare_all(names: Sequence[str], model_impl: str, jobs: int) -> Iterator[li
             process.join()
 
 
-def _start(name: str, model_impl: str) -> tuple[Connection, ForkProcess]:
+def _start(name: str, comparison: Comparison) -> tuple[Connection, ForkProcess]:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(name, model_impl, sender), daemon=True)
+    process = context.Process(target=_work, args=(name, comparison, sender), daemon=True)
     process.start()
     sender.close()
     return receiver, process
 
 
-def _work(name: str, model_impl: str, sender: Connection) -> None:
+def _work(name: str, comparison: Comparison, sender: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
     silent = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(silent, stream.fileno())
-    sender.send(compare(name, model_impl))
+    sender.send(comparison(name))

@@ -16,9 +16,10 @@ def row(result: Result, width: int) -> str:
 
 def summary(results: Sequence[Result]) -> str:
     """Return how many results have each status, and how the equal ones ran."""
-    ways = Counter(result.ran for result in results if result.status == "equal")
+    ways = Counter(result.ran for result in results if result.status == "equal" and result.ran)
     statuses = Counter(result.status for result in results)
     return "\n".join(
         ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         for counts in (statuses, ways)
+        if counts
     )
