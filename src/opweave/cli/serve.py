@@ -168,7 +168,7 @@ def serve(
     prefix_caching
         Reuse the KV cache of common prompt prefixes.
     enforce_eager
-        Disable compilation, regardless of other settings.
+        Disable compilation and graphs of decode steps, regardless of other settings.
     max_requests
         Maximum number of running and waiting requests; others get a 429.
     max_body_size
@@ -227,7 +227,12 @@ def serve(
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
     apply_tuning(tuning_file)
-    apply_compilation({**(compilation_config or {}), **({"mode": "0"} if enforce_eager else {})})
+    apply_compilation(
+        {
+            **(compilation_config or {}),
+            **({"mode": "0", "cudagraph_capture_sizes": ()} if enforce_eager else {}),
+        }
+    )
     engine_config = EngineConfig(
         dtype=dtype,
         load_format=load_format,

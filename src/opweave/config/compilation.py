@@ -42,6 +42,10 @@ class CompilationConfig(Config):
         options: the backend's options, as for ``torch.compile``; a mapping or a JSON object.
             opweave's passes take those of :class:`opweave.compile.CompileOptions`, such as
             ``{"sequence_parallelism": False}``.
+        cudagraph_capture_sizes: the numbers of sequences for which decode steps are recorded as
+            graphs, on devices that record them; a batch is padded to the next size. Integers, or
+            their comma-separated text. None: 1, 2, 4 and every multiple of 8 up to 256. Empty: no
+            graphs.
 
     Attributes:
         enabled_custom_ops: number of instances of each op created enabled under this config.
@@ -59,6 +63,7 @@ class CompilationConfig(Config):
     mode: CompilationMode | int | str = CompilationMode.NONE
     custom_ops: str | Iterable[str] = ()
     options: Mapping[str, Any] | str = field(default_factory=dict)
+    cudagraph_capture_sizes: Iterable[int] | str | None = None
     enabled_custom_ops: Counter[str] = field(
         default_factory=Counter, init=False, compare=False, repr=False
     )
@@ -74,6 +79,7 @@ class CompilationConfig(Config):
         object.__setattr__(self, "mode", mode)
         object.__setattr__(self, "custom_ops", CustomOps.parse(self.custom_ops, default=default))
         object.__setattr__(self, "options", read_object("options", self.options))
+        object.__setattr__(self, "cudagraph_capture_sizes", _sizes(self.cudagraph_capture_sizes))
 
     @property
     def uses_passes(self) -> bool:
@@ -86,6 +92,13 @@ class CompilationConfig(Config):
         """``options`` as a mapping."""
         assert isinstance(self.options, Mapping)
         return self.options
+
+    @property
+    def decode_graph_sizes(self) -> tuple[int, ...] | None:
+        """``cudagraph_capture_sizes`` as integers; None for the default."""
+        sizes = self.cudagraph_capture_sizes
+        assert sizes is None or isinstance(sizes, tuple)
+        return sizes
 
     @property
     def compiles(self) -> bool:
@@ -139,6 +152,23 @@ class CompilationConfig(Config):
     def _ops(self) -> CustomOps:
         assert isinstance(self.custom_ops, CustomOps)
         return self.custom_ops
+
+
+def _sizes(given: object) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    found: object = given
+    if isinstance(given, str):
+        parts = [part.strip() for part in given.strip().strip("[]").split(",") if part.strip()]
+        found = [int(part) if part.isdecimal() else part for part in parts]
+    if isinstance(found, Iterable):
+        sizes = tuple(found)
+        if all(type(size) is int and size > 0 for size in sizes):
+            return sizes
+    raise SettingError(
+        f"cudagraph_capture_sizes={given!r} must be positive integers, such as [1, 2, 4, 8], or "
+        "empty for no graphs."
+    )
 
 
 def _mode(given: object) -> CompilationMode:

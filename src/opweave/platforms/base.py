@@ -15,6 +15,7 @@ from opweave.config.plugin_options import PluginOptions
 from opweave.platforms import contract, defaults, probes
 from opweave.platforms.capabilities import Capabilities
 from opweave.platforms.errors import UnsupportedByPlatformError
+from opweave.platforms.graphs import GraphRecorder
 from opweave.platforms.spec import AttentionSpec, DeviceCapability
 from opweave.plugins import PLATFORM_API
 
@@ -205,6 +206,10 @@ class Platform:
             )
         free, total = ask(index)
         return free, total
+
+    def graph_recorder(self) -> GraphRecorder | None:
+        """Return a new recorder of kernel launches, for decode steps; None: there is none."""
+        return None
 
     def synchronize(self) -> None:
         """Wait until all work on the current device has finished."""

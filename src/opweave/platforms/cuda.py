@@ -11,6 +11,7 @@ from opweave.config import EngineConfig
 from opweave.platforms import probes
 from opweave.platforms.base import Platform
 from opweave.platforms.capabilities import Capabilities
+from opweave.platforms.graphs import CudaGraphRecorder, GraphRecorder
 from opweave.platforms.spec import DeviceCapability
 
 # Ops for which a fused torch operator is the first choice.
@@ -37,6 +38,9 @@ class _Gpu(Platform):
         self, config: EngineConfig | None = None
     ) -> dict[str, list[str]]:
         return {op: ["aten"] for op in _TORCH_OPS}
+
+    def graph_recorder(self) -> GraphRecorder | None:
+        return CudaGraphRecorder()
 
     def get_device_name(self, index: int = 0) -> str:
         return str(probes.properties("cuda", index).name)

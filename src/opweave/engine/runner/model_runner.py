@@ -17,6 +17,7 @@ from opweave.engine.attention.layers import LayerCaches, LayerGroup, layer_group
 from opweave.engine.attention.specs import cache_specs
 from opweave.engine.cache.plan import CachePlan
 from opweave.engine.runner.compilation import compiled_forward, graph_sizes
+from opweave.engine.runner.decode_graphs import DecodeGraphs, record_decode_graphs
 from opweave.engine.runner.step import SequenceStep
 from opweave.engine.sampling.logprobs import TokenLogprob, token_logprobs
 from opweave.engine.sampling.sampler import Sampler, non_finite
@@ -52,6 +53,8 @@ class ModelRunner:
         self._specs = cache_specs(model, model.dtype)
         self._groups = layer_groups(self._specs, config.cache.block_size)
         self._caches: LayerCaches | None = None
+        self._max_model_len = 0
+        self._graphs: DecodeGraphs | None = None
         sampler: type[Sampler] = resolve_obj_by_qualname(platform.get_sampler_cls(config))
         self._sampler = sampler()
 
@@ -66,6 +69,7 @@ class ModelRunner:
         Raises:
             UnsupportedCacheError: an attention backend does not support a layer's cache.
         """
+        self._max_model_len = plan.max_model_len
         self._caches = LayerCaches(
             self.model,
             self._specs,
@@ -77,15 +81,26 @@ class ModelRunner:
         )
 
     def warm_up(self) -> None:
-        """Compile all graphs, by running the model with every size in :func:`graph_sizes`.
+        """Compile the model: run it on one token, and on every size at which a new graph begins.
 
-        The first run selects every op, and logs the selections.
+        The first run selects every op, and the selection is logged. Then the decode steps are
+        recorded, on devices that record graphs.
         """
         with ir.record() as record:
             self._run(self._blank(1), keeps=False)
         _log.info("kernels of the first forward:%s", _selections(record))
         for size in graph_sizes(self.config)[1:]:
             self._run(self._blank(size), keeps=False)
+        assert self._caches is not None, "allocate() comes first"
+        self._graphs = record_decode_graphs(
+            self._forward,
+            self._caches,
+            self.config,
+            self.platform,
+            len(self._groups),
+            self._max_model_len,
+            self.device,
+        )
 
     def _blank(self, size: int) -> list[SequenceStep]:
         """Return steps with this number of tokens: a sequence in decode, and a prompt."""
@@ -106,7 +121,9 @@ class ModelRunner:
             NonFiniteLogitsError: logits are not finite.
         """
         with self.platform.inference_mode():
-            hidden = self._run(steps)
+            hidden = self._graphs.run(steps) if self._graphs is not None else None
+            if hidden is None:
+                hidden = self._run(steps)
             requests = [step.sampling for step in steps if step.sampling is not None]
             if not requests:
                 return []

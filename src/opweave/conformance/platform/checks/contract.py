@@ -75,6 +75,10 @@ def _capability(value: object) -> bool:
     return value is None or isinstance(value, DeviceCapability)
 
 
+def _recorder(value: object) -> bool:
+    return value is None or callable(getattr(value, "record", None))
+
+
 def _facts(value: object) -> bool:
     return isinstance(value, Mapping) and all(map(_text, value)) and bool(json.dumps(dict(value)))
 
@@ -135,6 +139,9 @@ MEMBERS: Mapping[str, Member] = {
     "set_device": Member(lambda p: p.set_device(0), "nothing", _nothing),
     "memory_info": Member(
         lambda p: p.memory_info(0), "free and total bytes, 0 <= free <= total", _memory
+    ),
+    "graph_recorder": Member(
+        lambda p: p.graph_recorder(), "an object with a method record, or None", _recorder
     ),
     "synchronize": Member(lambda p: p.synchronize(), "nothing", _nothing),
     "seed_all": Member(lambda p: p.seed_all(0), "nothing", _nothing),
