@@ -2,7 +2,7 @@
 
     python tests/runs/families                       # all of them: a few minutes
     python tests/runs/families --check optimize      # opweave.optimize: a few minutes
-    python tests/runs/families --check compile       # backend="opweave": 20 minutes
+    python tests/runs/families --check compile       # backend="opweave": an hour
     python tests/runs/families --only gemma3 mamba   # some
     python tests/runs/families --json > families.json
 
