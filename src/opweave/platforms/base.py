@@ -208,7 +208,7 @@ class Platform:
         return free, total
 
     def graph_recorder(self) -> GraphRecorder | None:
-        """Return a new recorder of kernel launches, for decode steps; None: there is none."""
+        """Return a new recorder of kernel launches, for decode steps, or None."""
         return None
 
     def synchronize(self) -> None:

@@ -88,7 +88,7 @@ def _compile(
 
 
 def _compiled(model: Any, inputs: list[Tensor], **how: Any) -> list[Tensor] | str:
-    """Return the logits of the compiled *model*, or why there are none."""
+    """Return the logits of the compiled *model*, or the error."""
     torch.compiler.reset()
     try:
         return _logits(torch.compile(model, **how), inputs)
