@@ -22,6 +22,7 @@ from opweave.engine import CheckpointError, InvalidArgumentError
 from opweave.engine.loading.quantized.writer import quantize_checkpoint
 from opweave.engine.perplexity import perplexity
 from opweave.models import ModelError, UnsupportedModelError
+from opweave.models.deepseek import DeepseekV3ForCausalLM
 
 PYDOC = Path(__file__).parents[2] / "examples" / "models" / "tiny-pydoc"
 
@@ -116,6 +117,18 @@ def test_experts_and_routers_are_left(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.gate" in config["ignore"]
     assert "model.layers.1.mlp.experts.5.up_proj" in config["ignore"]
     assert close(logits(path), theirs(model))
+
+
+def test_latent_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It multiplies by ``kv_b_proj`` itself: the weight is not quantized, or dequantized."""
+    for kind, count in (("left", 0), ("read", 2)):
+        model = layer_checkpoints.hf_model("deepseek", kv_lora_rank=32)
+        with monkeypatch.context() as patch:
+            if count:
+                patch.setattr(DeepseekV3ForCausalLM, "dense", frozenset())
+            path, modules = quantized(model, tmp_path / kind)
+        assert sum(module.endswith("kv_b_proj") for module in modules) == count
+        assert close(logits(path), theirs(model))
 
 
 def test_a_matrix_of_zeros(tmp_path: Path) -> None:

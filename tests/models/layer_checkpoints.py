@@ -124,13 +124,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def hf_model(kind: str) -> Any:
-    """Return transformers' model of that kind, every weight of it random."""
+def hf_model(kind: str, **changes: Any) -> Any:
+    """Return transformers' model of that kind, with random weights and *changes* of its config."""
     torch.manual_seed(sum(map(ord, kind)))
     if kind.startswith("qwen2_vision"):
         return randomized(_vision(depth=1 if kind.endswith("one_layer") else 2))
     model_type, differences = KINDS[kind]
-    config = AutoConfig.for_model(model_type, **{**_SIZES, **differences})
+    config = AutoConfig.for_model(model_type, **{**_SIZES, **differences, **changes})
     factory = AutoModel if model_type == "bert" else AutoModelForCausalLM
     attention = {} if model_type == "mamba2" else {"attn_implementation": "eager"}
     return randomized(factory.from_config(config, **attention))

@@ -91,6 +91,7 @@ class DeepseekV3ForCausalLM(PreNormLM):
         "fused_qkv_a_proj": {"q_a_proj": 0, "kv_a_proj_with_mqa": 1},
         "gate_up_proj": CausalLM.merged["gate_up_proj"],
     }
+    dense: ClassVar[frozenset[str]] = frozenset({"kv_b_proj"})  # the attention reads its weight
 
     def __init__(self, config: DeepseekV3Config, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(config, lambda i: deepseek_layer(config, i, dtype), dtype=dtype)

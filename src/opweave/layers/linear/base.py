@@ -89,6 +89,7 @@ class LinearBase(PluggableLayer):
         set_weight_attrs(self.bias, weight_loader=self.weight_loader, **bias_attrs)
 
     def _create_weights(self) -> None:
+        others = set(self._parameters)
         self.quant_method.create_weights(
             self,
             self.input_size_per_partition,
@@ -98,10 +99,11 @@ class LinearBase(PluggableLayer):
             self.params_dtype,
             weight_loader=self.weight_loader,
         )
+        self._weight_names = self._parameters.keys() - others
 
     def set_quant_method(self, method: LinearMethod) -> None:
         """Keep the weights as *method* does; they are uninitialized afterwards."""
-        for name in [name for name in self._parameters if name != "bias"]:
+        for name in self._weight_names:  # a model may have registered others, as for routers
             del self._parameters[name]
         self.quant_method = method
         self._create_weights()
