@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from opweave import ir
+from opweave.ir import rules
 
 ROWS, WIDTH = 4, 8
+SAME = rules.same_dtype("x", "x_residual")  # as kernels that reuse memory need
 Values = list[Tensor]
 Step = Callable[[Values, Values], None]  # (what there is, inputs that were given up)
 
@@ -59,7 +61,7 @@ def declare() -> Ops:
             raise RuntimeError("a kernel that looks at pointers")
         return norm.native(x, weight, epsilon)
 
-    @add_norm.register_impl("inplace", inplace=True)
+    @add_norm.register_impl("inplace", inplace=True, supports_args=SAME)
     def _(
         x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
     ) -> tuple[Tensor, Tensor]:
@@ -67,7 +69,7 @@ def declare() -> Ops:
         x.copy_(norm.native(x_residual, weight, epsilon))
         return x, x_residual
 
-    @add_norm.register_impl("crossed", inplace=True)
+    @add_norm.register_impl("crossed", inplace=True, supports_args=SAME)
     def _(
         x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
     ) -> tuple[Tensor, Tensor]:
@@ -75,7 +77,7 @@ def declare() -> Ops:
         x_residual.copy_(norm.native(x, weight, epsilon))
         return x_residual, x
 
-    @add_norm.register_impl("functional", inplace=True)
+    @add_norm.register_impl("functional", inplace=True, supports_args=SAME)
     def _(
         x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
     ) -> tuple[Tensor, Tensor]:
