@@ -164,7 +164,9 @@ class IrOpPriorityConfig(Mapping[str, list[str]]):
         self._lists[op] = [str(entry) for entry in entries]
 
     def __getattr__(self, op: str) -> list[str]:
-        found: list[str] | None = vars(self).get("_lists", {}).get(op)
+        if op.startswith("_"):  # copy and pickle ask before there are lists
+            raise AttributeError(op)
+        found = self._lists.get(op)
         if found is None:
             raise AttributeError(f"no priority is set for an op {op!r}; set: {', '.join(self)}")
         return found
