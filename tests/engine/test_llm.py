@@ -199,7 +199,7 @@ def test_a_stream_of_what_is_no_prompt(prompt: Any, llm: LLM) -> None:
 @pytest.mark.parametrize("model", [None, 5, b"model", ["model"]])
 def test_a_model_that_is_no_path(model: Any) -> None:
     for kind in (LLM, AsyncEngine):
-        with pytest.raises(CheckpointError, match="must be the name of the directory"):
+        with pytest.raises(CheckpointError, match="directory or GGUF file"):
             kind(model)
 
 
