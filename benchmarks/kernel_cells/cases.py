@@ -13,6 +13,7 @@ from torch import Tensor
 from kernel_cells import eager
 from kernel_cells.shape import BLOCK_SIZE, HEAD_SIZE, Shape
 from opweave import ir
+from opweave.ir.ops.gguf_blocks import random_blocks
 
 PROVIDER = "opweave_c"
 Arguments = tuple[Any, ...]
@@ -171,6 +172,18 @@ def _linear_w8a16(dtype: torch.dtype) -> Callable[[Shape], Arguments]:
     return inputs
 
 
+def _linear_w4a16(s: Shape) -> Arguments:
+    weight = torch.randint(0, 256, (s.hidden, s.hidden // 2), dtype=torch.uint8)
+    return s.rows(), weight, torch.full((s.hidden, s.hidden // 32), 1e-3, dtype=torch.float16)
+
+
+def _linear_q(format: str) -> Callable[[Shape], Arguments]:
+    def inputs(s: Shape) -> Arguments:
+        return s.rows(), random_blocks(s.hidden, s.hidden, format), None, format
+
+    return inputs
+
+
 CASES: dict[str, list[Case]] = {
     "rms_norm": [Case(lambda s: (s.rows(), s.weight(), 1e-6))],
     "fused_add_rms_norm": [Case(lambda s: (s.rows(), s.rows(), _small_weight(s), 1e-6))],
@@ -254,6 +267,11 @@ CASES: dict[str, list[Case]] = {
     "linear_w8a16": [
         Case(_linear_w8a16(torch.int8), "int8", streams=True, most_in_one_call=96),
         Case(_linear_w8a16(torch.float8_e4m3fn), "fp8", streams=True, most_in_one_call=96),
+    ],
+    "linear_w4a16": [Case(_linear_w4a16, streams=True, most_in_one_call=12)],
+    "linear_q": [
+        Case(_linear_q("q4_k"), "q4_k", streams=True, most_in_one_call=6),
+        Case(_linear_q("q8_0"), "q8_0", streams=True, most_in_one_call=6),
     ],
     "advance_step_flashattn": [Case(_step, is_floating=False)],
 }
