@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from opweave import ir
 from opweave.layers.errors import LayerArgumentError, WeightLoadError
 from opweave.layers.linear import LinearMethod, QuantConfig, UnquantizedLinearMethod
+from opweave.layers.linear.has_method import HasLinearMethod
 from opweave.layers.parallel import ALONE, current_tensor_parallel
 from opweave.layers.pluggable_layer import PluggableLayer
 from opweave.layers.vocab_shard import VocabShard
@@ -39,7 +40,7 @@ class UnquantizedEmbeddingMethod(UnquantizedLinearMethod):
 
 
 @PluggableLayer.register("vocab_parallel_embedding")
-class VocabParallelEmbedding(PluggableLayer):
+class VocabParallelEmbedding(HasLinearMethod):
     """A padded embedding table, sharded over the ranks by rows.
 
     Composed of ``ir.ops.embedding`` or ``ir.ops.masked_embedding``, and ``all_reduce``. For any
@@ -70,7 +71,6 @@ class VocabParallelEmbedding(PluggableLayer):
     """
 
     weight: nn.Parameter
-    quant_method: LinearMethod
 
     def __init__(
         self,
@@ -103,22 +103,9 @@ class VocabParallelEmbedding(PluggableLayer):
 
     def _create_weights(self) -> None:
         self._check_method()
-        self.quant_method.create_weights(
-            self,
-            self.embedding_dim,
-            [self.shard.rows],
-            self.embedding_dim,
-            self.num_embeddings_padded,
-            self.params_dtype,
-            weight_loader=self.weight_loader,
+        self._create_by_method(
+            self.embedding_dim, [self.shard.rows], self.embedding_dim, self.num_embeddings_padded
         )
-
-    def set_quant_method(self, method: LinearMethod) -> None:
-        """Keep the table as *method* does; it is uninitialized afterwards."""
-        for name in [name for name in self._parameters if name != "bias"]:
-            del self._parameters[name]
-        self.quant_method = method
-        self._create_weights()
 
     def _check_method(self) -> None:
         if not isinstance(self.quant_method, EmbeddingMethod):

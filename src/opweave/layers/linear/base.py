@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from opweave.layers.linear.method import LinearMethod, QuantConfig, default_method
+from opweave.layers.linear.has_method import HasLinearMethod
+from opweave.layers.linear.method import QuantConfig, default_method
 from opweave.layers.parallel import ALONE, current_tensor_parallel
-from opweave.layers.pluggable_layer import PluggableLayer
 from opweave.layers.weight_loading import describe, set_weight_attrs
 
 ShardId = int | str
 Result = Tensor | tuple[Tensor, Tensor | None]
 
 
-class LinearBase(PluggableLayer):
+class LinearBase(HasLinearMethod):
     """``y = x @ weight.T + bias``, possibly sharded over a tensor-parallel group.
 
     Parameters are uninitialized and do not require gradients. ``param.weight_loader(param,
@@ -58,15 +58,7 @@ class LinearBase(PluggableLayer):
         self.parallel = ALONE if disable_tp else current_tensor_parallel()
         self.tp_rank, self.tp_size = self.parallel.rank, self.parallel.size
         chosen = None if quant_config is None else quant_config.get_quant_method(self, prefix)
-        self.quant_method: LinearMethod = chosen or default_method()
-
-    def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor) -> None:
-        """Fill *param*, a parameter of this layer.
-
-        Raises:
-            WeightLoadError: the shape of *loaded_weight* does not fit.
-        """
-        raise NotImplementedError
+        self.quant_method = chosen or default_method()
 
     def extra_repr(self) -> str:
         """Return sizes, for ``repr(model)``."""
@@ -89,24 +81,12 @@ class LinearBase(PluggableLayer):
         set_weight_attrs(self.bias, weight_loader=self.weight_loader, **bias_attrs)
 
     def _create_weights(self) -> None:
-        others = set(self._parameters)
-        self.quant_method.create_weights(
-            self,
+        self._create_by_method(
             self.input_size_per_partition,
             self.output_partition_sizes,
             self.input_size,
             self.output_size,
-            self.params_dtype,
-            weight_loader=self.weight_loader,
         )
-        self._weight_names = self._parameters.keys() - others
-
-    def set_quant_method(self, method: LinearMethod) -> None:
-        """Keep the weights as *method* does; they are uninitialized afterwards."""
-        for name in self._weight_names:  # a model may have registered others, as for routers
-            del self._parameters[name]
-        self.quant_method = method
-        self._create_weights()
 
     def _result(self, y: Tensor, bias: Tensor | None) -> Result:
         if not self.return_bias:
