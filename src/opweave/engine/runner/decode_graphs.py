@@ -18,7 +18,7 @@ from opweave.engine.attention.batch import SequenceBatch
 from opweave.engine.attention.layers import LayerCaches
 from opweave.engine.cache import NULL_BLOCK
 from opweave.engine.runner.compilation import Forward
-from opweave.engine.runner.step import SequenceStep
+from opweave.engine.runner.step import SequenceStep, padded_tables
 from opweave.models import ForwardContext, forward_context
 from opweave.platforms import Platform
 from opweave.platforms.graphs import GraphRecorder
@@ -139,15 +139,10 @@ class DecodeGraphs:
         rows = [[step.token_ids[0] for step in steps], positions]
         rows = [[*row, *[0] * padding] for row in rows]
         for group, table in enumerate(self._tables):
-            blocks = [step.tables[group] for step in steps]
-            width = max(map(len, blocks))
-            padded = [[*row, *[NULL_BLOCK] * (width - len(row))] for row in blocks]
-            padded += [[NULL_BLOCK] * width] * padding
-            table[:size, :width].copy_(torch.tensor(padded, dtype=torch.int32))
-            slots = [
-                row[position // self._block_size] * self._block_size + position % self._block_size
-                for row, position in zip(blocks, positions, strict=True)
-            ]
+            tables = torch.tensor(padded_tables(steps, group), dtype=torch.int32)
+            table[: len(steps), : tables.shape[1]].copy_(tables)
+            table[len(steps) : size, 0] = NULL_BLOCK
+            slots = [step.slot(group, step.start, self._block_size) for step in steps]
             rows.append([*slots, *[_NO_SLOT] * padding])
         self._tokens[:, :size].copy_(torch.tensor(rows, dtype=torch.int64))
         self._lengths[:size].copy_(torch.tensor(lengths, dtype=torch.int32))

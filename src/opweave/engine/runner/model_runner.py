@@ -18,7 +18,7 @@ from opweave.engine.attention.specs import cache_specs
 from opweave.engine.cache.plan import CachePlan
 from opweave.engine.runner.compilation import compiled_forward, graph_sizes
 from opweave.engine.runner.decode_graphs import DecodeGraphs, record_decode_graphs
-from opweave.engine.runner.step import SequenceStep
+from opweave.engine.runner.step import SequenceStep, padded_tables
 from opweave.engine.sampling.logprobs import TokenLogprob, token_logprobs
 from opweave.engine.sampling.sampler import Sampler, non_finite
 from opweave.engine.sampling.sampling_request import Sampled
@@ -224,15 +224,12 @@ class ModelRunner:
         )
 
     def _tables(self, steps: Sequence[SequenceStep], group: int) -> Tensor:
-        tables = [step.tables[group] for step in steps]
-        width = max(map(len, tables))
-        padded = [[*table, *[0] * (width - len(table))] for table in tables]
-        return self._tensor(padded, torch.int32)
+        return self._tensor(padded_tables(steps, group), torch.int32)
 
     def _slots(self, steps: Sequence[SequenceStep], group: int, keeps: bool) -> Tensor:
         size = self.config.cache.block_size
         slots = [
-            step.tables[group][position // size] * size + position % size if keeps else -1
+            step.slot(group, position, size) if keeps else -1
             for step in steps
             for position in range(step.start, step.start + len(step.token_ids))
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from opweave.engine.cache import NULL_BLOCK
 from opweave.engine.sampling.sampling_request import SamplingRequest
 
 
@@ -28,3 +29,14 @@ class SequenceStep:
     tables: tuple[tuple[int, ...], ...]
     sampling: SamplingRequest | None
     targets: Sequence[int] = ()
+
+    def slot(self, group: int, position: int, block_size: int) -> int:
+        """Return the cache slot of the token at *position* in a group of layers."""
+        return self.tables[group][position // block_size] * block_size + position % block_size
+
+
+def padded_tables(steps: Sequence[SequenceStep], group: int) -> list[list[int]]:
+    """Return the block tables of a group of layers, padded with the null block to one length."""
+    tables = [step.tables[group] for step in steps]
+    width = max(map(len, tables))
+    return [[*table, *[NULL_BLOCK] * (width - len(table))] for table in tables]
