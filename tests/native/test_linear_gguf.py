@@ -64,8 +64,9 @@ def test_float32_loses_no_bits(module: ModuleType, isa: str, format: str) -> Non
     wanted = x.double() @ wide.T
     of_float32 = (x @ wide.float().T - wanted).norm()
     error = (run(module, x, weight, None, format) - wanted).norm()
-    # Of a sum of 768 terms in float32, one after the other: about sqrt(768) roundings of 2^-24.
-    assert error < max(3 * of_float32, 1e-6 * wanted.norm())
+    # At the base level, 768 terms are added one after the other: about sqrt(768) roundings of 2^-24.
+    room = 1e-6 if isa == "base" else 3e-7
+    assert error < max(3 * of_float32, room * wanted.norm())
 
 
 @each_format

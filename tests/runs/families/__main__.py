@@ -46,13 +46,13 @@ def main() -> int:
     chosen = given.only or names()
     if unknown := set(chosen) - set(names()):
         parser.error(f"unknown architectures: {', '.join(sorted(unknown))}")
-    comparison = {
-        "engine": partial(compare, model_impl=given.model_impl),
-        "optimize": optimize,
-        "compile": partial(compile_model, codegen=given.codegen),
+    comparison, cpu_seconds = {
+        "engine": (partial(compare, model_impl=given.model_impl), 120),
+        "optimize": (optimize, 120),
+        "compile": (partial(compile_model, codegen=given.codegen), 600),
     }[given.check]
     results, width = [], max(map(len, chosen))
-    for number, found in enumerate(compare_all(chosen, comparison, given.jobs), 1):
+    for number, found in enumerate(compare_all(chosen, comparison, given.jobs, cpu_seconds), 1):
         results += found
         if given.json:
             print(f"\r{number} of {len(chosen)}", end="", file=sys.stderr, flush=True)

@@ -17,16 +17,16 @@ from torch._inductor import config as inductor_config
 from opweave import ir
 from runs.families.compare import Result
 
-_CPU_SECONDS = 600  # of one architecture; on a busy machine, elapsed time says little
-
-
 Comparison = Callable[[str], list[Result]]
 
 
-def compare_all(names: Sequence[str], comparison: Comparison, jobs: int) -> Iterator[list[Result]]:
+def compare_all(
+    names: Sequence[str], comparison: Comparison, jobs: int, cpu_seconds: int
+) -> Iterator[list[Result]]:
     """Compare architectures, *jobs* at a time, and yield the results of each as it finishes.
 
-    Processes are forked from one that has imported everything and loaded the kernels.
+    Processes are forked from one that has imported everything and loaded the kernels. Each may use
+    *cpu_seconds*; on a busy machine, elapsed time says little.
     """
     torch.set_num_threads(1)
     inductor_config.compile_threads = 1  # a daemon process cannot start others
@@ -37,7 +37,7 @@ def compare_all(names: Sequence[str], comparison: Comparison, jobs: int) -> Iter
     while waiting or running:
         while waiting and len(running) < jobs:
             name = waiting.pop()
-            receiver, process = _start(name, comparison)
+            receiver, process = _start(name, comparison, cpu_seconds)
             running[receiver] = name, process
         for receiver in wait(list(running)):
             assert isinstance(receiver, Connection)
@@ -53,17 +53,19 @@ def compare_all(names: Sequence[str], comparison: Comparison, jobs: int) -> Iter
             process.join()
 
 
-def _start(name: str, comparison: Comparison) -> tuple[Connection, ForkProcess]:
+def _start(name: str, comparison: Comparison, cpu_seconds: int) -> tuple[Connection, ForkProcess]:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(name, comparison, sender), daemon=True)
+    process = context.Process(
+        target=_work, args=(name, comparison, cpu_seconds, sender), daemon=True
+    )
     process.start()
     sender.close()
     return receiver, process
 
 
-def _work(name: str, comparison: Comparison, sender: Connection) -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
+def _work(name: str, comparison: Comparison, cpu_seconds: int, sender: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
     silent = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(silent, stream.fileno())
