@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine.compared_logits import close, theirs
 from engine.quantized_checkpoints import WIDE
-from engine.test_quantized_formats import close, logits, theirs
+from engine.test_quantized_formats import logits
 from models import tiny_checkpoints
 
 ct = pytest.importorskip("compressed_tensors")

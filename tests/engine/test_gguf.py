@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter
 
+from engine.compared_logits import close, logits, theirs
 from engine.gguf_files import write
 from models import layer_checkpoints, tiny_checkpoints
-from models.tiny_checkpoints import random_ids
 from opweave.engine import CheckpointError, load_model
 from opweave.engine.loading.loader import check_ranks
 from opweave.models import UnsupportedModelError
 
-IDS = torch.tensor(random_ids(7, 40))
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
 FORMATS = [Kind.F16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K,
            Kind.Q6_K]  # fmt: skip
-
-
-def logits(path: Path) -> torch.Tensor:
-    model = load_model(path, dtype="float32")
-    with torch.inference_mode():
-        return model.compute_logits(model(IDS, torch.arange(len(IDS))))
-
-
-def theirs(model: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        found: torch.Tensor = model(IDS[None]).logits[0]
-    return found
-
-
-def close(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return bool((one - two).norm() <= 1e-4 * two.norm())
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)

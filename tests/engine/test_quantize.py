@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine import quantized_checkpoints as q
-from engine.test_quantized_formats import CASES, close, logits, theirs
+from engine.compared_logits import close, theirs
+from engine.test_quantized_formats import CASES, logits
 from models import layer_checkpoints, tiny_checkpoints
 from opweave.engine import CheckpointError, InvalidArgumentError
 from opweave.engine.loading.quantized.writer import quantize_checkpoint

@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine import compared_logits
 from engine import quantized_checkpoints as q
+from engine.compared_logits import IDS, close, theirs
 from models import layer_checkpoints
-from models.tiny_checkpoints import random_ids
 from opweave import ir
 from opweave.engine import CheckpointError, load_model
 from opweave.engine.loading.loader import check_ranks
 from opweave.models import UnsupportedModelError
 
-IDS = torch.tensor(random_ids(7, 40))
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
@@ -73,19 +73,9 @@ DENSE = {"gptq_8_bits", "gptq_8_bits_act_order", "fp8_block"}
 
 
 def logits(path: Path) -> torch.Tensor:
-    model = load_model(path, dtype="float32")
-    with torch.inference_mode(), ir.priority(linear_w4a16=["native"], linear_w8a16=["native"]):
-        return model.compute_logits(model(IDS, torch.arange(len(IDS))))
-
-
-def theirs(model: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        found: torch.Tensor = model(IDS[None]).logits[0]
-    return found
-
-
-def close(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return bool((one - two).norm() <= 1e-4 * two.norm())
+    """Return the logits by the definitions, which round like transformers."""
+    with ir.priority(linear_w4a16=["native"], linear_w8a16=["native"]):
+        return compared_logits.logits(path)
 
 
 @pytest.mark.parametrize("name", CASES)

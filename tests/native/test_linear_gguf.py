@@ -64,7 +64,7 @@ def test_float32_loses_no_bits(module: ModuleType, isa: str, format: str) -> Non
     wanted = x.double() @ wide.T
     of_float32 = (x @ wide.float().T - wanted).norm()
     error = (run(module, x, weight, None, format) - wanted).norm()
-    # At the base level, 768 terms are added one after the other: about sqrt(768) roundings of 2^-24.
+    # At the base level, 768 terms are added one by one: about sqrt(768) roundings of 2^-24.
     room = 1e-6 if isa == "base" else 3e-7
     assert error < max(3 * of_float32, room * wanted.norm())
 
