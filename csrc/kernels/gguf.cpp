@@ -7,6 +7,7 @@
 
 #include "kernels/gguf_blocks.h"
 #include "kernels/gguf_tokens.h"
+#include "kernels/packed_outputs.h"
 #include "kernels/prefetch.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
@@ -120,7 +121,7 @@ class GgufProducts {
 template <class T, class F>
 class GgufRows {
  public:
-  explicit GgufRows(const OpweaveLinearGguf& call) : call_(call) {}
+  explicit GgufRows(const OpweaveLinearGguf& call) : outputs_(call), call_(call) {}
 
   void run(int64_t begin, int64_t end) const {
     const int64_t length = (end - begin) / kStreams;
@@ -142,34 +143,18 @@ class GgufRows {
     GgufProducts<F, parts_of(T{}), R, N> products(row, apart, first, call_);
     products.run();
     for (int r = 0; r < R; ++r) {
-      for (int t = 0; t < N; ++t) store(row + r * apart, first + t, products.total(r, t));
+      for (int t = 0; t < N; ++t) outputs_.store(row + r * apart, first + t, products.total(r, t));
     }
-  }
-
-  void store(int64_t n, int64_t t, Vec total) const {
-    float y = sum(total);
-    if (call_.bias != nullptr) y += bias(n);
-    Lanes<T>::store(static_cast<T*>(call_.out) + t * call_.out_features + n, splat(y), Tail{1});
-  }
-
-  float bias(int64_t n) const {
-    if (call_.bias_dtype == OPWEAVE_FLOAT32) return static_cast<const float*>(call_.bias)[n];
-    return sum(Lanes<T>::load(static_cast<const T*>(call_.bias) + n, Tail{1}));
   }
 
   // Compute the outputs of tokens with NaN or infinity, in float32.
   void replace_infinite(int64_t begin, int64_t end) const {
     constexpr int64_t kColumns = F::kUnits * kUnit32;
-    const OpweaveGgufTokens& kept = *call_.kept;
-    for (int64_t t = 0; t < call_.tokens; ++t) {
-      const char* token = static_cast<const char*>(call_.x) + t * kept.stride;
-      if (reinterpret_cast<const TokenHeader*>(token)->is_finite) continue;
-      const RowCursor row(kept.rows, call_.first_token + t);
-      const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(kept.x), 1));
+    outputs_.each_infinite([&](int64_t t, const T* x) {
       for (int64_t n = begin; n < end; ++n) {
         Vec total = splat(0);
         const uint8_t* block = call_.weight.blocks + n * call_.weight.stride;
-        for (int64_t c = 0; c < kept.width; c += kColumns, block += F::kBytes) {
+        for (int64_t c = 0; c < call_.weight.width; c += kColumns, block += F::kBytes) {
           alignas(64) float weights[kColumns];
           widen_block<F>(weights, block);
           for_each_vec(kColumns, [&](int64_t i, auto part) {
@@ -177,11 +162,12 @@ class GgufRows {
                         total);
           });
         }
-        store(n, t, total);
+        outputs_.store(n, t, total);
       }
-    }
+    });
   }
 
+  PackedOutputs<T, OpweaveLinearGguf> outputs_;
   const OpweaveLinearGguf& call_;
 };
 

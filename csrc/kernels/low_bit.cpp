@@ -8,6 +8,7 @@
 
 #include "kernels/low_bit_tokens.h"
 #include "kernels/low_bit_weights.h"
+#include "kernels/packed_outputs.h"
 #include "kernels/prefetch.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
@@ -188,7 +189,7 @@ class RowProducts {
 template <class T>
 class LinearRows {
  public:
-  explicit LinearRows(const OpweaveLinearW4& call) : call_(call) {}
+  explicit LinearRows(const OpweaveLinearW4& call) : outputs_(call), call_(call) {}
 
   void run(int64_t begin, int64_t end) const {
     const int64_t length = (end - begin) / kStreams;
@@ -199,10 +200,6 @@ class LinearRows {
 
  private:
   static constexpr int kParts = parts_of(T{});
-
-  const char* token(int64_t t) const {
-    return static_cast<const char*>(call_.x) + t * call_.kept->stride;
-  }
 
   template <int R>
   void each_token(Rows rows) const {
@@ -216,31 +213,16 @@ class LinearRows {
 
   template <int R, int N>
   void add(Rows rows, int64_t first) const {
-    RowProducts<kParts, R, N> products(rows, token(first), call_);
+    RowProducts<kParts, R, N> products(rows, outputs_.token(first), call_);
     products.run();
     for (int r = 0; r < R; ++r) {
-      for (int t = 0; t < N; ++t) store(rows[r], first + t, products.total(r, t));
+      for (int t = 0; t < N; ++t) outputs_.store(rows[r], first + t, products.total(r, t));
     }
-  }
-
-  void store(int64_t n, int64_t t, Vec total) const {
-    float y = sum(total);
-    if (call_.bias != nullptr) y += bias(n);
-    Lanes<T>::store(static_cast<T*>(call_.out) + t * call_.out_features + n, splat(y), Tail{1});
-  }
-
-  float bias(int64_t n) const {
-    if (call_.bias_dtype == OPWEAVE_FLOAT32) return static_cast<const float*>(call_.bias)[n];
-    return sum(Lanes<T>::load(static_cast<const T*>(call_.bias) + n, Tail{1}));
   }
 
   // Compute the outputs of tokens with NaN or infinity, in float32.
   void replace_infinite(int64_t begin, int64_t end) const {
-    const OpweaveLowBitTokens& kept = *call_.kept;
-    for (int64_t t = 0; t < call_.tokens; ++t) {
-      if (reinterpret_cast<const TokenHeader*>(token(t))->is_finite) continue;
-      const RowCursor row(kept.rows, call_.first_token + t);
-      const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(kept.x), 1));
+    outputs_.each_infinite([&](int64_t t, const T* x) {
       for (int64_t n = begin; n < end; ++n) {
         Vec total = splat(0);
         each_piece(call_.weight, n, [&](const float* weights, int64_t column, int64_t count) {
@@ -249,11 +231,12 @@ class LinearRows {
                         Lanes<float>::load(weights + i, part), total);
           });
         });
-        store(n, t, total);
+        outputs_.store(n, t, total);
       }
-    }
+    });
   }
 
+  PackedOutputs<T, OpweaveLinearW4> outputs_;
   const OpweaveLinearW4& call_;
 };
 

@@ -1,13 +1,8 @@
 // Linear layers with 4-bit weights: argument checks, then the kernels.
 #include "kernels/low_bit.h"
 
-#include <algorithm>
-
-#include "module/linear_checks.h"
 #include "module/module.h"
-#include "module/row_checks.h"
-#include "module/scratch.h"
-#include "module/shapes.h"
+#include "module/packed_linear.h"
 
 namespace opweave {
 namespace {
@@ -65,36 +60,17 @@ void linear_w4a16(const View& out, const View& x, const View& weight, const View
     refuse_shape(x, "[..., " + std::to_string(call.weight.width) +
                         "], twice the last dimension of weight");
   }
-  check_out(out, x, weight);
-  if (bias != nullptr) check_bias(*bias, x, weight.sizes[0]);
-  check_disjoint(out, x);
+  check_packed_operands(out, x, weight, bias);
   check_disjoint_weight(out, weight, scale, offset);
-  if (bias != nullptr) check_disjoint(out, *bias);
   if (out.element_count() == 0) return;
 
   const OpweaveLowBitKernels& kernels = *active_kernels().low_bit;
   OpweaveLowBitTokens kept;
-  kept.x = x.data;
-  kept.rows = rows_of(out, x);
   kept.width = call.weight.width;
   kept.group = call.weight.group;
   kept.stride = kernels.token_bytes(x.dtype, kept.width, kept.group);
-  kept.dtype = x.dtype;
-  const int64_t tokens = std::min<int64_t>(kept.rows.count, OPWEAVE_LOW_BIT_TOKENS);
-  kept.out = scratch_of(tokens * kept.stride / static_cast<int64_t>(sizeof(float)));
-  call.x = kept.out;
-  call.kept = &kept;
-  call.bias = bias != nullptr ? bias->data : nullptr;
-  call.out_features = weight.sizes[0];
-  call.bias_dtype = bias != nullptr ? bias->dtype : x.dtype;
-  for (int64_t token = 0; token < kept.rows.count; token += tokens) {
-    call.first_token = token;
-    call.tokens = std::min(tokens, kept.rows.count - token);
-    call.out = out.data + token * call.out_features * out.element_size();
-    kernels.keep(token, token + call.tokens, &kept);
-    for_rows(call.out_features, kept.width / 2 * work_per_weight(call.tokens) + 1, kernels.linear,
-             &call);
-  }
+  run_packed(kernels, kept, call, out, x, weight.sizes[0], bias, OPWEAVE_LOW_BIT_TOKENS,
+             kept.width / 2);
 }
 
 // out = q * scale + offset, in float32 or bfloat16.
