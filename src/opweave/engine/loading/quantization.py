@@ -6,7 +6,7 @@ The tensors decide: a configuration left over from quantization does no harm to 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from opweave.engine.loading.checkpoint import Checkpoint, TensorFile
@@ -65,7 +65,10 @@ def opened(
     objects = (config.get(key) for key in _KEYS[:2])
     given: Mapping[str, Any] = next((each for each in objects if isinstance(each, Mapping)), {})
     method = str(given.get("quant_method"))
-    if method not in FORMATS or not any(map(_is_quantized, _dtypes(files).items())):
+    is_quantized = any(
+        name.endswith(_PACKED) or _is_narrow(name, dtype) for name, dtype in _dtypes(files).items()
+    )
+    if method not in FORMATS or not is_quantized:
         return unquantized(config, checkpoint, files), [*files]
     form = FORMATS[method](given)
     source = QuantizedFiles(files, form)
@@ -92,7 +95,7 @@ def unquantized(
     named = _named(config, checkpoint)
     dtypes = _dtypes(files)
     packed = next((name for name in dtypes if name.endswith(_PACKED)), None)
-    narrow = next(_narrow(dtypes), None)
+    narrow = next((name for name, dtype in dtypes.items() if _is_narrow(name, dtype)), None)
     if packed is not None or (narrow is not None and named is not None):
         signs = [named, f"the tensor {shown_name(packed or narrow or '')}"]
         raise UnsupportedModelError(
@@ -132,12 +135,6 @@ def _dtypes(files: Sequence[TensorFile]) -> dict[str, str]:
     return {name: dtype for file in files for name, dtype in file.dtypes().items()}
 
 
-def _is_quantized(tensor: tuple[str, str]) -> bool:
-    return tensor[0].endswith(_PACKED) or next(_narrow(dict([tensor])), None) is not None
-
-
-def _narrow(dtypes: Mapping[str, str]) -> Iterator[str]:
-    """Yield the matrices that are not made of floating-point numbers of 16 bits or more."""
-    for name, dtype in dtypes.items():
-        if dtype not in _PLAIN and name.endswith(("weight", "_proj")):
-            yield name
+def _is_narrow(name: str, dtype: str) -> bool:
+    """Whether it is a matrix of other than floating-point numbers of 16 bits or more."""
+    return dtype not in _PLAIN and name.endswith(("weight", "_proj"))

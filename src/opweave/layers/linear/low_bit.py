@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from opweave import ir
+from opweave.ir.ops.gguf_blocks import GGUF_BLOCKS
 from opweave.layers.errors import ShardingError
 from opweave.layers.linear.method import LinearMethod, UnquantizedLinearMethod
 from opweave.layers.weight_loading import describe, dim_of, fill, set_weight_attrs
@@ -134,13 +135,9 @@ class BlockMethod:
 
     Attributes:
         format: as ``linear_q`` calls it, such as ``"q4_k"``.
-        values: the weights in a block.
-        bytes: the size of a block.
     """
 
     format: str
-    values: int
-    bytes: int
 
     def create_weights(
         self,
@@ -152,8 +149,9 @@ class BlockMethod:
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        _check_share(layer, input_size_per_partition, input_size, self.values, "block")
-        size = input_size_per_partition // self.values * self.bytes
+        block = GGUF_BLOCKS[self.format]
+        _check_share(layer, input_size_per_partition, input_size, block.columns, "block")
+        size = input_size_per_partition // block.columns * block.size
         data = torch.empty(sum(output_partition_sizes), size, dtype=torch.uint8)
         _register(layer, "weight", data, input_dim=1, output_dim=0, **extra_weight_attrs)
 

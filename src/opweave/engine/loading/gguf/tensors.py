@@ -18,6 +18,7 @@ from opweave.engine.dependencies import require
 from opweave.engine.errors import CheckpointError
 from opweave.engine.loading.gguf.config import ROPE_FACTORS
 from opweave.engine.loading.gguf.file import GgufFile
+from opweave.ir.ops.gguf_blocks import GGUF_BLOCKS
 from opweave.layers.linear import LinearMethod
 from opweave.layers.linear.low_bit import BlockMethod
 from opweave.models import CheckpointModel
@@ -25,8 +26,6 @@ from opweave.models.weights import shown_name
 
 _log = logging.getLogger(__name__)
 
-# The formats of ``ir.ops.linear_q``; weights in others are dequantized.
-_FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
 _PLAIN = ("F32", "F16", "BF16", "F64")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # Of the arithmetic of the file's q and k, whose rows llama.cpp wants in another order.
@@ -124,16 +123,15 @@ class GgufTensors:
                     yield name, _Place(single)
 
     def _methods(self) -> Iterator[tuple[str, LinearMethod]]:
-        sizes = require("gguf", "gguf").GGML_QUANT_SIZES
         for name in self._places:
-            kind = self._entry(name).tensor_type
-            if name.endswith(".weight") and kind.name in _FORMATS:
-                method = BlockMethod(kind.name.lower(), *sizes[kind])
-                yield name.removesuffix(".weight"), method
+            format = self._entry(name).tensor_type.name.lower()
+            if name.endswith(".weight") and format in GGUF_BLOCKS:
+                yield name.removesuffix(".weight"), BlockMethod(format)
 
     def _log_formats(self) -> None:
         kinds = Counter(self._entry(name).tensor_type.name for name in self._places)
-        if others := {k: n for k, n in kinds.items() if k not in (*_FORMATS, *_PLAIN)}:
+        kept = {*_PLAIN, *map(str.upper, GGUF_BLOCKS)}
+        if others := {k: n for k, n in kinds.items() if k not in kept}:
             _log.warning(
                 "%s: %s are dequantized while they are loaded: no kernel reads their format",
                 self.file, ", ".join(f"{n} tensors of {k}" for k, n in others.items()),

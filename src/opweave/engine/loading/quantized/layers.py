@@ -69,7 +69,7 @@ def _set_tables(model: CheckpointModel, methods: Mapping[str, LinearMethod]) -> 
         if method is None or not isinstance(layer, VocabParallelEmbedding):
             continue
         if isinstance(method, BlockMethod):
-            method = BlockEmbeddingMethod(method.format, method.values, method.bytes)
+            method = BlockEmbeddingMethod(method.format)
         elif not isinstance(layer, ParallelLMHead):
             continue  # rows of other forms are not looked up
         if not (is_tied and isinstance(layer, ParallelLMHead)):

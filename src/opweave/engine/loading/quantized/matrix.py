@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opweave.engine.errors import CheckpointError
+from opweave.ir.ops.linear_low_bit import dequantized_w4
 from opweave.layers.linear import LinearMethod
 from opweave.layers.linear.low_bit import GroupedInt4Method, Weight8Method
 from opweave.models.weights import shown_name
@@ -47,10 +48,8 @@ class QuantizedMatrix:
         if isinstance(self.method, Weight8Method):
             return weight.float() * scale[:, None]
         assert isinstance(self.method, GroupedInt4Method), self.method
-        grouped = unpacked(weight, 4).view(*scale.shape, -1).float()
         offset = self.parameters.get("offset")
-        wide = -8 * scale if offset is None else offset.float()
-        found = (grouped * scale[..., None] + wide[..., None]).flatten(1)
+        found = dequantized_w4(weight, scale, offset, torch.float32)
         if self.method.is_ordered:
             return found[:, torch.argsort(self.parameters["order"])]
         return found
