@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, cast
 
 from gpu_queue.job import ROOT, Job, Stage
 from gpu_queue.sources import closure, files_in
@@ -74,7 +75,7 @@ def _implementations(device: str) -> Iterator[Job]:
         impl
         for op in registry.ops.values()
         for impl in op.impls.values()
-        if impl.provider not in CPU_PROVIDERS
+        if impl.base not in CPU_PROVIDERS
     ]
     # opweave's kernels first, then those of installed libraries, then torch's own, the definitions.
     found.sort(key=lambda impl: (impl.provider == "native", impl.provider != "triton"))
@@ -99,11 +100,17 @@ def _implementations(device: str) -> Iterator[Job]:
 
 def _sources(impl: IrOpImpl, body: str) -> tuple[Path, ...]:
     functions = (impl.impl_fn, impl.op.native)
-    files = [Path(inspect.unwrap(function).__code__.co_filename) for function in functions]
+    files = [Path(_code(function).co_filename) for function in functions]
     if (wrapped := Wrapped.by(impl)) is not None:  # its code is generated, and not in a file
         files = [file for each in wrapped.named() if (file := each.file())]
-        files.append(Path(impl.op.native.__code__.co_filename))
+        files.append(Path(_code(impl.op.native).co_filename))
     return (*closure([*files, Path(impl.site.file)], _KERNELS), *_body(body))
+
+
+def _code(function: Callable[..., Any]) -> CodeType:
+    if isinstance(function, partial):  # of a tunable kernel, with its values
+        function = function.func
+    return cast("FunctionType", inspect.unwrap(function)).__code__
 
 
 def _body(*names: str) -> tuple[Path, ...]:
