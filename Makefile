@@ -138,11 +138,18 @@ $(LARGE_LIBRARIES)/installed.stamp: $(VENV)/bin/python tests/kernel_libraries/re
 	  --target $(LARGE_LIBRARIES) --requirement tests/kernel_libraries/requirements-large.txt
 	touch $@
 
-test-vllm: $(VLLM)/installed.stamp $(VENV)/native.stamp ## run vLLM with opweave's kernels (3.5 GB)
+test-vllm: $(VLLM)/opweave.stamp ## run vLLM with opweave's kernels (3.5 GB)
 	$(VLLM)/bin/python -m pytest -c /dev/null -p no:cacheprovider integrations/vllm/tests
 
-# opweave by path, as its native kernels are built in the source tree. uv, because pip takes very long
-# to resolve what vLLM requires; it uses the wheels that pip finds.
+# As a wheel, built from the kernels that are compiled already.
+$(VLLM)/opweave.stamp: $(VLLM)/installed.stamp $(VENV)/native.stamp $(shell find src -name "*.py")
+	rm -rf build/wheel
+	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/wheel .
+	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --no-deps --reinstall \
+	  build/wheel/opweave-*.whl
+	touch $@
+
+# uv, because pip takes very long to resolve what vLLM requires; it uses the wheels that pip finds.
 $(VLLM)/installed.stamp: export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 $(VLLM)/installed.stamp: $(addprefix integrations/vllm/,pyproject.toml requirements.txt excludes.txt)
 	$(PYTHON) -m venv $(VLLM)
@@ -151,7 +158,6 @@ $(VLLM)/installed.stamp: $(addprefix integrations/vllm/,pyproject.toml requireme
 	  --requirement integrations/vllm/requirements.txt --excludes integrations/vllm/excludes.txt
 	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --no-deps \
 	  --editable integrations/vllm
-	echo "$(CURDIR)/src" > "$$($(VLLM)/bin/python -c 'import site; print(site.getsitepackages()[0])')/opweave.pth"
 	touch $@
 
 test-mindspore: $(MINDSPORE)/built.stamp ## build the MindSpore extension, run its tests
