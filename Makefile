@@ -145,8 +145,8 @@ test-vllm: $(VLLM)/opweave.stamp ## run vLLM with opweave's kernels (3.5 GB)
 $(VLLM)/opweave.stamp: $(VLLM)/installed.stamp $(VENV)/native.stamp $(shell find src -name "*.py")
 	rm -rf build/wheel
 	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/wheel .
-	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --no-deps --reinstall \
-	  build/wheel/opweave-*.whl
+	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --reinstall-package opweave \
+	  --constraint constraints.txt build/wheel/opweave-*.whl
 	touch $@
 
 # uv, because pip takes very long to resolve what vLLM requires; it uses the wheels that pip finds.
