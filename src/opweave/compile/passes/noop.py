@@ -43,10 +43,13 @@ def eliminate_noops(info: GraphInfo, context: Context) -> None:
     """Remove no-op views and duplicate splits."""
     splits: dict[Any, Node] = {}
     for node in info.nodes:
-        if node.op != "call_function" or node in info.returned:
-            continue  # AOTAutograd has recorded the aliasing of the outputs
+        if node.op != "call_function":
+            continue
         _skip_reshape(node, info)
-        replacement = _replacement(node, splits)
+        if node in info.returned:
+            replacement = _returned_replacement(node, info)
+        else:
+            replacement = _replacement(node, splits)
         if replacement is not None:
             node.replace_all_uses_with(replacement)
             info.graph.erase_node(node)
@@ -63,6 +66,19 @@ def _replacement(node: Node, splits: dict[Any, Node]) -> Node | None:
         first = splits.setdefault(_key(node), node)
         return first if first is not node else None
     return None
+
+
+def _returned_replacement(node: Node, info: GraphInfo) -> Node | None:
+    """Return an earlier node with the value of an output, if the graph may return its memory.
+
+    AOTAutograd has recorded which outputs share memory with inputs and with each other.
+    """
+    if node.target is not aten.slice_scatter.default or not _has_layout_of(node.args[1], node):
+        return None
+    source = cast("Node", node.args[1])
+    aliases = info.sharing(source)
+    is_new = all(alias.op == "call_function" and alias not in info.returned for alias in aliases)
+    return source if is_new else None
 
 
 def _skip_reshape(node: Node, info: GraphInfo) -> None:
