@@ -70,6 +70,31 @@ def test_a_loaded_graph_refuses_a_donated_input_that_overlaps_another(tmp_path: 
         loaded(both[:4], both[1:], inputs[2])
 
 
+def test_an_engine_can_check_that_a_loaded_graph_fits_the_settings(
+    tmp_path: Path, fresh_python: Any
+) -> None:
+    code = str(tmp_path / "program")
+    compiled_ahead(given()).save_compiled_function(code)
+    fresh_python(
+        f"""
+        import torch
+        from opweave import ir
+        from opweave.compile import CompileError
+
+        with open({code!r}, "rb") as file:
+            compiled = torch.compiler.load_compiled_function(file)._artifacts.compiled_fn
+        compiled.finalize_loading(None)
+        with ir.priority(silu_and_mul="native"):
+            try:
+                compiled.finalize_loading(None)
+            except CompileError as error:
+                assert "priorities, kernels or plugins have changed" in str(error)
+            else:
+                raise AssertionError("not rejected")
+    """,
+    )
+
+
 def test_a_graph_without_generated_code_cannot_be_saved() -> None:
     with pytest.raises(Exception, match="leave out the option codegen=False"):
         compiled_ahead(given(), codegen=False)

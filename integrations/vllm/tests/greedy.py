@@ -8,6 +8,7 @@ import sys
 
 import opweave_vllm
 from vllm import LLM, SamplingParams
+from vllm.compilation.counter import compilation_counter
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from opweave import ir
@@ -40,5 +41,11 @@ if __name__ == "__main__":
         with ir.record() as record:
             tokens.append(generate(checkpoint, json.loads(sys.argv[1])))
         records.append(str(record))
-    found = {"tokens": tokens, "records": records, "report": opweave_vllm.report()}
+    found = {
+        "tokens": tokens,
+        "records": records,
+        "report": opweave_vllm.report(),
+        "compiled": compilation_counter.num_aot_compiles,
+        "loaded": compilation_counter.num_aot_artifacts_loaded,
+    }
     print("\n" + json.dumps(found))

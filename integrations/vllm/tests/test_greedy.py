@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def run(folder: Path, seams: str, options: dict[str, Any]) -> dict[str, Any]:
+def run(
+    folder: Path,
+    seams: str,
+    options: dict[str, Any],
+    names: Iterable[str] = CONFIGS,
+    **variables: str,
+) -> dict[str, Any]:
     env = {
         **os.environ,
+        **variables,
         "OPWEAVE_VLLM_SEAMS": seams,
         "OPWEAVE_VLLM_REPORT": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the report is then of this process
@@ -82,7 +90,7 @@ def run(folder: Path, seams: str, options: dict[str, Any]) -> dict[str, Any]:
     }
     script = Path(__file__).with_name("greedy.py")
     done = subprocess.run(
-        [sys.executable, script, json.dumps(options), *(folder / name for name in CONFIGS)],
+        [sys.executable, script, json.dumps(options), *(folder / name for name in names)],
         env=env,
         check=False,
         capture_output=True,
@@ -112,3 +120,16 @@ def test_tokens_are_equal_and_opweave_runs(folder: Path, mode: str) -> None:
             wanted = RUNS[name] if seams == ALL else LINEAR | ATTENTION
             assert ran(record) >= wanted, (name, record)
         assert ran(found["report"]) >= set().union(*map(ran, found["records"])) - {()}
+
+
+def test_compiled_model_is_reused_after_a_restart(folder: Path) -> None:
+    options = {"compilation_config": {"mode": 2, "backend": "opweave"}}
+    first = run(folder, "all", options, ["llama"])
+    assert (first["compiled"], first["loaded"]) == (1, 0)
+    again = run(folder, "all", options, ["llama"], VLLM_FORCE_AOT_LOAD="1")
+    assert (again["compiled"], again["loaded"]) == (0, 1)
+    assert again["tokens"] == first["tokens"]
+    # Other priorities need other code.
+    changed = run(folder, "all", options, ["llama"], OPWEAVE_IR_OP_PRIORITY__SILU_AND_MUL="native")
+    assert (changed["compiled"], changed["loaded"]) == (1, 0)
+    assert changed["tokens"] == first["tokens"]

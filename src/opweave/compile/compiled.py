@@ -62,6 +62,8 @@ class CompiledGraph(compat.SerializableCallable):
         prepare_ops(graph_module)
         self._pristine = copy_module(graph_module)
         self._size_at = varying_size(example_inputs) if options.compile_ranges else None
+        ahead = compat.compiles_ahead_of_time()
+        self._settings = precompiled.settings_digest() if ahead else ""  # of the first variant
         self._donated = donated_inputs(GraphInfo(graph_module.graph))
         self._lock = threading.RLock()
         self._variants: dict[str, tuple[Runner, Report]] = {}  # by digest of the plan
@@ -90,7 +92,7 @@ class CompiledGraph(compat.SerializableCallable):
     def serialize_compile_artifacts(cls, fn: CompiledGraph) -> bytes:
         """Serialize the first variant, for ``aot_compile``."""
         run, report = next(iter(fn._variants.values()))
-        return precompiled.to_bytes(run, report, fn._donated)
+        return precompiled.to_bytes(run, report, fn._donated, fn._settings)
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> Callable[..., Any]:
