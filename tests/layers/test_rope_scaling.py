@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -62,6 +63,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32,
     },
 }
+PARAMETERS["dynamic-longer"] = PARAMETERS["dynamic"]
 PARAMETERS["longrope-long"] = PARAMETERS["longrope-short"]
 PARAMETERS["longrope-factor"] = {**PARAMETERS["longrope-short"], "attention_factor": 1.25}
 
@@ -91,9 +93,8 @@ def test_frequencies_and_table(name: str, share: float, theta: float) -> None:
     for key in ("short_factor", "long_factor"):
         if key in parameters:
             parameters[key] = parameters[key][: size // 2]
-    longest = 16 if name == "longrope-short" else TRAINED
-    length = int(TRAINED * 3.0) if name == "dynamic" else longest
-    frequencies, magnitude = hugging_face(parameters, length, share, theta)
+    longest = {"longrope-short": 16, "dynamic-longer": 3 * TRAINED}.get(name, TRAINED)
+    frequencies, magnitude = hugging_face(parameters, longest, share, theta)
     given = {**parameters, "rope_theta": theta, "partial_rotary_factor": share}
     layer = get_rope(HEAD, TRAINED, True, given, torch.float32, max_model_len=longest)
     assert isinstance(layer, RotaryEmbedding)
@@ -104,18 +105,72 @@ def test_frequencies_and_table(name: str, share: float, theta: float) -> None:
     angles = torch.outer(torch.arange(len(layer.cos_sin_cache)).double(), frequencies.double())
     expected = torch.cat((angles.cos(), angles.sin()), -1) * magnitude
     torch.testing.assert_close(layer.cos_sin_cache.double(), expected, atol=2e-4, rtol=0)
-    assert len(layer.cos_sin_cache) >= TRAINED
+    assert len(layer.cos_sin_cache) >= max(TRAINED, longest)
 
 
 @pytest.mark.parametrize("name", ["plain", "linear", "dynamic", "llama3", "yarn"])
 def test_rows_suffice_for_the_stretched_context(name: str) -> None:
-    rows = {"plain": 128, "linear": 512, "dynamic": 384, "llama3": 128, "yarn": 128}
+    rows = {"plain": 128, "linear": 512, "dynamic": 128, "llama3": 128, "yarn": 128}
     layer = get_rope(HEAD, TRAINED, True, PARAMETERS.get(name), torch.float32)
     assert len(layer.cos_sin_cache) == rows[name]
 
 
+# The types that transformers does not have, with the frequency of pair i of 32 and the magnitude.
+# In float64, from the formulas of the sources.
+VLLM: dict[str, tuple[dict[str, Any], Callable[[int], float], float]] = {
+    "ntk": ({"factor": 4.0}, lambda i: (4e4) ** (-i / 32) * 4.0 ** (-1 / 32), 1.0),
+    "ntk mixed": (
+        {"factor": 4.0, "mixed_b": 0.6},
+        lambda i: 1e4 ** (-i / 32) * 4.0 ** -(((i + 1) / 32) ** 0.6),
+        1.0,
+    ),
+    "dynamic alpha": (
+        {"alpha": 50.0},
+        lambda i: (1e4 * 50.0 ** (64 / 62)) ** (-i / 32),
+        1.0,
+    ),
+    "dynamic trained": (
+        {"factor": 2.0, "max_trained_positions": 64},
+        lambda i: (1e4 * 3.0 ** (64 / 62)) ** (-i / 32),  # 2 * 128 / 64 - 1
+        1.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VLLM)
+def test_types_of_vllm(name: str) -> None:
+    parameters, frequency, magnitude = VLLM[name]
+    layer = get_rope(HEAD, TRAINED, True, {"rope_type": name.split()[0], **parameters})
+    assert isinstance(layer, RotaryEmbedding)
+    expected = torch.tensor([frequency(i) for i in range(HEAD // 2)])
+    torch.testing.assert_close(layer.scaling.frequencies(HEAD, 1e4), expected, atol=0, rtol=1e-5)
+    assert layer.scaling.magnitude == magnitude
+    assert len(layer.cos_sin_cache) == TRAINED
+
+
+@pytest.mark.parametrize("kind", ["deepseek_yarn", "deepseek_llama_scaling"])
+@pytest.mark.parametrize(
+    ("weights", "magnitude"),
+    [
+        ({}, 0.1 * math.log(40) + 1),
+        ({"mscale": 0.5}, 0.05 * math.log(40) + 1),
+        ({"mscale": 0.707, "mscale_all_dim": 0.707}, 1.0),
+    ],
+)
+def test_yarn_of_deepseek(kind: str, weights: dict[str, float], magnitude: float) -> None:
+    rest = {"factor": 40.0, "original_max_position_embeddings": 32}
+    layer = get_rope(HEAD, TRAINED, True, {"rope_type": kind, **rest, **weights})
+    plain = get_rope(HEAD, TRAINED, True, {"rope_type": "yarn", **rest})
+    assert isinstance(layer, RotaryEmbedding)
+    assert isinstance(plain, RotaryEmbedding)
+    assert layer.scaling.magnitude == pytest.approx(magnitude)
+    assert layer.scaling.frequencies(64, 1e4).equal(plain.scaling.frequencies(64, 1e4))
+    assert len(layer.cos_sin_cache) == 1280
+
+
 def test_every_type_is_tested() -> None:
     tested = {p["rope_type"] for p in PARAMETERS.values()} | {"default", "mrope"}
+    tested |= {name.split()[0] for name in VLLM} | {"deepseek_yarn", "deepseek_llama_scaling"}
     assert set(ROPE_TYPES) == tested
 
 
@@ -149,6 +204,17 @@ def test_yarn_without_a_factor_takes_the_quotient_of_the_contexts() -> None:
             "less than",
         ),
         ({"rope_type": "longrope", "original_max_position_embeddings": 8}, "long_factor"),
+        ({"rope_type": "ntk"}, "'ntk': factor.*None"),
+        ({"rope_type": "dynamic", "alpha": 0}, "'dynamic': alpha.*0"),
+        (
+            {
+                "rope_type": "deepseek_yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 8,
+                "mscale": "1",
+            },
+            "mscale.*'1'",
+        ),
         (
             {
                 "rope_type": "longrope",

@@ -7,7 +7,9 @@ from opweave.layers.rotary.mrope import MRotaryEmbedding
 from opweave.layers.rotary.parameters import ROPE_TYPES
 from opweave.layers.rotary.rotary_embedding import RotaryEmbedding
 from opweave.layers.rotary.scaling import (
+    AlphaNTKScaling,
     DynamicNTKScaling,
+    FixedNTKScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -17,9 +19,11 @@ from opweave.layers.rotary.scaling import (
 
 __all__ = [
     "ROPE_TYPES",
+    "AlphaNTKScaling",
     "ApplyRotaryEmb",
     "DualChunkRotaryEmbedding",
     "DynamicNTKScaling",
+    "FixedNTKScaling",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",

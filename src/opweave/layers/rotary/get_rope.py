@@ -48,7 +48,7 @@ def get_rope(
         dtype: dtype of the table; by default, torch's default dtype.
         dual_chunk_attention_config: ``chunk_size`` and ``local_size``, for dual chunk attention.
         max_model_len: the maximum sequence length, by default *max_position*; it decides whether
-            ``longrope`` uses its long or its short factors.
+            ``longrope`` uses its long or its short factors, and the base of ``dynamic``.
 
     Raises:
         LayerArgumentError: a parameter is missing, unknown, or out of range.

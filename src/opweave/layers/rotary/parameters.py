@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from opweave.layers.errors import LayerArgumentError
 from opweave.layers.rotary.scaling import (
+    AlphaNTKScaling,
     DynamicNTKScaling,
+    FixedNTKScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -116,7 +119,15 @@ def _proportional(parameters: Mapping[str, Any], context: RopeContext) -> Scalin
 
 
 def _dynamic(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
-    return DynamicNTKScaling(number(parameters, "factor"))
+    if "alpha" in parameters:
+        return AlphaNTKScaling(number(parameters, "alpha"))
+    trained = int(number(parameters, "max_trained_positions", context.max_position))
+    longest = max(context.longest, context.max_position)
+    return DynamicNTKScaling(number(parameters, "factor"), trained, longest)
+
+
+def _ntk(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
+    return FixedNTKScaling(number(parameters, "factor"), _number_or_none(parameters, "mixed_b"))
 
 
 def _original(parameters: Mapping[str, Any], context: RopeContext) -> int:
@@ -148,6 +159,27 @@ def _yarn(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
     )
 
 
+def _deepseek_yarn(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
+    """YaRN whose magnitude is the quotient of those for the two weights, 1 and 0 by default."""
+    factor = number(parameters, "factor")
+    log = math.log(max(factor, 1.0)) / 10
+    weights = (parameters.get("mscale", 1.0), parameters.get("mscale_all_dim", 0.0))
+    for weight in weights:
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise LayerArgumentError(
+                f"rope_parameters of type 'deepseek_yarn': mscale and mscale_all_dim must be "
+                f"numbers, found {weight!r}."
+            )
+    magnitude, all_dim = (weight * log + 1 for weight in weights)
+    return YarnScaling(
+        factor,
+        int(number(parameters, "original_max_position_embeddings")),
+        _number_or(parameters, "beta_fast", 32.0),
+        _number_or(parameters, "beta_slow", 1.0),
+        magnitude / all_dim,
+    )
+
+
 def _longrope(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
     original = _original(parameters, context)
     length = "long" if context.longest > original else "short"
@@ -167,12 +199,15 @@ def _longrope(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any], RopeContext], Scaling]] = {
+    "deepseek_llama_scaling": _deepseek_yarn,
+    "deepseek_yarn": _deepseek_yarn,
     "default": _default,
     "dynamic": _dynamic,
     "linear": _linear,
     "llama3": _llama3,
     "longrope": _longrope,
     "mrope": _default,
+    "ntk": _ntk,
     "proportional": _proportional,
     "yarn": _yarn,
 }

@@ -79,26 +79,66 @@ class ProportionalScaling(Scaling):
 
 @dataclass(frozen=True)
 class DynamicNTKScaling(Scaling):
-    """Increases the base, for sequences *factor* times as long as in training.
+    """Increases the base for sequences that are longer than those in training.
 
     The base is that of the longest sequence, and fixed, because cached keys were rotated with it.
+    Up to the length in training, nothing changes.
+
+    Args:
+        factor: the strength of the scaling.
+        trained: the length in training.
+        longest: the length of the longest sequence.
 
     Source: the NTK-aware scaling described in section 3.1 of YaRN, arXiv:2309.00071.
     """
 
     factor: float
+    trained: int
+    longest: int
 
     def frequencies(self, size: int, theta: float) -> Tensor:
-        if size <= 2:
-            raise LayerArgumentError(
-                f"dynamic rotary scaling needs more than 2 rotated dimensions, found {size}."
-            )
-        # factor * length / trained - (factor - 1), where length = factor * trained
-        growth = self.factor * self.factor - (self.factor - 1)
-        return super().frequencies(size, theta * growth ** (size / (size - 2)))
+        length = max(self.longest, self.trained)
+        growth = self.factor * length / self.trained - (self.factor - 1)
+        return super().frequencies(size, _grown(theta, growth, size))
 
     def rows(self, max_positions: int) -> int:
-        return int(max_positions * self.factor)
+        return max(max_positions, self.longest)
+
+
+@dataclass(frozen=True)
+class AlphaNTKScaling(Scaling):
+    """Increases the base by a given factor, as Hunyuan's models do.
+
+    Source: the NTK-aware scaling described in section 3.1 of YaRN, arXiv:2309.00071.
+    """
+
+    alpha: float
+
+    def frequencies(self, size: int, theta: float) -> Tensor:
+        return super().frequencies(size, _grown(theta, self.alpha, size))
+
+
+@dataclass(frozen=True)
+class FixedNTKScaling(Scaling):
+    """Divides slow frequencies more than fast ones, with a fixed factor.
+
+    Args:
+        factor: the factor by which the context grows.
+        mixed: the exponent of mixed scaling; None: the base is multiplied by *factor*.
+
+    Source: Su, "NTK-aware scaled RoPE", the rope type ``"ntk"`` of vLLM.
+    """
+
+    factor: float
+    mixed: float | None = None
+
+    def frequencies(self, size: int, theta: float) -> Tensor:
+        if self.mixed is None:
+            growth = float(self.factor ** (2 / size))
+            return super().frequencies(size, theta * self.factor) / growth
+        pairs = torch.arange(1, size // 2 + 1, dtype=torch.float32, device="cpu")
+        exponents = math.log(self.factor) * (pairs / (size / 2)) ** self.mixed
+        return super().frequencies(size, theta) / exponents.exp()
 
 
 @dataclass(frozen=True)
@@ -221,6 +261,15 @@ class LongRopeScaling(Scaling):
             )
         factors = torch.tensor(self.factors, dtype=torch.float32, device="cpu")
         return 1.0 / (factors * _powers(size, theta))
+
+
+def _grown(theta: float, growth: float, size: int) -> float:
+    """Return the base with which the slowest pair rotates *growth* times slower."""
+    if size <= 2:
+        raise LayerArgumentError(
+            f"dynamic rotary scaling needs more than 2 rotated dimensions, found {size}."
+        )
+    return float(theta * growth ** (size / (size - 2)))
 
 
 def _powers(size: int, theta: float) -> Tensor:
