@@ -164,6 +164,42 @@ def test_errors_are_both_kinds(blend: IrOp) -> None:
     assert set(blend.impls) == {"native", "plus_ten", "in_place", "even"}
 
 
+@pytest.mark.parametrize(
+    ("predicate", "match"),
+    [
+        (True, "must be a callable, not True"),
+        (lambda x: True, r"number of parameters is 1; .* \['x', 'y'\]"),
+        (lambda x, *, y: True, "keyword-only parameters"),
+        (lambda x, z: True, "'z' does not match native parameter 'y'"),
+        (lambda x, y=1: True, "y=1 does not match native default"),
+    ],
+)
+def test_predicates_have_the_signature_of_the_op(blend: IrOp, predicate: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        blend.register_impl("other", supports_args=predicate)(lambda x, y: x)
+    assert "other" not in blend.impls
+
+
+def test_names_are_checked(blend: IrOp) -> None:
+    with pytest.raises(ValueError, match="op name 'Blend' is invalid"):
+        ir.register_op(name="Blend")(lambda x: x)
+    with pytest.raises(ValueError, match="provider name 'my-kernel' is invalid"):
+        blend.register_impl("my-kernel")
+
+
+def test_an_implementation_can_be_removed(blend: IrOp) -> None:
+    blend.set_default(["even", "plus_ten"])
+    assert blend(X, Y).equal(X + Y + 50)
+    del blend.impls["even"]
+    assert list(blend.impls) == ["native", "plus_ten", "in_place"]
+    assert len(blend.impls) == 3
+    blend.set_default(["plus_ten"])
+    assert blend(X, Y).equal(X + Y + 10)
+    for provider in ("even", "native"):
+        with pytest.raises(KeyError, match=provider):
+            del blend.impls[provider]
+
+
 def test_opweaves_explain_takes_the_op(blend: IrOp) -> None:
     with blend.set_priority(["even", "plus_ten"]):
         assert own.explain(blend, ODD, ODD) == own.explain(blend.wrapped, ODD, ODD)
@@ -237,10 +273,20 @@ def test_warnings(blend: IrOp, caplog: pytest.LogCaptureFixture) -> None:
             blend(X, Y)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     unset, incomplete = (record.getMessage() for record in caplog.records)
+    assert "fallback to native" in incomplete
     assert "blend" in unset
     assert "priority not set" in unset
     assert "blend" in incomplete
     assert "native may run" in incomplete
+
+
+def test_a_call_without_a_priority_warns_once(
+    blend: IrOp, caplog: pytest.LogCaptureFixture
+) -> None:
+    blend(X, Y)
+    blend(X, Y)
+    [record] = caplog.records
+    assert "blend: priority not set" in record.getMessage()
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ _FORM = "use lower-case letters, digits and underscores, not starting with a dig
 def check_op_name(name: object) -> str:
     """Return *name*; raise InvalidNameError if it is not a valid name for an op."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidNameError(f"{name!r} is not a valid name for an op: {_FORM}.")
+        raise InvalidNameError(f"op name {name!r} is invalid: {_FORM}.")
     if name.endswith(ANNOTATED_SUFFIX):
         raise InvalidNameError(f"op {name!r}: names must not end in {ANNOTATED_SUFFIX!r}.")
     if keyword.iskeyword(name) or compat.is_taken_in_torch_ops(name):
@@ -41,7 +41,7 @@ def check_op_name(name: object) -> str:
 def check_provider_name(name: object) -> str:
     """Return *name*; raise InvalidNameError if it is not a valid name for a provider."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidNameError(f"{name!r} is not a valid name for a provider: {_FORM}.")
+        raise InvalidNameError(f"provider name {name!r} is invalid: {_FORM}.")
     if name in RESERVED_PROVIDERS:
         raise InvalidNameError(
             f"provider {name!r} is reserved. The native implementation is the function that the "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from opweave import ir
 from opweave.integrations.vllm_api.ir.stack import registration_stack
+from opweave.ir.priority import NATIVE
 
 if TYPE_CHECKING:
     from opweave.integrations.vllm_api.ir.op import IrOp
@@ -51,9 +52,38 @@ class IrOpImpl:
         return self.wrapped.rejection(self.op.wrapped.bind(*args, **kwargs)) is None
 
     def uuid(self) -> str:
-        """Return a digest of the sources of the kernel and its predicate."""
+        """Return a digest of the source files of the kernel and its predicate."""
         return self.wrapped.uuid()
 
     @property
     def _registration_stack(self) -> list[str]:
         return registration_stack(self.wrapped.site)
+
+
+class Implementations(Mapping[str, IrOpImpl]):
+    """The implementations of an op by provider, native first."""
+
+    def __init__(self, op: IrOp) -> None:
+        self._op = op
+
+    def __getitem__(self, provider: str) -> IrOpImpl:
+        return self._op._impl(self._op.wrapped.impls[provider])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._op.wrapped.impls)
+
+    def __len__(self) -> int:
+        return len(self._op.wrapped.impls)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __delitem__(self, provider: str) -> None:
+        """Remove an implementation.
+
+        Raises:
+            KeyError: the op has none of this provider, or it is the native one.
+        """
+        if provider not in self or provider == NATIVE:
+            raise KeyError(provider)
+        self._op.wrapped._enter(provider, ())

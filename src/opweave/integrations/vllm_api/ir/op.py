@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import signature
-from types import MappingProxyType
 from typing import Any, ClassVar, overload
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from opweave import ir
 from opweave.base import compat
 from opweave.integrations.vllm_api.ir.errors import as_in_vllm
-from opweave.integrations.vllm_api.ir.impl import IrOpImpl
+from opweave.integrations.vllm_api.ir.impl import Implementations, IrOpImpl
 from opweave.integrations.vllm_api.ir.stack import registration_stack
 from opweave.integrations.vllm_api.ir.torch_wrap import torch_wrap_enabled
 from opweave.ir import RESERVED_PROVIDERS
@@ -75,6 +74,7 @@ class IrOp:
         self.wrapped, self.name = wrapped, wrapped.name
         self._impls: dict[ir.IrOpImpl, IrOpImpl] = {}
         self._warned: set[str] = set()
+        self._called = False
         if wrapped.allow_inplace:
             self.maybe_inplace = IrOpInplaceOverload(self)
         vars(wrapped)["vllm_api"] = self  # one wrapper per op, with the same lifetime
@@ -95,7 +95,12 @@ class IrOp:
         return object.__getattribute__(self, name)  # keeps the AttributeError of a property
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if compat.is_dynamo_compiling() or torch_wrap_enabled():
+        if compat.is_dynamo_compiling():
+            return self.wrapped(*args, **kwargs)
+        if not self._called:
+            self._called = True
+            self._warn_if_unset()
+        if torch_wrap_enabled():
             return self.wrapped(*args, **kwargs)
         return functional(self.dispatch(*args, **kwargs).wrapped)(*args, **kwargs)
 
@@ -135,19 +140,34 @@ class IrOp:
     # Implementations
 
     @property
-    def impls(self) -> Mapping[str, IrOpImpl]:
-        """Every registered implementation by provider, native first."""
-        found = self.wrapped.impls.items()
-        return MappingProxyType({provider: self._impl(impl) for provider, impl in found})
+    def impls(self) -> Implementations:
+        """Every registered implementation by provider, native first; ``del`` removes one."""
+        return Implementations(self)
 
-    def _check_whole_signature(self, predicate: Callable[..., bool]) -> None:
+    def _check_whole_signature(self, predicate: object) -> None:
         """Raise unless *predicate* has all parameters of the op, as in vLLM."""
-        found, wanted = signature(predicate), signature(self.wrapped.native)
-        if list(found.parameters) != list(wanted.parameters):
+        what = f"{self.name}: supports_args"
+        if not callable(predicate):
+            raise PredicateSignatureError(f"{what} must be a callable, not {predicate!r}.")
+        found = list(signature(predicate).parameters.values())
+        wanted = list(signature(self.wrapped.native).parameters.values())
+        if any(parameter.kind is parameter.KEYWORD_ONLY for parameter in found):
+            raise PredicateSignatureError(f"{what} must not have keyword-only parameters.")
+        if len(found) != len(wanted):
             raise PredicateSignatureError(
-                f"{self.name}: supports_args takes {list(found.parameters)}, but must take all "
-                f"parameters of the op, {list(wanted.parameters)}."
+                f"{what}: the number of parameters is {len(found)}; it must take all parameters "
+                f"of the op, {[parameter.name for parameter in wanted]}."
             )
+        for own, native in zip(found, wanted, strict=True):
+            if own.name != native.name:
+                raise PredicateSignatureError(
+                    f"{what}: {own.name!r} does not match native parameter {native.name!r}."
+                )
+            if own.default is not own.empty and (own.default,) != (native.default,):
+                raise PredicateSignatureError(
+                    f"{what}: {own.name}={own.default!r} does not match native default "
+                    f"{native.default!r}."
+                )
 
     def register_impl(
         self,
@@ -185,8 +205,7 @@ class IrOp:
 
     def dispatch(self, *args: Any, **kwargs: Any) -> IrOpImpl:
         """Return the implementation that a call with these arguments would run."""
-        if not self.get_priority():
-            self._warn("Op %s: priority not set; the native implementation is used.")
+        self._warn_if_unset()
         return self._impl(self.wrapped.dispatch(*args, **kwargs))
 
     def _impl(self, impl: ir.IrOpImpl) -> IrOpImpl:
@@ -225,8 +244,8 @@ class IrOp:
         complete = self._complete(entries)
         if complete[-1] == NATIVE and NATIVE not in priority:
             self._warn(
-                "Op %s: no provider of the priority supports all arguments, so native may run. Put "
-                "'native' last if that is intended."
+                "Op %s: no provider of the priority supports all arguments, so native may run. "
+                "If a fallback to native is intended, put 'native' last."
             )
         return complete
 
@@ -240,6 +259,10 @@ class IrOp:
             if impl.supported and impl.supports_all_args:
                 return found
         return [*found, NATIVE]
+
+    def _warn_if_unset(self) -> None:
+        if not self.get_priority():
+            self._warn("Op %s: priority not set; the native implementation is used.")
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
