@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
 
+from opweave import config
 from opweave.config import (
     CacheConfig,
-    CompilationConfig,
     CompilationMode,
     EngineConfig,
     KernelConfig,
     compilation_config,
     current_compilation_config,
 )
+from opweave.config.json_text import read_object
 from opweave.ir import IrOpPriorityConfig, priority
+from opweave.ir.errors import SettingError
 
 __all__ = [
     "CacheConfig",
@@ -23,15 +26,80 @@ __all__ = [
     "CompilationMode",
     "IrOpPriorityConfig",
     "KernelConfig",
+    "PassConfig",
     "VllmConfig",
     "get_cached_compilation_config",
     "get_current_vllm_config",
+    "get_current_vllm_config_or_none",
     "set_current_vllm_config",
 ]
 
 VllmConfig = EngineConfig
-get_cached_compilation_config = current_compilation_config
 
+
+@dataclass(frozen=True)
+class PassConfig:
+    """Which compiler passes run.
+
+    opweave fuses ops where it has a kernel for the fusion, with one switch for all: the ``fuse_``
+    fields that are given must be equal.
+
+    Raises:
+        SettingError: some fusions are on and others off.
+    """
+
+    eliminate_noops: bool = True
+    fuse_norm_quant: bool | None = None
+    fuse_act_quant: bool | None = None
+    fuse_attn_quant: bool | None = None
+    fuse_allreduce_rms: bool | None = None
+
+    def __post_init__(self) -> None:
+        fusions = self._fusions()
+        if len(set(fusions.values())) > 1:
+            raise SettingError(
+                f"PassConfig: {fusions} turns some fusions on and others off, but opweave has one "
+                "switch for all. Give them the same value, and prefer 'native' for the ops that "
+                "must not be fused."
+            )
+
+    def options(self) -> dict[str, bool]:
+        """Return the options of opweave's compiler that differ from their defaults."""
+        found = {
+            "noop_elimination": self.eliminate_noops,
+            "fusion": all(self._fusions().values()),
+        }
+        return {name: value for name, value in found.items() if not value}
+
+    def _fusions(self) -> dict[str, bool]:
+        names = [each.name for each in fields(self) if each.name.startswith("fuse_")]
+        given = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class CompilationConfig(config.CompilationConfig):
+    """opweave's configuration with vLLM's *pass_config*, which becomes backend options."""
+
+    pass_config: PassConfig = field(default_factory=PassConfig)
+
+    def __post_init__(self) -> None:
+        given = read_object("options", self.options)
+        object.__setattr__(self, "options", {**self.pass_config.options(), **given})
+        super().__post_init__()
+
+
+class _CurrentCompilation:
+    """``get_cached_compilation_config``: opweave's current configuration, which is never stale."""
+
+    def __call__(self) -> config.CompilationConfig:
+        return current_compilation_config()
+
+    def cache_clear(self) -> None:
+        """No-op: nothing is cached."""
+
+
+get_cached_compilation_config = _CurrentCompilation()
 
 _given: ContextVar[EngineConfig | None] = ContextVar("opweave_vllm_api_config", default=None)
 
@@ -60,3 +128,8 @@ def get_current_vllm_config() -> EngineConfig:
     if given is not None and given.compilation is compilation:
         return given
     return EngineConfig(compilation_config=compilation)  # no block, or opweave's own is innermost
+
+
+def get_current_vllm_config_or_none() -> EngineConfig | None:
+    """Return the configuration of the innermost block, or None outside a block."""
+    return None if _given.get() is None else get_current_vllm_config()

@@ -6,10 +6,16 @@ from dataclasses import dataclass
 
 from torch import Tensor, distributed
 
+from opweave.integrations.vllm_api.distributed.utils import divide
 from opweave.layers import TensorParallel, current_tensor_parallel
 
 __all__ = [
     "GroupCoordinator",
+    "get_dcp_group",
+    "get_dp_group",
+    "get_ep_group",
+    "get_pcp_group",
+    "get_pp_group",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
     "get_tp_group",
@@ -55,6 +61,17 @@ class GroupCoordinator:
         """Return the ranks' tensors, concatenated."""
         return self.parallel.all_gather(input_, dim)
 
+    def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
+        """Return this rank's part of the sum of the ranks' tensors, divided along *dim*.
+
+        Raises:
+            AssertionError: the number of ranks does not divide the size of *dim*.
+        """
+        if self.world_size == 1:
+            return input_
+        width = divide(input_.shape[dim], self.world_size)
+        return self.all_reduce(input_).narrow(dim, self.rank_in_group * width, width).contiguous()
+
 
 def get_tp_group() -> GroupCoordinator:
     """Return the group that layers are built for, or else the one of all processes."""
@@ -62,6 +79,31 @@ def get_tp_group() -> GroupCoordinator:
     if parallel.size == 1 and distributed.is_available() and distributed.is_initialized():
         parallel = TensorParallel.from_process_group()
     return GroupCoordinator(parallel)
+
+
+def get_ep_group() -> GroupCoordinator:
+    """Return the ranks that share the experts: those of :func:`get_tp_group`."""
+    return get_tp_group()
+
+
+def get_dp_group() -> GroupCoordinator:
+    """Return this rank alone: opweave's replicas do not communicate."""
+    return GroupCoordinator(TensorParallel())
+
+
+def get_pp_group() -> GroupCoordinator:
+    """Return this rank alone: opweave has no pipeline parallelism."""
+    return GroupCoordinator(TensorParallel())
+
+
+def get_pcp_group() -> GroupCoordinator:
+    """Return this rank alone: opweave has no context parallelism of prompts."""
+    return GroupCoordinator(TensorParallel())
+
+
+def get_dcp_group() -> GroupCoordinator:
+    """Return this rank alone: opweave has no context parallelism of decode steps."""
+    return GroupCoordinator(TensorParallel())
 
 
 def get_tensor_model_parallel_world_size() -> int:

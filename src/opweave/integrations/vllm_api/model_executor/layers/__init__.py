@@ -1,1 +1,1 @@
-"""Where vLLM keeps quantization; import layers from :mod:`opweave.layers`."""
+"""Layers by the module names of vLLM; the classes are those of :mod:`opweave.layers`."""

@@ -1,0 +1,1 @@
+"""Attention backends, by the module names of earlier versions of vLLM."""

@@ -1,0 +1,9 @@
+"""Attention layers."""
+
+from opweave.layers import (
+    MMEncoderAttention,
+)
+
+__all__ = [
+    "MMEncoderAttention",
+]

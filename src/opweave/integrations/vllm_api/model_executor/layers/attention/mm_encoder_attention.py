@@ -1,0 +1,9 @@
+"""Attention of multimodal encoders."""
+
+from opweave.layers import (
+    MMEncoderAttention,
+)
+
+__all__ = [
+    "MMEncoderAttention",
+]

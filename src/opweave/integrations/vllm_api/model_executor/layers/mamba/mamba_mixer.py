@@ -1,0 +1,9 @@
+"""Mamba mixer."""
+
+from opweave.layers import (
+    MambaMixer,
+)
+
+__all__ = [
+    "MambaMixer",
+]

@@ -1,0 +1,9 @@
+"""Mamba-2 mixer."""
+
+from opweave.layers import (
+    MambaMixer2,
+)
+
+__all__ = [
+    "MambaMixer2",
+]

@@ -1,0 +1,9 @@
+"""Short convolution."""
+
+from opweave.layers import (
+    ShortConv,
+)
+
+__all__ = [
+    "ShortConv",
+]

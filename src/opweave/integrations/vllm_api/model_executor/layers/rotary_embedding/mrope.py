@@ -1,0 +1,9 @@
+"""Multimodal rotary embedding."""
+
+from opweave.layers import (
+    MRotaryEmbedding,
+)
+
+__all__ = [
+    "MRotaryEmbedding",
+]
