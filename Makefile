@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+VLLM_TESTS := build/vllm-tests
 MINDSPORE := .venv-mindspore
 # Separate from the environment, so that its torch and Inductor are those of a user without Triton.
 TRITON := build/triton
@@ -37,7 +38,7 @@ export NO_MKDOCS_2_WARNING := 1
 DEV := $(VENV)/dev.stamp $(VENV)/native.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-aarch64 test-sanitizers test-mindspore test-triton test-libraries test-libraries-large test-vllm check fix bench bench-all bench-engine docs clean
+.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-aarch64 test-sanitizers test-mindspore test-triton test-libraries test-libraries-large test-vllm test-vllm-own check fix bench bench-all bench-engine docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -159,6 +160,16 @@ $(VLLM)/installed.stamp: $(addprefix integrations/vllm/,pyproject.toml requireme
 	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --no-deps \
 	  --editable integrations/vllm
 	touch $@
+
+test-vllm-own: $(DEV) $(VLLM_TESTS)/pylock.toml ## run vLLM's own tests of IR, ops, passes and plugins (45 MB)
+	$(BIN)/python tests/runs/vllm_tests
+
+# uv finds the URL of the source distribution without building it.
+$(VLLM_TESTS)/pylock.toml: tests/runs/vllm_tests/requirements.txt | $(VENV)/bin/python
+	mkdir -p $(VLLM_TESTS)
+	$(PIP) install --upgrade --target $(VLLM_TESTS)/uv uv
+	$(VLLM_TESTS)/uv/bin/uv pip compile --quiet --no-deps --no-header --format pylock.toml \
+	  --python $(BIN)/python --output-file $@ $<
 
 test-mindspore: $(MINDSPORE)/built.stamp ## build the MindSpore extension, run its tests
 	PYTHONPATH=src $(MINDSPORE)/bin/python -m pytest tests/mindspore
