@@ -6,15 +6,20 @@
 #include "kernels/gguf.h"
 
 #include "kernels/gguf_blocks.h"
-#include "kernels/gguf_tokens.h"
+#include "kernels/gguf_steps.h"
 #include "kernels/packed_outputs.h"
 #include "kernels/prefetch.h"
 #include "kernels/storage.h"
 #include "kernels/table.h"
 
+#if defined(__AMX_BF16__)
+#include "kernels/isa/linear_tiles_amx.h"
+#endif
+
 namespace {
 
 constexpr int kStreams = 4;
+constexpr int kTogether = kLanes == 16 ? 4 : 2;  // tokens at once; limited by the registers
 
 // The scales of the vectors of a unit.
 template <int kScales>
@@ -118,6 +123,52 @@ class GgufProducts {
   Vec totals_[R][T];
 };
 
+// How tokens are packed for a format, and multiplied.
+template <class F, class Steps = typename StepsOf<F>::type>
+struct Packing {
+  template <int P, int R, int T>
+  using Products = StepProducts<Steps, P, R, T>;
+
+  template <int P, class T>
+  static void pack(char* out, const T* x, int64_t width) {
+    pack_steps<Steps, P>(out, x, width);
+  }
+  template <int P>
+  static int64_t bytes(int64_t width) {
+    return TokenSteps<Steps, P>::bytes(width);
+  }
+};
+
+template <class F>
+struct Packing<F, void> {
+  template <int P, int R, int T>
+  using Products = GgufProducts<F, P, R, T>;
+
+  template <int P, class T>
+  static void pack(char* out, const T* x, int64_t width) {
+    pack_units<P>(out, x, width);
+  }
+  template <int P>
+  static int64_t bytes(int64_t width) {
+    return TokenUnits<P>::bytes(width);
+  }
+};
+
+struct KeepGgufTokens {
+  template <class T>
+  static void run(int64_t begin, int64_t end, const OpweaveGgufTokens& call) {
+    with_format(call.format, [&](auto format) {
+      RowCursor row(call.rows, begin);
+      char* out = static_cast<char*>(call.out);
+      for (int64_t r = begin; r < end; ++r, row.advance(), out += call.stride) {
+        Packing<decltype(format)>::template pack<parts_of(T{})>(
+            out, reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1)),
+            call.width);
+      }
+    });
+  }
+};
+
 template <class T, class F>
 class GgufRows {
  public:
@@ -134,13 +185,16 @@ class GgufRows {
   template <int R>
   void each_token(int64_t row, int64_t apart) const {
     int64_t t = 0;
+    if constexpr (kTogether == 4) {
+      for (; t + 4 <= call_.tokens; t += 4) add<R, 4>(row, apart, t);
+    }
     for (; t + 2 <= call_.tokens; t += 2) add<R, 2>(row, apart, t);
     if (t < call_.tokens) add<R, 1>(row, apart, t);
   }
 
   template <int R, int N>
   void add(int64_t row, int64_t apart, int64_t first) const {
-    GgufProducts<F, parts_of(T{}), R, N> products(row, apart, first, call_);
+    typename Packing<F>::template Products<parts_of(T{}), R, N> products(row, apart, first, call_);
     products.run();
     for (int r = 0; r < R; ++r) {
       for (int t = 0; t < N; ++t) outputs_.store(row + r * apart, first + t, products.total(r, t));
@@ -180,19 +234,19 @@ void linear_gguf(int64_t begin, int64_t end, void* erased) {
   });
 }
 
+// Write `count` weights of a row of blocks.
+template <class F, class T>
+inline void widen_blocks(T* to, const uint8_t* block, int64_t count) {
+  constexpr int64_t kColumns = F::kUnits * kUnit32;
+  for (int64_t c = 0; c < count; c += kColumns, block += F::kBytes) widen_block<F>(to + c, block);
+}
+
 template <class T, class F>
 void widen_rows(int64_t begin, int64_t end, const OpweaveWidenGguf& call) {
-  constexpr int64_t kColumns = F::kUnits * kUnit32;
-  T* to = static_cast<T*>(call.out) + begin * call.weight.width;
-  for (int64_t n = begin; n < end; ++n) {
-    const uint8_t* block = call.weight.blocks + n * call.weight.stride;
-    for (int64_t c = 0; c < call.weight.width; c += kColumns, block += F::kBytes, to += kColumns) {
-      alignas(64) float weights[kColumns];
-      widen_block<F>(weights, block);
-      for_each_vec(kColumns, [&](int64_t i, auto part) {
-        Lanes<T>::store(to + i, Lanes<float>::load(weights + i, part), part);
-      });
-    }
+  const OpweaveGgufWeight& weight = call.weight;
+  T* to = static_cast<T*>(call.out) + begin * weight.width;
+  for (int64_t n = begin; n < end; ++n, to += weight.width) {
+    widen_blocks<F>(to, weight.blocks + n * weight.stride, weight.width);
   }
 }
 
@@ -204,6 +258,49 @@ void widen_gguf(int64_t begin, int64_t end, void* erased) {
     widen_rows<float, F>(begin, end, call);
   });
 }
+
+#if defined(__AMX_BF16__)
+
+// Blocks for LinearTiles, rounded to bfloat16.
+template <class F>
+class BlockWeights {
+ public:
+  static constexpr float kUnit = 1;
+
+  explicit BlockWeights(const OpweaveGgufWeight& weight) : weight_(weight) {}
+
+  void fetch(int64_t row, int64_t column, int64_t width) const {
+    prefetch(at(row, column), width / kColumns * F::kBytes);
+  }
+  void widen(BFloat16* to, int64_t row, int64_t column, int64_t width) const {
+    widen_blocks<F>(to, at(row, column), width);
+  }
+
+ private:
+  static constexpr int64_t kColumns = F::kUnits * kUnit32;
+
+  const uint8_t* at(int64_t row, int64_t column) const {
+    return weight_.blocks + row * weight_.stride + column / kColumns * F::kBytes;
+  }
+
+  const OpweaveGgufWeight& weight_;
+};
+
+void linear_tiles(int64_t begin, int64_t end, void* erased) {
+  const OpweaveManyGguf& call = *static_cast<const OpweaveManyGguf*>(erased);
+  with_format(call.weight.format, [&](auto format) {
+    using Weights = BlockWeights<decltype(format)>;
+    LinearTiles<Weights>(call.linear, Weights(call.weight)).template run<BFloat16>(begin, end);
+  });
+}
+
+constexpr OpweaveLinearMany kMany = many_by_tiles(linear_tiles);
+
+#else
+
+constexpr OpweaveLinearMany kMany = {};
+
+#endif
 
 int64_t block_columns(OpweaveGgufFormat format) {
   int64_t columns = 0;
@@ -217,13 +314,19 @@ int64_t block_bytes(OpweaveGgufFormat format) {
   return bytes;
 }
 
-int64_t token_bytes(OpweaveDtype dtype, int64_t width) {
-  return dtype == OPWEAVE_FLOAT32 ? TokenUnits<2>::bytes(width) : TokenUnits<1>::bytes(width);
+int64_t token_bytes(OpweaveDtype dtype, int64_t width, OpweaveGgufFormat format) {
+  int64_t bytes = 0;
+  with_format(format, [&](auto f) {
+    using Tokens = Packing<decltype(f)>;
+    bytes = dtype == OPWEAVE_FLOAT32 ? Tokens::template bytes<2>(width)
+                                     : Tokens::template bytes<1>(width);
+  });
+  return bytes;
 }
 
 }  // namespace
 
 OPWEAVE_KERNEL_TABLE(OpweaveGgufKernels, gguf) = {
-    block_columns, block_bytes, token_bytes, run_for_type<KeepUnits, OpweaveGgufTokens>,
-    linear_gguf,   widen_gguf,
+    block_columns, block_bytes, token_bytes, run_for_type<KeepGgufTokens, OpweaveGgufTokens>,
+    linear_gguf,   widen_gguf,  kMany,
 };

@@ -1,7 +1,7 @@
 // The plain C interface of linear layers with the blocks of GGUF files; see kernels.h for the rules.
 #pragma once
 
-#include "core/types.h"
+#include "kernels/linear.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -28,6 +28,7 @@ struct OpweaveGgufTokens {
   int64_t width;
   int64_t stride;  // in bytes; at least token_bytes
   enum OpweaveDtype dtype;
+  enum OpweaveGgufFormat format;  // of the weights
 };
 
 struct OpweaveGgufWeight {
@@ -51,6 +52,12 @@ struct OpweaveLinearGguf {
   enum OpweaveDtype bias_dtype;
 };
 
+// A linear layer for many tokens in bfloat16.
+struct OpweaveManyGguf {
+  struct OpweaveLinear linear;  // without weight and scale
+  struct OpweaveGgufWeight weight;
+};
+
 // out[n] = weight[n], in out_dtype (float32 or bfloat16); out is contiguous.
 struct OpweaveWidenGguf {
   void* out;
@@ -61,10 +68,11 @@ struct OpweaveWidenGguf {
 struct OpweaveGgufKernels {
   int64_t (*block_columns)(enum OpweaveGgufFormat format);
   int64_t (*block_bytes)(enum OpweaveGgufFormat format);
-  int64_t (*token_bytes)(enum OpweaveDtype dtype, int64_t width);
+  int64_t (*token_bytes)(enum OpweaveDtype dtype, int64_t width, enum OpweaveGgufFormat format);
   OpweaveRangeKernel keep;    // call: OpweaveGgufTokens*
   OpweaveRangeKernel linear;  // call: OpweaveLinearGguf*
   OpweaveRangeKernel widen;   // call: OpweaveWidenGguf*
+  struct OpweaveLinearMany many;  // call: OpweaveManyGguf*
 };
 
 #ifdef __cplusplus

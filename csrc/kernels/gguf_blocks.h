@@ -203,24 +203,44 @@ inline void with_format(OpweaveGgufFormat format, Visit visit) {
   }
 }
 
-// Write the weights of a block as float32, rounded as the definition rounds.
-template <class F>
-inline void widen_block(float* to, const uint8_t* block) {
+}  // namespace
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include "kernels/isa/gguf_widen_avx512.h"
+#endif
+
+namespace {
+
+#if !defined(OPWEAVE_WIDENS_UNITS)
+
+// Write the weights of a unit, rounded as the definition rounds. `offset` is null if there is none.
+template <class F, class T>
+inline void widen_unit(T* to, const Unit& unit, const float* scales, const float* offset) {
+  alignas(64) int16_t numbers[kUnit32];
+  alignas(64) float weights[kUnit32];
+  memcpy(numbers, unit, sizeof(numbers));
+  for (int i = 0; i < kUnit32; ++i) {
+    const float product = static_cast<float>(numbers[i]) * scales[i * F::kScales / kUnit32];
+    weights[i] = F::kHasOffsets ? product + *offset : product;
+  }
+  for_each_vec(kUnit32, [=](int64_t i, auto part) {
+    Lanes<T>::store(to + i, Lanes<float>::load(weights + i, part), part);
+  });
+}
+
+#endif
+
+// Write the weights of a block.
+template <class F, class T>
+inline void widen_block(T* to, const uint8_t* block) {
   Factors factors;
   F::load(factors, block);
   each_index<F::kUnits>([&](auto u) {
     constexpr int kU = decltype(u)::value;
     Unit unit;
     F::template unit<kU>(unit, block);
-    alignas(64) int16_t numbers[kUnit32];
-    memcpy(numbers, unit, sizeof(numbers));
-    for (int s = 0; s < F::kScales; ++s) {
-      const float scale = factors.of[kU * F::kScales + s];
-      for (int i = s * kUnit32 / F::kScales; i < (s + 1) * kUnit32 / F::kScales; ++i) {
-        const float product = static_cast<float>(numbers[i]) * scale;
-        to[kU * kUnit32 + i] = F::kHasOffsets ? product + factors.of[8 + kU] : product;
-      }
-    }
+    const float* offset = F::kHasOffsets ? factors.of + 8 + kU : nullptr;
+    widen_unit<F>(to + kU * kUnit32, unit, factors.of + kU * F::kScales, offset);
   });
 }
 

@@ -67,31 +67,24 @@ inline uint32_t pack_unit(UnitX<P>& to, float& scale, float& sum, const float* c
   return largest;
 }
 
-struct KeepUnits {
-  template <class T>
-  static void run(int64_t begin, int64_t end, const OpweaveGgufTokens& call) {
-    constexpr int kParts = parts_of(T{});
-    RowCursor row(call.rows, begin);
-    char* out = static_cast<char*>(call.out);
-    for (int64_t r = begin; r < end; ++r, row.advance(), out += call.stride) {
-      const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
-      const TokenUnits<kParts> token(out, call.width);
-      memset(const_cast<float*>(token.sums), 0,
-             static_cast<size_t>(token.sums_of(call.width)) * sizeof(float));
-      uint32_t largest = 0;
-      for (int64_t u = 0; u < call.width / kUnit32; ++u) {
-        alignas(64) float columns[kUnit32];
-        for_each_vec(kUnit32, [&](int64_t i, auto part) {
-          Lanes<float>::store(columns + i, Lanes<T>::load(x + u * kUnit32 + i, part), part);
-        });
-        const uint32_t magnitude = pack_unit<kParts>(
-            const_cast<UnitX<kParts>&>(token.units[u]), const_cast<float&>(token.scales[u]),
-            const_cast<float&>(token.sums[token.place_of_sum(u)]), columns);
-        largest = magnitude > largest ? magnitude : largest;
-      }
-      reinterpret_cast<TokenHeader*>(out)->is_finite = largest < 0x7f800000u;
-    }
+// Pack a token in the order of its columns.
+template <int P, class T>
+inline void pack_units(char* out, const T* x, int64_t width) {
+  const TokenUnits<P> token(out, width);
+  memset(const_cast<float*>(token.sums), 0,
+         static_cast<size_t>(token.sums_of(width)) * sizeof(float));
+  uint32_t largest = 0;
+  for (int64_t u = 0; u < width / kUnit32; ++u) {
+    alignas(64) float columns[kUnit32];
+    for_each_vec(kUnit32, [&](int64_t i, auto part) {
+      Lanes<float>::store(columns + i, Lanes<T>::load(x + u * kUnit32 + i, part), part);
+    });
+    const uint32_t magnitude = pack_unit<P>(
+        const_cast<UnitX<P>&>(token.units[u]), const_cast<float&>(token.scales[u]),
+        const_cast<float&>(token.sums[token.place_of_sum(u)]), columns);
+    largest = magnitude > largest ? magnitude : largest;
   }
-};
+  reinterpret_cast<TokenHeader*>(out)->is_finite = largest < 0x7f800000u;
+}
 
 }  // namespace

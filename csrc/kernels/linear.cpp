@@ -330,24 +330,15 @@ void linear_tiles(int64_t begin, int64_t end, void* erased) {
   with_storage(call.dtype, [&](auto storage) {
     using T = decltype(storage);
     if (call.weight_dtype == OPWEAVE_INT8) {
-      LinearTiles<int8_t>(call).run<T>(begin, end);
+      LinearTiles<Weights8<int8_t>>(call, Weights8<int8_t>(call)).run<T>(begin, end);
     } else {
-      LinearTiles<Float8>(call).run<T>(begin, end);
+      LinearTiles<Weights8<Float8>>(call, Weights8<Float8>(call)).run<T>(begin, end);
     }
   });
 }
 
-int64_t bytes_of_tiles(OpweaveDtype dtype) {
-  int64_t parts = 1;
-  with_storage(dtype, [&](auto storage) { parts = kParts<decltype(storage)>; });
-  return parts * kBlockTiles * kTileElements * static_cast<int64_t>(sizeof(BFloat16));
-}
-
 constexpr OpweaveLinearMany kMany = {};
-constexpr OpweaveLinearMany kManyW8 = {
-    run_for_type<KeepTiles, OpweaveLinearTokens>, linear_tiles, kTileRows, kBlockColumns,
-    bytes_of_tiles,
-};
+constexpr OpweaveLinearMany kManyW8 = many_by_tiles(linear_tiles);
 
 #elif defined(OPWEAVE_HAS_PANELS)
 

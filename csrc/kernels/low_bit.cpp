@@ -16,6 +16,9 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include "kernels/isa/low_bit_widen_avx512.h"
 #endif
+#if defined(__AMX_BF16__)
+#include "kernels/isa/linear_tiles_amx.h"
+#endif
 
 namespace {
 
@@ -75,10 +78,10 @@ __attribute__((always_inline)) inline void each_product(const uint8_t* const (&w
 template <int P, int R, int T>
 class RowProducts {
  public:
-  RowProducts(Rows rows, const char* x, const OpweaveLinearW4& call)
+  RowProducts(Rows rows, const char* x, const OpweaveLinearW4& call, const ScaleLayout& layout)
       : rows_(rows),
-        call_(call),
         weight_(call.weight),
+        layout_(layout),
         x_{token_chunks<P>(x), call.kept->stride},
         sums_(group_sums<P>(x, weight_.width)) {
     OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
@@ -88,11 +91,12 @@ class RowProducts {
   }
 
   void run() {
-    const ScaleLayout layout(weight_);
-    if (layout.is_wide) {
+    if (layout_.is_wide) {
       add_wide_groups();
+    } else if (layout_.is_regular) {
+      add_narrow_groups();
     } else {
-      add_narrow_groups(layout);
+      add_irregular_groups();
     }
     if (weight_.offset != nullptr) add_offsets();
   }
@@ -134,20 +138,56 @@ class RowProducts {
     }
   }
 
-  // Chunks with several groups, whose scales are spread over the lanes.
-  void add_narrow_groups(const ScaleLayout& layout) {
+  // Chunks with several groups: a vector has the scales of one or more of them.
+  void add_narrow_groups() {
+    const int64_t groups = weight_.width / weight_.group;
+    int64_t g = 0;
+    for (; g + kLanes <= groups; g += kLanes) add_few_groups(g, Full{});
+    if (g < groups) add_few_groups(g, Tail{groups - g});
+  }
+
+  // Chunks of at most kLanes groups from the given one on.
+  template <class Part>
+  void add_few_groups(int64_t first, Part part) {
+    Vec scales[R];
+    Vec totals[R][T];  // local, so that they stay in registers
+    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+      OPWEAVE_UNROLL for (int t = 0; t < T; ++t) totals[r][t] = totals_[r][t];
+    }
+    load_scales_of_rows(scales, weight_, rows_, first, part);
+    Spread spread(layout_.of_lane);
+    const auto add_chunk = [&](int64_t chunk, auto part) __attribute__((always_inline)) {
+      each_product<P, R, T>(q_, chunk, x_, part, [&](int r, int t, Vec products) {
+        totals[r][t] = fma(products, spread.spread(scales[r]), totals[r][t]);
+      });
+      spread.advance(static_cast<int32_t>(layout_.per_chunk));
+    };
+    const int64_t begin = first * weight_.group / kChunk;
+    const int64_t chunks = weight_.width / kChunk;
+    const int64_t next = begin + kLanes / layout_.per_chunk;
+    const int64_t end = next < chunks ? next : chunks;
+    for (int64_t chunk = begin; chunk < end; ++chunk) add_chunk(chunk, Full{});
+    const int64_t rest = weight_.width % kChunk / 2;
+    if (rest > 0 && end == chunks && end < next) add_chunk(end, Tail{rest});
+    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+      OPWEAVE_UNROLL for (int t = 0; t < T; ++t) totals_[r][t] = totals[r][t];
+    }
+  }
+
+  // Chunks with groups of any size: every lane has its own scale.
+  void add_irregular_groups() {
     float scales[R][kScales + kLanes];
-    const Spread spread(layout.of_lane);
-    const int64_t step = kScales / layout.per_chunk;
+    const int64_t step = kScales / kLanes;
     const int64_t chunks = weight_.width / kChunk;
     for (int64_t first = 0; first * kChunk < weight_.width; first += step) {
       OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
-        layout.load(scales[r], weight_, rows_[r], first * layout.per_chunk);
+        repeat_scales(scales[r], weight_, rows_[r], first * kLanes);
       }
       const auto add_chunk = [&](int64_t chunk, auto part) __attribute__((always_inline)) {
-        const int64_t place = (chunk - first) * layout.per_chunk;
+        const int64_t place = (chunk - first) * kLanes;
         each_product<P, R, T>(q_, chunk, x_, part, [&](int r, int t, Vec products) {
-          totals_[r][t] = fma(products, spread.spread(scales[r] + place), totals_[r][t]);
+          totals_[r][t] =
+              fma(products, Lanes<float>::load(scales[r] + place, Full{}), totals_[r][t]);
         });
       };
       const int64_t end = first + step < chunks ? first + step : chunks;
@@ -178,8 +218,8 @@ class RowProducts {
   }
 
   Rows rows_;
-  const OpweaveLinearW4& call_;
   const OpweaveWeightW4& weight_;
+  const ScaleLayout& layout_;
   Tokens<P> x_;
   const float* sums_;
   const uint8_t* q_[R];
@@ -189,7 +229,8 @@ class RowProducts {
 template <class T>
 class LinearRows {
  public:
-  explicit LinearRows(const OpweaveLinearW4& call) : outputs_(call), call_(call) {}
+  explicit LinearRows(const OpweaveLinearW4& call)
+      : outputs_(call), call_(call), layout_(call.weight) {}
 
   void run(int64_t begin, int64_t end) const {
     const int64_t length = (end - begin) / kStreams;
@@ -213,7 +254,7 @@ class LinearRows {
 
   template <int R, int N>
   void add(Rows rows, int64_t first) const {
-    RowProducts<kParts, R, N> products(rows, outputs_.token(first), call_);
+    RowProducts<kParts, R, N> products(rows, outputs_.token(first), call_, layout_);
     products.run();
     for (int r = 0; r < R; ++r) {
       for (int t = 0; t < N; ++t) outputs_.store(rows[r], first + t, products.total(r, t));
@@ -238,6 +279,7 @@ class LinearRows {
 
   PackedOutputs<T, OpweaveLinearW4> outputs_;
   const OpweaveLinearW4& call_;
+  ScaleLayout layout_;
 };
 
 void linear_w4(int64_t begin, int64_t end, void* erased) {
@@ -250,7 +292,7 @@ void linear_w4(int64_t begin, int64_t end, void* erased) {
 template <class T>
 void widen_row(T* to, const OpweaveWeightW4& weight, int64_t row) {
 #if defined(OPWEAVE_LOOKS_UP_WEIGHTS)
-  if (weight.group % kStored == 0) return look_up_row(to, weight, row);
+  if (weight.group % kStored == 0) return look_up_columns(to, weight, row, 0, weight.width);
 #endif
   each_piece(weight, row, [=](const float* weights, int64_t column, int64_t count) {
     for_each_vec(count, [=](int64_t i, auto part) {
@@ -271,6 +313,40 @@ void widen_w4(int64_t begin, int64_t end, void* erased) {
   widen_rows<float>(begin, end, call);
 }
 
+#if defined(__AMX_BF16__)
+
+// 4-bit weights for LinearTiles, rounded to bfloat16.
+class GroupedWeights {
+ public:
+  static constexpr float kUnit = 1;
+
+  explicit GroupedWeights(const OpweaveWeightW4& weight) : weight_(weight) {}
+
+  void fetch(int64_t row, int64_t column, int64_t width) const {
+    prefetch(weight_.q + row * weight_.q_stride + column / 2, width / 2);
+  }
+  void widen(BFloat16* to, int64_t row, int64_t column, int64_t width) const {
+    look_up_columns(to, weight_, row, column, column + width);
+  }
+
+ private:
+  const OpweaveWeightW4& weight_;
+};
+
+void linear_tiles(int64_t begin, int64_t end, void* erased) {
+  const OpweaveManyW4& call = *static_cast<const OpweaveManyW4*>(erased);
+  const LinearTiles<GroupedWeights> tiles(call.linear, GroupedWeights(call.weight));
+  tiles.run<BFloat16>(begin, end);
+}
+
+constexpr OpweaveLinearMany kMany = many_by_tiles(linear_tiles);
+
+#else
+
+constexpr OpweaveLinearMany kMany = {};
+
+#endif
+
 int64_t token_bytes(OpweaveDtype dtype, int64_t width, int64_t group) {
   return dtype == OPWEAVE_FLOAT32 ? bytes_of_token<2>(width, group)
                                   : bytes_of_token<1>(width, group);
@@ -283,4 +359,5 @@ OPWEAVE_KERNEL_TABLE(OpweaveLowBitKernels, low_bit) = {
     run_for_type<KeepTokens, OpweaveLowBitTokens>,
     linear_w4,
     widen_w4,
+    kMany,
 };

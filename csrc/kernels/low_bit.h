@@ -1,7 +1,7 @@
 // The plain C interface of linear layers with 4-bit weights; see kernels.h for the rules.
 #pragma once
 
-#include "core/types.h"
+#include "kernels/linear.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -50,6 +50,14 @@ struct OpweaveLinearW4 {
   enum OpweaveDtype bias_dtype;
 };
 
+// A linear layer for many tokens in bfloat16, whose groups are multiples of OPWEAVE_MANY_W4_GROUP
+// columns.
+#define OPWEAVE_MANY_W4_GROUP 32
+struct OpweaveManyW4 {
+  struct OpweaveLinear linear;  // without weight and scale
+  struct OpweaveWeightW4 weight;
+};
+
 // out[n] = weight[n], in out_dtype (float32 or bfloat16); out is contiguous.
 struct OpweaveWidenW4 {
   void* out;
@@ -62,6 +70,7 @@ struct OpweaveLowBitKernels {
   OpweaveRangeKernel keep;    // call: OpweaveLowBitTokens*
   OpweaveRangeKernel linear;  // call: OpweaveLinearW4*
   OpweaveRangeKernel widen;   // call: OpweaveWidenW4*
+  struct OpweaveLinearMany many;  // call: OpweaveManyW4*
 };
 
 #ifdef __cplusplus

@@ -36,6 +36,19 @@ inline void load_offsets(float* to, const OpweaveWeightW4& weight, int64_t row, 
               weight.scale_dtype, count);
 }
 
+// Load up to kLanes scales of R rows from the given one on; lanes past the part are zero.
+template <int R, class Rows, class Part>
+inline void load_scales_of_rows(Vec (&to)[R], const OpweaveWeightW4& weight, Rows rows,
+                                int64_t first, Part part) {
+  with_storage(weight.scale_dtype, [&](auto storage) {
+    using S = decltype(storage);
+    OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
+      const S* scales = static_cast<const S*>(weight.scale) + rows[r] * weight.scale_stride;
+      to[r] = Lanes<S>::load(scales + first, part);
+    }
+  });
+}
+
 // offset + 8 * scale
 inline void load_relative_offsets(float* to, const OpweaveWeightW4& weight, int64_t row,
                                   int64_t first, int64_t count) {
@@ -53,45 +66,34 @@ struct ScaleLayout {
   explicit ScaleLayout(const OpweaveWeightW4& weight) {
     const int64_t group = weight.group;
     is_wide = group % kChunk == 0 || group == weight.width;
-    is_regular = kChunk % group == 0;
+    is_regular = !is_wide && kChunk % group == 0;
     per_chunk = is_regular ? kChunk / group : kLanes;
     for (int lane = 0; lane < kLanes; ++lane) {
       of_lane[lane] = static_cast<int32_t>(is_regular ? lane * kLaneColumns / group : lane);
     }
   }
 
-  // Load kScales scales of a narrow layout from the given one on, zeros past the row, and kLanes
-  // more zeros.
-  void load(float* to, const OpweaveWeightW4& weight, int64_t row, int64_t first) const {
-    const int64_t columns = is_regular ? weight.group : kLaneColumns;
-    const int64_t all = weight.width / columns - first;
-    const int64_t count = all < kScales ? all : kScales;
-    if (is_regular) {
-      load_scales(to, weight, row, first, count);
-    } else {
-      repeat(to, weight, row, first * kLaneColumns, count);
-    }
-    for (int64_t i = count; i < kScales + kLanes && i < count + 2 * kLanes; ++i) to[i] = 0;
-  }
-
   bool is_wide;     // a chunk has one scale
-  bool is_regular;  // a chunk has several whole groups
+  bool is_regular;  // a chunk has several whole groups: a power of two
   int64_t per_chunk;
   int32_t of_lane[kLanes];
+};
 
- private:
-  // One scale per lane.
-  static void repeat(float* to, const OpweaveWeightW4& weight, int64_t row, int64_t column,
-                     int64_t count) {
-    for (int64_t i = 0; i < count; ++i, column += kLaneColumns) {
-      if (i > 0 && column % weight.group != 0) {
-        to[i] = to[i - 1];
-      } else {
-        load_scales(to + i, weight, row, column / weight.group, 1);
-      }
+// Load kScales scales, one per lane, from the given lane on; zeros past the row, and kLanes more
+// zeros.
+inline void repeat_scales(float* to, const OpweaveWeightW4& weight, int64_t row, int64_t first) {
+  const int64_t all = weight.width / kLaneColumns - first;
+  const int64_t count = all < kScales ? all : kScales;
+  int64_t column = first * kLaneColumns;
+  for (int64_t i = 0; i < count; ++i, column += kLaneColumns) {
+    if (i > 0 && column % weight.group != 0) {
+      to[i] = to[i - 1];
+    } else {
+      load_scales(to + i, weight, row, column / weight.group, 1);
     }
   }
-};
+  for (int64_t i = count; i < kScales + kLanes && i < count + 2 * kLanes; ++i) to[i] = 0;
+}
 
 // Call visit(weights, column, count) for pieces of a row, as float32: rounded as the definition
 // rounds.

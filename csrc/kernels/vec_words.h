@@ -6,7 +6,7 @@
 //   nibbles<i>       the i-th four bits of each int16
 //   add_products     sums + a * b, where a lane adds its two products
 //   to_float         kLanes float32
-//   Spread           spread(p) returns p[places[lane]] per lane; reads kLanes elements
+//   Spread           spread(v) returns v[places[lane]] per lane; advance(n) adds n to the places
 //   load_u8, load_s8  2 * kLanes bytes as int16
 //   shifted_left<n>, shifted_right<n>, masked, joined_words, minus  of each int16
 //   load_nibbles     32 int16: the low four bits of 16 bytes, then the high ones

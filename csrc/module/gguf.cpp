@@ -1,6 +1,7 @@
 // Linear layers with the blocks of GGUF files: argument checks, then the kernels.
 #include "kernels/gguf.h"
 
+#include "module/linear_many.h"
 #include "module/module.h"
 #include "module/packed_linear.h"
 
@@ -44,9 +45,26 @@ void linear_gguf(const View& out, const View& x, const View& weight, const View*
   const OpweaveGgufKernels& kernels = *active_kernels().gguf;
   OpweaveGgufTokens kept;
   kept.width = call.weight.width;
-  kept.stride = kernels.token_bytes(x.dtype, kept.width);
+  kept.format = call.weight.format;
+  kept.stride = kernels.token_bytes(x.dtype, kept.width, kept.format);
   run_packed(kernels, kept, call, out, x, weight.sizes[0], bias, OPWEAVE_GGUF_TOKENS,
              weight.sizes[1]);
+}
+
+// Like linear_gguf, but with at least `fewest` tokens in bfloat16, use the kernel for many tokens,
+// if there is one.
+void linear_gguf_many(const View& out, const View& x, const View& weight, const View* bias,
+                      int64_t format, int64_t fewest) {
+  check_activation(x);
+  const OpweaveLinearMany& many = active_kernels().gguf->many;
+  if (x.dtype != OPWEAVE_BFLOAT16 || !takes_many(many, x, fewest)) {
+    return linear_gguf(out, x, weight, bias, format);
+  }
+  OpweaveManyGguf call;
+  call.weight = checked_weight(weight, x.sizes[x.rank - 1], format);
+  check_packed_operands(out, x, weight, bias);
+  check_disjoint(out, weight);
+  if (out.element_count() > 0) run_many_low_bit(many, call, out, x, bias);
 }
 
 // out = dequantized(weight), in float32 or bfloat16.
@@ -73,5 +91,9 @@ OPWEAVE_EXTENSION_MODULE(m) {
   m.def(
       "linear_gguf(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, int format) -> ()",
       opweave::linear_gguf);
+  m.def(
+      "linear_gguf_many(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, int format,"
+      " int fewest) -> ()",
+      opweave::linear_gguf_many);
   m.def("widen_gguf(Tensor(a!) out, Tensor weight, int format) -> ()", opweave::widen_gguf);
 }

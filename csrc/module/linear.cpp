@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "module/linear_checks.h"
+#include "module/linear_many.h"
 #include "module/module.h"
 #include "module/row_checks.h"
 #include "module/scratch.h"
@@ -98,47 +99,13 @@ void run(const View& out, const View& x, const View& weight, const View* scale, 
   }
 }
 
-// Return the tokens per call of a kernel for many tokens: whole groups, evenly distributed.
-int64_t tokens_of_call(int64_t count, int64_t group) {
-  const int64_t most = OPWEAVE_LINEAR_MANY_TOKENS / group;
-  const int64_t groups = (count + group - 1) / group;
-  const int64_t calls = (groups + most - 1) / most;
-  return (groups + calls - 1) / calls * group;
-}
-
 // Run a linear layer with a kernel for many tokens.
 void run_many(const OpweaveLinearMany& kernels, const View& out, const View& x, const View& weight,
               const View* scale, const View* bias) {
   check_operands(out, x, weight, scale, bias);
   if (out.element_count() == 0) return;
-  const OpweaveLinearTokens kept = tokens_of(out, x, weight);
-  const int64_t tokens = tokens_of_call(kept.rows.count, kernels.group);
-  const int64_t group_bytes = kernels.group_bytes(x.dtype);
   OpweaveLinear call = call_of(x, weight, scale, bias);
-  call.x_stride = tokens / kernels.group * group_bytes;
-  const int64_t blocks = (call.width - 1) / kernels.columns + 1;
-  float* kept_x = scratch_of(blocks * call.x_stride / static_cast<int64_t>(sizeof(float)));
-  call.x = kept_x;
-  for (int64_t token = 0; token < kept.rows.count; token += tokens) {
-    call.tokens = std::min(tokens, kept.rows.count - token);
-    call.out = out.data + token * call.out_features * out.element_size();
-    const int64_t groups = (call.tokens + kernels.group - 1) / kernels.group;
-    for_rows(groups, kernels.group * call.width, [&](int64_t begin, int64_t end) {
-      OpweaveLinearTokens some = kept;
-      some.out = reinterpret_cast<char*>(kept_x) + begin * group_bytes;
-      some.stride = call.x_stride;
-      kernels.keep(token + begin * kernels.group,
-                   token + std::min(end * kernels.group, call.tokens), &some);
-    });
-    for_rows(call.out_features, call.width * work_per_weight(call.tokens) + 1, kernels.linear,
-             &call);
-  }
-}
-
-// Return whether there is a kernel for many tokens, and x has enough tokens for it.
-bool takes_many(const OpweaveLinearMany& kernels, const View& x, int64_t fewest) {
-  const int64_t width = x.sizes[x.rank - 1];
-  return kernels.linear != nullptr && width > 0 && x.element_count() / width >= fewest;
+  run_many(kernels, call, call, out, x);
 }
 
 void check_linear(const View& x, const View& weight) {

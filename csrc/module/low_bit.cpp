@@ -1,6 +1,7 @@
 // Linear layers with 4-bit weights: argument checks, then the kernels.
 #include "kernels/low_bit.h"
 
+#include "module/linear_many.h"
 #include "module/module.h"
 #include "module/packed_linear.h"
 
@@ -50,18 +51,24 @@ void check_disjoint_weight(const View& out, const View& weight, const View& scal
   if (offset != nullptr) check_disjoint(out, *offset);
 }
 
-// out = x @ (q * scale + offset).T + bias; weight holds two values q of 4 bits per byte.
-void linear_w4a16(const View& out, const View& x, const View& weight, const View& scale,
-                  const View* offset, const View* bias) {
+OpweaveWeightW4 checked_operands(const View& out, const View& x, const View& weight,
+                                 const View& scale, const View* offset, const View* bias) {
   check_activation(x);
-  OpweaveLinearW4 call;
-  call.weight = checked_weight(weight, scale, offset);
-  if (x.sizes[x.rank - 1] != call.weight.width) {
-    refuse_shape(x, "[..., " + std::to_string(call.weight.width) +
+  const OpweaveWeightW4 result = checked_weight(weight, scale, offset);
+  if (x.sizes[x.rank - 1] != result.width) {
+    refuse_shape(x, "[..., " + std::to_string(result.width) +
                         "], twice the last dimension of weight");
   }
   check_packed_operands(out, x, weight, bias);
   check_disjoint_weight(out, weight, scale, offset);
+  return result;
+}
+
+// out = x @ (q * scale + offset).T + bias; weight holds two values q of 4 bits per byte.
+void linear_w4a16(const View& out, const View& x, const View& weight, const View& scale,
+                  const View* offset, const View* bias) {
+  OpweaveLinearW4 call;
+  call.weight = checked_operands(out, x, weight, scale, offset, bias);
   if (out.element_count() == 0) return;
 
   const OpweaveLowBitKernels& kernels = *active_kernels().low_bit;
@@ -71,6 +78,20 @@ void linear_w4a16(const View& out, const View& x, const View& weight, const View
   kept.stride = kernels.token_bytes(x.dtype, kept.width, kept.group);
   run_packed(kernels, kept, call, out, x, weight.sizes[0], bias, OPWEAVE_LOW_BIT_TOKENS,
              kept.width / 2);
+}
+
+// Like linear_w4a16, but with at least `fewest` tokens in bfloat16, use the kernel for many tokens,
+// if there is one for the groups.
+void linear_w4a16_many(const View& out, const View& x, const View& weight, const View& scale,
+                       const View* offset, const View* bias, int64_t fewest) {
+  OpweaveManyW4 call;
+  call.weight = checked_operands(out, x, weight, scale, offset, bias);
+  const OpweaveLinearMany& many = active_kernels().low_bit->many;
+  const bool fits = x.dtype == OPWEAVE_BFLOAT16 && call.weight.group % OPWEAVE_MANY_W4_GROUP == 0;
+  if (!fits || !takes_many(many, x, fewest)) {
+    return linear_w4a16(out, x, weight, scale, offset, bias);
+  }
+  if (out.element_count() > 0) run_many_low_bit(many, call, out, x, bias);
 }
 
 // out = q * scale + offset, in float32 or bfloat16.
@@ -98,6 +119,10 @@ OPWEAVE_EXTENSION_MODULE(m) {
       "linear_w4a16(Tensor(a!) out, Tensor x, Tensor weight, Tensor scale, Tensor? offset,"
       " Tensor? bias) -> ()",
       opweave::linear_w4a16);
+  m.def(
+      "linear_w4a16_many(Tensor(a!) out, Tensor x, Tensor weight, Tensor scale, Tensor? offset,"
+      " Tensor? bias, int fewest) -> ()",
+      opweave::linear_w4a16_many);
   m.def("widen_w4(Tensor(a!) out, Tensor weight, Tensor scale, Tensor? offset) -> ()",
         opweave::widen_w4);
 }

@@ -27,13 +27,31 @@ def oracle(x: Tensor, weight: Tensor, bias: Tensor | None, format: str) -> Tenso
     return (out if bias is None else out + bias.double()).to(x.dtype)
 
 
-def run(module: ModuleType, x: Tensor, weight: Tensor, bias: Tensor | None, format: str) -> Tensor:
-    """By the kernel for few tokens; both call paths."""
+def call(module: ModuleType, op: str, x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
+    """Both call paths."""
     outs = [torch.full((*x.shape[:-1], weight.shape[0]), 7.0, dtype=x.dtype) for _ in CALL_PATHS]
     for name, out in zip(CALL_PATHS, outs, strict=True):
-        call_path(module, name, "linear_gguf")(out, x, weight, bias, FORMATS.index(format))
+        call_path(module, name, op)(out, x, weight, *arguments)
     assert torch.equal(outs[0].nan_to_num(9.0), outs[1].nan_to_num(9.0))
     return outs[0]
+
+
+def run(module: ModuleType, x: Tensor, weight: Tensor, bias: Tensor | None, format: str) -> Tensor:
+    """By the kernel for few tokens."""
+    return call(module, "linear_gguf", x, weight, bias, FORMATS.index(format))
+
+
+def by_many(
+    module: ModuleType,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    format: str,
+    *,
+    fewest: int = 0,
+) -> Tensor:
+    """By the kernel for many tokens, if there are *fewest* of them."""
+    return call(module, "linear_gguf_many", x, weight, bias, FORMATS.index(format), fewest)
 
 
 def near(got: Tensor, wanted: Tensor) -> None:
@@ -113,6 +131,7 @@ def test_layouts(module: ModuleType, isa: str, dtype: torch.dtype, format: str) 
     for most in (0, 100):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(provider, "_MOST_TOKENS_Q", dict.fromkeys(DTYPES, most))
+            patch.setattr(provider, "_FEWEST", None)
             found = provider.linear_q(x, wide[::2, 13:-7], bias, format)
             near(found, wanted)
             assert found.stride() == wanted.contiguous().stride()
@@ -138,6 +157,61 @@ def test_many_tokens(module: ModuleType, isa: str, dtype: torch.dtype, format: s
     for bias in (None, random(600, dtype=torch.float32)):
         x = random(64, 2048, dtype=dtype)
         near(provider.linear_q(x, weight, bias, format), oracle(x, weight, bias, format))
+
+
+@each_format
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_values_of_many_tokens(
+    module: ModuleType, isa: str, threads: int, dtype: torch.dtype, format: str
+) -> None:
+    small = (32, 96, 576) if GGUF_BLOCKS[format].columns == 32 else ()
+    with using_threads(threads):
+        for columns in (*small, 256, 768, 2048):
+            weight = random_blocks(ROWS, columns, format)
+            for tokens in (1, 16, 33, 300):
+                x = random(tokens, columns, dtype=dtype)
+                bias = (None, random(ROWS, dtype=dtype), random(ROWS, dtype=torch.float32))
+                some = bias[tokens % 3]
+                near(by_many(module, x, weight, some, format), oracle(x, weight, some, format))
+
+
+def test_the_kernel_for_many_needs_the_fewest_tokens(module: ModuleType, isa: str) -> None:
+    x, weight = random(8, 512, dtype=torch.bfloat16), random_blocks(ROWS, 512, "q4_k")
+    few, many = (by_many(module, x, weight, None, "q4_k", fewest=n) for n in (9, 8))
+    assert torch.equal(few, run(module, x, weight, None, "q4_k"))
+    assert torch.equal(many, few) == (isa != "amx")  # weights in bfloat16
+
+
+@each_format
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_many_tokens_are_independent(
+    module: ModuleType, isa: str, value: float, format: str
+) -> None:
+    x, weight = random(70, 768, dtype=torch.bfloat16), random_blocks(ROWS, 768, format)
+    whole = by_many(module, x, weight, None, format)
+    for tokens in (slice(0, 1), slice(31, 34), slice(60, 70)):
+        assert torch.equal(by_many(module, x[tokens], weight, None, format), whole[tokens])
+    for rows in (slice(0, 1), slice(30, 37)):
+        assert torch.equal(by_many(module, x, weight[rows], None, format), whole[:, rows])
+    x[3, 767] = value
+    got = by_many(module, x, weight, None, format)
+    near(got, oracle(x, weight, None, format))
+    assert not got[3].isfinite().any()
+    got[3] = whole[3]
+    assert torch.equal(got, whole)
+
+
+@each_format
+def test_layouts_of_many(module: ModuleType, isa: str, format: str) -> None:
+    x, weight = random(24, 512, dtype=torch.bfloat16), random_blocks(ROWS, 512, format)
+    wide = torch.zeros(2 * ROWS, weight.shape[1] + 20, dtype=torch.uint8)
+    wide[::2, 13:-7] = weight
+    tokens = torch.full((4, 6, 600), torch.nan, dtype=torch.bfloat16)
+    tokens[..., 3:515] = x.view(4, 6, 512)
+    strided = tokens[..., 3:515].transpose(0, 1)
+    got = by_many(module, strided, wide[::2, 13:-7], None, format)
+    assert torch.equal(got, by_many(module, strided.contiguous(), weight, None, format))
 
 
 # Selection, errors, graphs
@@ -174,6 +248,8 @@ def test_wrong_arguments(module: ModuleType) -> None:
         for name in CALL_PATHS:
             with pytest.raises((ValueError, RuntimeError), match=message):
                 call_path(module, name, "linear_gguf")(*arguments)
+            with pytest.raises((ValueError, RuntimeError), match=message):
+                call_path(module, name, "linear_gguf_many")(*arguments, 1)
     with pytest.raises((ValueError, RuntimeError), match="the rows of weight"):
         module.widen_gguf(torch.ones(2, 256), weight, q4_k)
 
@@ -182,6 +258,10 @@ def test_opcheck(module: ModuleType) -> None:
     weight, ops = random_blocks(ROWS, 256, "q4_k"), torch.ops.opweave_c
     out, x = torch.empty(3, ROWS), random(3, 256, dtype=torch.float32)
     torch.library.opcheck(ops.linear_gguf.default, (out, x, weight, torch.ones(ROWS), 3))
+    out16, x16 = out.bfloat16(), x.bfloat16()
+    torch.library.opcheck(
+        ops.linear_gguf_many.default, (out16, x16, weight, torch.ones(ROWS), 3, 2)
+    )
     torch.library.opcheck(ops.widen_gguf.default, (torch.empty(ROWS, 256), weight, 3))
 
 

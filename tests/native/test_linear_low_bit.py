@@ -58,14 +58,24 @@ def oracle(
     return (out if bias is None else out + bias.double()).to(x.dtype)
 
 
-def run(module: ModuleType, *arguments: Any) -> Tensor:
-    """By the kernel for few tokens; both call paths."""
+def call(module: ModuleType, op: str, *arguments: Any) -> Tensor:
+    """Both call paths."""
     x, weight = arguments[:2]
     outs = [torch.full((*x.shape[:-1], weight.shape[0]), 7.0, dtype=x.dtype) for _ in CALL_PATHS]
     for name, out in zip(CALL_PATHS, outs, strict=True):
-        call_path(module, name, "linear_w4a16")(out, *arguments)
+        call_path(module, name, op)(out, *arguments)
     assert torch.equal(outs[0].nan_to_num(9.0), outs[1].nan_to_num(9.0))
     return outs[0]
+
+
+def run(module: ModuleType, *arguments: Any) -> Tensor:
+    """By the kernel for few tokens."""
+    return call(module, "linear_w4a16", *arguments)
+
+
+def by_many(module: ModuleType, *arguments: Any, fewest: int = 0) -> Tensor:
+    """By the kernel for many tokens, if there are *fewest* of them."""
+    return call(module, "linear_w4a16_many", *arguments, fewest)
 
 
 def near(got: Tensor, wanted: Tensor) -> None:
@@ -168,9 +178,10 @@ def test_layouts(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
     tokens[..., 3:243] = x.view(4, 6, 240)
     strided = tokens[..., 3:243].transpose(0, 1)
     wanted = oracle(strided, weight, scale, offset, bias)
-    for fewest in (0, 100):
+    for most in (0, 100):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(provider, "_MOST_TOKENS", dict.fromkeys(DTYPES, fewest))
+            patch.setattr(provider, "_MOST_TOKENS", dict.fromkeys(DTYPES, most))
+            patch.setattr(provider, "_FEWEST", None)
             found = provider.linear_w4a16(
                 strided, wide[:, 13:133], scales[0, ::2, 7:17], scales[1, ::2, 7:17], bias
             )
@@ -194,6 +205,73 @@ def test_an_output_depends_on_its_token_alone(module: ModuleType, isa: str) -> N
 
 
 # Many tokens
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_values_of_many_tokens(
+    module: ModuleType, isa: str, threads: int, dtype: torch.dtype
+) -> None:
+    """Groups that the kernel for many tokens takes, and others."""
+    with using_threads(threads):
+        for columns, group in SIZES[:-2]:
+            for tokens in (1, 16, 33, 300):
+                scale_dtype = SCALES[tokens % 3]
+                x, weight, scale, offset, bias = inputs(tokens, columns, group, dtype, scale_dtype)
+                for some in ((offset, bias), (None, bias.float()), (offset, None)):
+                    got = by_many(module, x, weight, scale, *some)
+                    near(got, oracle(x, weight, scale, *some))
+
+
+def test_the_kernel_for_many_needs_the_fewest_tokens(module: ModuleType, isa: str) -> None:
+    x, weight, scale, offset, bias = inputs(8, 576, 64, torch.bfloat16, torch.float32)
+    few, many = (by_many(module, x, weight, scale, offset, bias, fewest=n) for n in (9, 8))
+    assert torch.equal(few, run(module, x, weight, scale, offset, bias))
+    assert torch.equal(many, few) == (isa != "amx")  # weights in bfloat16
+
+
+def test_an_output_of_many_depends_on_its_token_alone(module: ModuleType, isa: str) -> None:
+    x, weight, scale, offset, bias = inputs(70, 1280, 640, torch.bfloat16, torch.float16)
+    whole = by_many(module, x, weight, scale, offset, bias)
+    for tokens in (slice(0, 1), slice(3, 5), slice(31, 34), slice(60, 70)):
+        got = by_many(module, x[tokens], weight, scale, offset, bias)
+        assert torch.equal(got, whole[tokens])
+    for rows in (slice(0, 1), slice(5, 11), slice(30, 37)):
+        some = (t[rows] for t in (weight, scale, offset, bias))
+        assert torch.equal(by_many(module, x, *some), whole[:, rows])
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_stays_in_its_token_of_many(
+    module: ModuleType, isa: str, value: float
+) -> None:
+    for columns, group in ((96, 32), (576, 576), (4096, 128)):
+        for place in (0, columns - 1):
+            x, weight, scale, offset, bias = inputs(
+                40, columns, group, torch.bfloat16, torch.float32
+            )
+            clean = by_many(module, x, weight, scale, offset, bias)
+            x[3, place] = value
+            got = by_many(module, x, weight, scale, offset, bias)
+            near(got, oracle(x, weight, scale, offset, bias))
+            assert not got[3].isfinite().all()
+            got[3] = clean[3]
+            assert torch.equal(got, clean)
+
+
+def test_layouts_of_many(module: ModuleType, isa: str) -> None:
+    x, weight, scale, offset, bias = inputs(24, 1152, 96, torch.bfloat16, torch.float16)
+    wide = torch.zeros(ROWS, 600, dtype=torch.uint8)
+    wide[:, 13:589] = weight
+    scales = torch.full((2, 2 * ROWS, 30), torch.nan, dtype=scale.dtype)
+    scales[:, ::2, 7:19] = torch.stack((scale, offset))
+    tokens = torch.full((4, 6, 1300), torch.nan, dtype=x.dtype)
+    tokens[..., 3:1155] = x.view(4, 6, 1152)
+    strided = tokens[..., 3:1155].transpose(0, 1)
+    parts = (scales[0, ::2, 7:19], scales[1, ::2, 7:19], bias)
+    got = by_many(module, strided, wide[:, 13:589], *parts)
+    near(got, oracle(strided, weight, scale, offset, bias))
+    assert torch.equal(got, by_many(module, strided.contiguous(), weight, scale, offset, bias))
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -270,6 +348,8 @@ def test_wrong_arguments(module: ModuleType) -> None:
         for name in CALL_PATHS:
             with pytest.raises((ValueError, RuntimeError), match=message):
                 call_path(module, name, "linear_w4a16")(*arguments)
+            with pytest.raises((ValueError, RuntimeError), match=message):
+                call_path(module, name, "linear_w4a16_many")(*arguments, 1)
     with pytest.raises((ValueError, RuntimeError), match=r"out must have shape \[3, 64\]"):
         module.widen_w4(out, w, s, None)
 
@@ -289,6 +369,8 @@ def test_opcheck(module: ModuleType) -> None:
     ops = torch.ops.opweave_c
     torch.library.opcheck(ops.linear_w4a16.default, (out, x, w, s, o, b))
     torch.library.opcheck(ops.linear_w4a16.default, (out, x, w, s, None, None))
+    x16, b16 = x.bfloat16(), b.bfloat16()
+    torch.library.opcheck(ops.linear_w4a16_many.default, (out.bfloat16(), x16, w, s, o, b16, 2))
     torch.library.opcheck(ops.widen_w4.default, (torch.empty(ROWS, 64), w, s, o))
 
 

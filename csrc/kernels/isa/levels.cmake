@@ -27,7 +27,7 @@ if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND OPWEAVE_COMPILES_FLOAT16)
     NEEDS may_use_tiles
     TUNING SapphireRapids
     EXTENDS avx512bf16
-    FAMILIES norm rotary quant activation fused_quant paged_attention linear
+    FAMILIES norm rotary quant activation fused_quant paged_attention linear low_bit gguf
     FLAGS ${avx512bf16} -mavx512fp16 -mamx-tile -mamx-bf16)
 endif()
 

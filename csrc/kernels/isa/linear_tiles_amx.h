@@ -1,10 +1,10 @@
-// Linear layers for many tokens with 8-bit weights on Intel AMX; see isa/vec_tiles_amx.h.
+// Linear layers for many tokens with narrow weights on Intel AMX; see isa/vec_tiles_amx.h.
 //
 //   sums [row, token] += weights [row, pair] * tokens [pair, token]
 //
 // where a pair is two adjacent columns in 32 bits. Weights have this layout after they are widened
-// to bfloat16, which is exact. Tokens are packed into it once, with each number split into one to
-// three bfloat16 summands. A block of weights is widened into the L1 cache and multiplied with all
+// to bfloat16, which is exact for 8 bits. Tokens are packed into it once, with each number split
+// into one to three bfloat16 summands. A block of weights is widened into the L1 cache and multiplied with all
 // tokens, whose columns of the block stay in the L2 cache for several blocks. Every output sums its
 // products in the order of the columns, so it depends only on its own token and weights. Incomplete
 // tiles are padded with zeros.
@@ -14,6 +14,7 @@
 #include "kernels/linear_outputs.h"
 #include "kernels/prefetch.h"
 #include "kernels/row_cursor.h"
+#include "kernels/storage.h"
 #include "kernels/vec_dot.h"
 #include "kernels/isa/vec_tiles_amx.h"
 
@@ -160,11 +161,41 @@ inline void add_products(float* sums, const BFloat16* weights, const BFloat16* t
   }
 }
 
+// Weights of 8 bits, which LinearTiles reads:
+//   kUnit         the unit of the widened weights
+//   fetch, widen  `width` weights of a row from a column on, a multiple of kBlockColumns: prefetch
+//                 them, or write them as bfloat16, padded with zeros to a whole tile
 template <class W>
+class Weights8 {
+  using D = Dot<W, BFloat16>;
+
+ public:
+  static constexpr float kUnit = D::kUnit;
+
+  explicit Weights8(const OpweaveLinear& call) : call_(call) {}
+
+  void fetch(int64_t row, int64_t column, int64_t width) const {
+    prefetch(at(row, column), width);  // one byte per weight
+  }
+  void widen(BFloat16* to, int64_t row, int64_t column, int64_t width) const {
+    D::widen(to, at(row, column), width);
+  }
+
+ private:
+  const W* at(int64_t row, int64_t column) const {
+    return static_cast<const W*>(call_.weight) + row * call_.weight_stride + column;
+  }
+
+  const OpweaveLinear& call_;
+};
+
+template <class Weights>
 class LinearTiles {
  public:
-  explicit LinearTiles(const OpweaveLinear& call)
-      : call_(call), token_tiles_((call.tokens + kTileRows - 1) / kTileRows) {}
+  LinearTiles(const OpweaveLinear& call, Weights weights)
+      : call_(call),
+        weights_(weights),
+        token_tiles_((call.tokens + kTileRows - 1) / kTileRows) {}
 
   template <class T>
   void run(int64_t begin, int64_t end) const {
@@ -186,12 +217,6 @@ class LinearTiles {
   }
 
  private:
-  using D = Dot<W, BFloat16>;
-
-  const W* weights(int64_t row, int64_t column) const {
-    return static_cast<const W*>(call_.weight) + row * call_.weight_stride + column;
-  }
-
   // Add the block that begins with row r of a group of `rows` rows, whose first row is n.
   template <class T>
   void add_block(float* sums, int64_t n, int64_t r, int64_t rows, int64_t column) const {
@@ -199,13 +224,13 @@ class LinearTiles {
     const int64_t left = call_.width - column;
     const int64_t width = left < kBlockColumns ? left : kBlockColumns;
     const bool is_last = r + kBlockRows >= rows;
-    const W* next =
-        is_last ? weights(n, column + kBlockColumns) : weights(n + r + kBlockRows, column);
-    for (int64_t i = 0; i < kBlockRows; ++i, next += call_.weight_stride) {
+    const int64_t next_row = is_last ? n : n + r + kBlockRows;
+    const int64_t next_column = is_last ? column + kBlockColumns : column;
+    for (int64_t i = 0; i < kBlockRows; ++i) {
       BFloat16* to = wide + i * kWideStride;
       if (r + i < rows) {
-        prefetch(next, width);  // one byte per weight
-        D::widen(to, weights(n + r + i, column), width);
+        weights_.fetch(next_row + i, next_column, width);
+        weights_.widen(to, n + r + i, column, width);
       } else {
         memset(to, 0, kBlockColumns * sizeof(BFloat16));
       }
@@ -232,7 +257,7 @@ class LinearTiles {
 
   template <class T>
   void store(const float* sums, int64_t n, int64_t rows) const {
-    const LinearOutputs<T> outputs(n, rows, D::kUnit, call_);
+    const LinearOutputs<T> outputs(n, rows, Weights::kUnit, call_);
     for (int64_t token = 0; token < call_.tokens; token += kTileRows) {
       __m512i of_tokens[kTileRows];
       for (__m512i& of_row : of_tokens) {
@@ -247,7 +272,20 @@ class LinearTiles {
   }
 
   const OpweaveLinear& call_;
+  Weights weights_;
   int64_t token_tiles_;
 };
+
+inline int64_t bytes_of_tiles(OpweaveDtype dtype) {
+  int64_t parts = 1;
+  with_storage(dtype, [&](auto storage) { parts = kParts<decltype(storage)>; });
+  return parts * kBlockTiles * kTileElements * static_cast<int64_t>(sizeof(BFloat16));
+}
+
+// The table entry of a kernel that multiplies by tiles.
+constexpr OpweaveLinearMany many_by_tiles(OpweaveRangeKernel linear) {
+  return {run_for_type<KeepTiles, OpweaveLinearTokens>, linear, kTileRows, kBlockColumns,
+          bytes_of_tiles};
+}
 
 }  // namespace

@@ -42,21 +42,24 @@ inline void store_weights(BFloat16* to, const uint8_t* q, Vec weights) {
 
 constexpr int64_t kStored = 32;
 
-// Widen a row whose groups are multiples of kStored columns.
+// Widen columns of a row, from a multiple of kStored on; groups are multiples of kStored columns.
 template <class T>
-inline void look_up_row(T* to, const OpweaveWeightW4& weight, int64_t row) {
+inline void look_up_columns(T* to, const OpweaveWeightW4& weight, int64_t row, int64_t column,
+                            int64_t end) {
   float scales[kScales];
   float offsets[kScales];
-  const uint8_t* q = weight.q + row * weight.q_stride;
-  const int64_t groups = weight.width / weight.group;
+  const uint8_t* q = weight.q + row * weight.q_stride + column / 2;
+  const int64_t groups = (end - 1) / weight.group + 1;
   const bool has_offsets = weight.offset != nullptr;
-  for (int64_t first = 0; first < groups; first += kScales) {
+  for (int64_t first = column / weight.group; first < groups; first += kScales) {
     const int64_t count = groups - first < kScales ? groups - first : kScales;
     load_scales(scales, weight, row, first, count);
     if (has_offsets) load_offsets(offsets, weight, row, first, count);
     for (int64_t g = 0; g < count; ++g) {
       const Vec weights = weights_of_group(scales[g], has_offsets ? offsets + g : nullptr);
-      for (int64_t i = 0; i < weight.group; i += kStored, to += kStored, q += kStored / 2) {
+      const int64_t next = (first + g + 1) * weight.group;
+      const int64_t stop = next < end ? next : end;
+      for (; column < stop; column += kStored, to += kStored, q += kStored / 2) {
         store_weights(to, q, weights);
       }
     }

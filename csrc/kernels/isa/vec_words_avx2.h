@@ -40,9 +40,8 @@ inline Vec to_float(Sums32 sums) { return _mm256_cvtepi32_ps(sums); }
 struct Spread {
   explicit Spread(const int32_t (&of_lane)[kLanes])
       : places(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(of_lane))) {}
-  Vec spread(const float* p) const {
-    return _mm256_permutevar8x32_ps(_mm256_loadu_ps(p), places);
-  }
+  Vec spread(Vec v) const { return _mm256_permutevar8x32_ps(v, places); }
+  void advance(int32_t n) { places = _mm256_add_epi32(places, _mm256_set1_epi32(n)); }
 
   __m256i places;
 };

@@ -36,7 +36,8 @@ inline Vec to_float(Sums32 sums) { return _mm512_cvtepi32_ps(sums); }
 
 struct Spread {
   explicit Spread(const int32_t (&of_lane)[kLanes]) : places(_mm512_loadu_si512(of_lane)) {}
-  Vec spread(const float* p) const { return _mm512_permutexvar_ps(places, _mm512_loadu_ps(p)); }
+  Vec spread(Vec v) const { return _mm512_permutexvar_ps(places, v); }
+  void advance(int32_t n) { places = _mm512_add_epi32(places, _mm512_set1_epi32(n)); }
 
   __m512i places;
 };

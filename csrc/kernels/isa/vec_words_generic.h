@@ -40,9 +40,10 @@ inline Vec to_float(Sums32 sums) { return __builtin_convertvector(sums, Vec); }
 
 struct Spread {
   explicit Spread(const int32_t (&of_lane)[kLanes]) : places(load_vector<Sums32>(of_lane)) {}
-  Vec spread(const float* p) const {
-    return Vec{p[places[0]], p[places[1]], p[places[2]], p[places[3]]};
+  Vec spread(Vec v) const {
+    return Vec{v[places[0]], v[places[1]], v[places[2]], v[places[3]]};
   }
+  void advance(int32_t n) { places += n; }
 
   Sums32 places;
 };

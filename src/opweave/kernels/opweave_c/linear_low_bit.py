@@ -1,4 +1,7 @@
-"""Linear layers with low-bit weights: kernels for few tokens; for many, torch by pieces."""
+"""Linear layers with low-bit weights: kernels for few tokens and, with AMX, for many in bfloat16.
+
+Otherwise, many tokens are multiplied by torch, by pieces of the weight.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,14 @@ from opweave.kernels.opweave_c.call_paths import STATUS, implements, native_op
 from opweave.kernels.opweave_c.linear import has_whole_tiles, is_known, multiply_by_pieces
 from opweave.kernels.opweave_c.outputs import new_rows
 
-NEEDS = ("linear_w4a16", "widen_w4")
-NEEDS_Q = ("linear_gguf", "widen_gguf")
+NEEDS = ("linear_w4a16", "linear_w4a16_many", "widen_w4")
+NEEDS_Q = ("linear_gguf", "linear_gguf_many", "widen_gguf")
 
 _linear_w4a16 = native_op("linear_w4a16")
+_linear_w4a16_many = native_op("linear_w4a16_many")
 _widen_w4 = native_op("widen_w4")
 _linear_gguf = native_op("linear_gguf")
+_linear_gguf_many = native_op("linear_gguf_many")
 _widen_gguf = native_op("widen_gguf")
 
 # The largest number of tokens for which the kernel for few is faster, as measured with 2,048
@@ -38,6 +43,10 @@ _MOST_TOKENS_Q = {
     torch.bfloat16: 6 if _MULTIPLIES_BFLOAT16 else 12,
     torch.float16: 12,
 }
+# The smallest number of tokens in bfloat16 for which the tiles of AMX are faster; None: there are
+# none. Like torch by pieces, they round the weights to bfloat16.
+_FEWEST = 7 if STATUS.isa == "amx" else None
+_MANY_GROUP = 32  # groups of such weights are a multiple of this
 FORMATS = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")  # in the order of the native op
 _GROUP = 8  # the kernel's sums are for so many columns
 
@@ -82,11 +91,21 @@ def linear_w4a16(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Return ``x @ (weight * scale + offset).T + bias``; 4-bit weights are widened on the fly."""
+    is_narrow = _FEWEST is not None and x.dtype is torch.bfloat16
+    if is_narrow and _group_of(weight, scale) % _MANY_GROUP == 0:
+        out = new_rows(x, weight.shape[0])
+        _linear_w4a16_many(out, x, weight, scale, offset, bias, _FEWEST)
+        return out
     if is_known(x.numel() > _MOST_TOKENS[x.dtype] * x.shape[-1]):
         return _by_pieces(x, weight, scale, offset, bias)
     out = new_rows(x, weight.shape[0])
     _linear_w4a16(out, x, weight, scale, offset, bias)
     return out
+
+
+def _group_of(weight: Tensor, scale: Tensor) -> int:
+    """Return the number of columns that share a scale."""
+    return 2 * weight.shape[1] // scale.shape[1]
 
 
 def _by_pieces(
@@ -145,6 +164,10 @@ ACCEPTED_Q = (
 @implements(op_q, ACCEPTED_Q, traits=(), needs=NEEDS_Q)
 def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> Tensor:
     """Return ``x @ dequantized(weight).T + bias``; blocks are dequantized on the fly."""
+    if _FEWEST is not None and x.dtype is torch.bfloat16:
+        out = new_rows(x, weight.shape[0])
+        _linear_gguf_many(out, x, weight, bias, FORMATS.index(format), _FEWEST)
+        return out
     if is_known(x.numel() > _MOST_TOKENS_Q[x.dtype] * x.shape[-1]):
         return _by_pieces_q(x, weight, bias, format)
     out = new_rows(x, weight.shape[0])
