@@ -22,7 +22,11 @@ weights at the measured speed of memory would allow; baseline: a loop over trans
 ``engine.prefill``: tokens of a prompt of 512 in a second.
 ``engine.decode_bandwidth.llama_cpp``, ``engine.prefill.llama_cpp``: the same; baseline: llama.cpp
 with the same weights and its own defaults, in a process of its own. The file for it takes 2.5 GB in
-the folder for temporary files. Without ``--llama-cpp`` a line says how it is installed: into an
+the folder for temporary files.
+``engine.low_bit.decode.w4a16``, ``.q4_0``, ``.q4_k``: decoding with weights of four bits: groups of
+64, and GGUF files of these formats, whose head is q6_k; baseline: bfloat16. ``engine.low_bit.
+prefill``: a prompt of 512. ``….llama_cpp``: baseline: llama.cpp with the same file; for w4a16, with
+that of q4_0. Without ``--llama-cpp`` a line says how it is installed: into an
 environment of its own, where it is compiled in ten minutes or so (200 MB).
 """
 
@@ -35,12 +39,12 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from engine_cells import mixed, plot, single, structured
+from engine_cells import low_bit, mixed, plot, single, structured
 from engine_cells.llama_cpp_contender import HOW_TO_GET, LlamaCppError, check_python
 from engine_cells.models import MIXED
 from harness import Parser, describe_machine, out, print_json, run
 
-PARTS = ("mixed", "structured", "single")
+PARTS = ("mixed", "structured", "single", "low-bit")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
             check_python(options.llama_cpp)
         except LlamaCppError as error:
             parser.error(f"--llama-cpp: {error}")
-    elif "single" in options.parts:
+    elif {"single", "low-bit"} & {*options.parts}:
         print(HOW_TO_GET, file=sys.stderr)
     torch.set_num_threads(options.threads)
     found = []
@@ -82,6 +86,14 @@ def main(arguments: list[str] | None = None) -> int:
         )
     if "single" in options.parts:
         found += single.measure(
+            options.size,
+            options.steps,
+            options.rounds,
+            llama_cpp=options.llama_cpp,
+            quiet=options.json,
+        )
+    if "low-bit" in options.parts:
+        found += low_bit.measure(
             options.size,
             options.steps,
             options.rounds,

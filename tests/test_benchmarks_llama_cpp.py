@@ -18,13 +18,24 @@ import pytest
 import torch
 from gguf import GGUFReader
 from torch import Tensor
+from transformers import AutoConfig
+
+from opweave.config import EngineConfig
+from opweave.engine import LLM, SamplingParams
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))  # at the end: its engine.py is not tests/engine
 
 from engine_cells.llama_cpp_contender import LlamaCppError, check_python, running  # noqa: E402
-from engine_cells.llama_cpp_file import write_gguf  # noqa: E402
-from engine_cells.models import MIXED, SINGLE, greedy, their_model, write_config  # noqa: E402
+from engine_cells.llama_cpp_file import write_gguf, write_random_blocks  # noqa: E402
+from engine_cells.models import (  # noqa: E402
+    LOW_BIT,
+    MIXED,
+    SINGLE,
+    greedy,
+    their_model,
+    write_config,
+)
 
 PYTHON = os.environ.get("LLAMA_CPP_PYTHON") or sys.executable
 needs_llama_cpp = pytest.mark.skipif(
@@ -149,6 +160,57 @@ def test_the_benchmark_has_rows_for_it() -> None:
         assert row["against"] == "llama.cpp, bfloat16"
         assert row["ratio"] == pytest.approx(row["value"] / row["baseline"], rel=1e-2)
         assert "llama-cpp-python" in row["case"]
+
+
+@needs_llama_cpp
+def test_the_benchmark_of_low_bit_weights_has_rows_for_it() -> None:
+    done = subprocess.run(
+        [
+            sys.executable, str(ROOT / "benchmarks" / "engine.py"), "--size=tiny", "--rounds=1",
+            "--steps=3", "--parts=low-bit", "--json", "--llama-cpp", PYTHON,
+        ],
+        check=False, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
+    for weights, file in (("w4a16", "q4_0"), ("q4_0", "q4_0"), ("q4_k", "q4_k")):
+        for what in ("decode", "prefill"):
+            row = rows[f"engine.low_bit.{what}.{weights}.llama_cpp"]
+            assert row["value"] == rows[f"engine.low_bit.{what}.{weights}"]["value"]
+            assert row["against"] == f"llama.cpp, {file}"
+            assert row["ratio"] == pytest.approx(row["value"] / row["baseline"], rel=1e-2)
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("format", ["q4_0", "q4_k"])
+def test_llama_cpp_answers_as_opweave_does_from_a_file_of_blocks(
+    tmp_path: Path, format: str
+) -> None:
+    """Both choose tokens whose logits are nearly the largest: llama.cpp rounds activations."""
+    config = AutoConfig.from_pretrained(write_config(tmp_path / "model", LOW_BIT["tiny"]))
+    file = write_random_blocks(tmp_path / "model.gguf", config, format)
+    engine = LLM(file, config=EngineConfig(dtype="float32"))
+    prompt = torch.randint(config.vocab_size, (20,)).tolist()
+    with running(PYTHON, file, threads=1, context=256, cache="f32") as process:
+        token = process.answer(prompt, 1).tokens[0]
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5, ignore_eos=True)
+    found = engine.generate([prompt], params)[0].outputs[0]
+    assert token in found.logprobs[0]
+
+
+# The file of blocks
+
+
+def test_a_file_of_blocks_has_the_formats_of_quantized_models(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(write_config(tmp_path / "model", LOW_BIT["tiny"]))
+    file = write_random_blocks(tmp_path / "model.gguf", config, "q4_k")
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(file).tensors}
+    assert kinds.pop("token_embd.weight") == "Q6_K"
+    assert {kind for name, kind in kinds.items() if "norm" in name or "rope" in name} == {"F32"}
+    assert {kind for name, kind in kinds.items() if "attn_q" in name} == {"Q4_K"}
+    engine = LLM(file, config=EngineConfig(dtype="float32"))
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    assert len(engine.generate([[3, 1, 2]], params)[0].outputs[0].token_ids) == 3
 
 
 # Without it

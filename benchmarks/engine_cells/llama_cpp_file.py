@@ -1,4 +1,4 @@
-"""Writes a Llama model of transformers as a GGUF file, the format that llama.cpp reads."""
+"""Writes Llama models as GGUF files, which llama.cpp and opweave read."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from gguf import (
     get_tensor_name_map,
 )
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
+
+from opweave.ir.ops.gguf_blocks import random_blocks
 
 _FILE_TYPES = {
     torch.float32: LlamaFileType.ALL_F32,
     torch.bfloat16: LlamaFileType.MOSTLY_BF16,
 }
+_FILE_NAMES = {"q4_0": "Q4_0", "q4_k": "Q4_K_M"}
 
 
 def write_gguf(path: Path, model: Any) -> Path:
@@ -32,10 +36,7 @@ def write_gguf(path: Path, model: Any) -> Path:
         model: in float32 or bfloat16.
     """
     config = model.config
-    writer = GGUFWriter(path, MODEL_ARCH_NAMES[MODEL_ARCH.LLAMA])
-    _add_sizes(writer, config)
-    writer.add_file_type(_FILE_TYPES[model.dtype])
-    writer.add_tokenizer_model("none")  # tokens are numbers; how many, the vocabulary's size says
+    writer = _writer(path, config, _FILE_TYPES[model.dtype])
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, parameter in model.named_parameters():  # a tied matrix once
@@ -43,9 +44,47 @@ def write_gguf(path: Path, model: Any) -> Path:
         if part in heads:
             tensor = _as_pairs(tensor, heads[part])
         _add(writer, names.get_name(name, (".weight", ".bias")), tensor)
+    return _finished(writer, path, config)
+
+
+def write_random_blocks(path: Path, config: Any, format: str) -> Path:
+    """Write a file with random quantized weights.
+
+    The table of a tied embedding has the format q6_k, as in the files that llama.cpp quantizes.
+
+    Args:
+        path: where to.
+        config: a ``LlamaConfig``.
+        format: of the matrices, such as ``"q4_0"``.
+    """
+    writer = _writer(path, config, LlamaFileType[f"MOSTLY_{_FILE_NAMES[format]}"])
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        theirs = names.get_name(name, (".weight", ".bias"))
+        if parameter.dim() == 1:
+            _add(writer, theirs, torch.ones(parameter.shape))
+            continue
+        own = "q6_k" if "embed_tokens" in name else format
+        blocks = random_blocks(*parameter.shape, own).numpy()
+        writer.add_tensor(theirs, blocks, raw_dtype=GGMLQuantizationType[own.upper()])
+    return _finished(writer, path, config)
+
+
+def _writer(path: Path, config: Any, kind: LlamaFileType) -> GGUFWriter:
+    writer = GGUFWriter(path, MODEL_ARCH_NAMES[MODEL_ARCH.LLAMA])
+    _add_sizes(writer, config)
+    writer.add_file_type(kind)
+    writer.add_tokenizer_model("none")  # tokens are numbers; how many, the vocabulary's size says
+    return writer
+
+
+def _finished(writer: GGUFWriter, path: Path, config: Any) -> Path:
     if config.rope_parameters["rope_type"] != "default":
         frequencies = TENSOR_NAMES[MODEL_TENSOR.ROPE_FREQS]
-        _add(writer, f"{frequencies}.weight", _rope_divisors(config, model.model.rotary_emb))
+        divisors = _rope_divisors(config, LlamaRotaryEmbedding(config))
+        _add(writer, f"{frequencies}.weight", divisors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -65,6 +65,11 @@ _LLAMA_1B = {
 }
 MIXED = {"tiny": _TINY, "full": _SMALL}
 SINGLE = {"tiny": {**_TINY, "tie_word_embeddings": True}, "full": _LLAMA_1B}
+# Blocks of q4_k have 256 columns.
+LOW_BIT = {
+    "tiny": {**SINGLE["tiny"], "hidden_size": 256, "intermediate_size": 512},
+    "full": _LLAMA_1B,
+}
 NAMES = {"tiny": "a Llama of 2 layers", "full": "Llama-3.2-1B"}
 
 

@@ -27,6 +27,7 @@ from opweave.config import (
     EngineConfig,
     SchedulerConfig,
 )
+from opweave.config.engine import LoadFormat
 from opweave.engine import EngineCore, SamplingParams
 
 Row = dict[str, Any]
@@ -44,28 +45,31 @@ VARIANTS = {
 
 
 class Ours:
-    """The engine with the weights of another model, one request at a time."""
+    """The engine, one request at a time.
+
+    Args:
+        path: of a checkpoint.
+        steps: the number of tokens to decode.
+        mode: how the model is compiled.
+        load_format: ``"dummy"`` for random weights.
+    """
 
     def __init__(
         self,
         path: Path,
         steps: int,
-        source: nn.Module,
-        weights: torch.dtype | None,
-        mode: CompilationMode,
+        mode: CompilationMode = CompilationMode.NONE,
+        load_format: LoadFormat = "dummy",
     ) -> None:
         config = EngineConfig(
             dtype="bfloat16",
             compilation_config=CompilationConfig(mode=mode),
-            load_format="dummy",
+            load_format=load_format,
             cache=CacheConfig(memory_bytes=_CACHE_BYTES, enable_prefix_caching=False),
             scheduler=SchedulerConfig(max_num_batched_tokens=PREFILL, max_model_len=CONTEXT),
         )
         self.core, self.steps, self._names = EngineCore(path, config), steps, itertools.count()
         self.model: nn.Module = self.core.executor.worker.runner.model
-        self.model.load_weights(source.state_dict().items())
-        if weights is not None:
-            quantize(self.model, weights)
 
     def decode(self) -> float:
         """Return the median time of a step, in seconds."""
@@ -84,6 +88,17 @@ class Ours:
         while self.core.has_unfinished:
             times.append(timed(self.core.step))
         return times
+
+
+def with_weights(
+    path: Path, steps: int, source: nn.Module, weights: torch.dtype | None, mode: CompilationMode
+) -> Ours:
+    """Return the engine with the weights of *source*, quantized to the dtype *weights* if given."""
+    ours = Ours(path, steps, mode)
+    ours.model.load_weights(source.state_dict().items())
+    if weights is not None:
+        quantize(ours.model, weights)
+    return ours
 
 
 class Theirs:
@@ -156,7 +171,9 @@ def measure(size: str, steps: int, rounds: int, *, llama_cpp: str | None, quiet:
         bar = stack.enter_context(progress(quiet=quiet))
         path = write_config(folder / "model", SINGLE[size])
         theirs, stream = Theirs(path, steps), Stream(_READ, pieces=1, in_huge_pages=True)
-        own = {name: Ours(path, steps, theirs.model, *how) for name, how in VARIANTS.items()}
+        own = {
+            name: with_weights(path, steps, theirs.model, *how) for name, how in VARIANTS.items()
+        }
         measures: dict[str, Callable[[], float]] = {
             **{name: each.decode for name, each in own.items()},
             "transformers": theirs.decode,
@@ -189,38 +206,38 @@ def _rows(
     """Yield the rows; *found* and *least* are seconds, *build* says which llama.cpp ran, if any."""
     prompt = f"{case}, {PREFILL} tokens, bfloat16"
     for name, limit in least.items():
-        yield _row(
+        yield row(
             "engine.decode_bandwidth" + ("" if name == "bfloat16" else f".{name}"),
             f"{case}, {_weights(name)}",
             found[name],
             found["transformers"],
-            "transformers",
+            "transformers, bfloat16",
             limit=limit,
         )
-    yield _row(
+    yield row(
         "engine.prefill",
         prompt,
         found["prefill"],
         found["transformers, prefill"],
-        "transformers",
+        "transformers, bfloat16",
         tokens=PREFILL,
     )
     if build:
         for name, suffix in (("bfloat16", ""), ("compiled", ".compiled")):
-            yield _row(
+            yield row(
                 f"engine.decode_bandwidth{suffix}.llama_cpp",
                 f"{case}, {_weights(name)}, {build}",
                 found[name],
                 found["llama.cpp"],
-                "llama.cpp",
+                "llama.cpp, bfloat16",
                 limit=least[name],
             )
-        yield _row(
+        yield row(
             "engine.prefill.llama_cpp",
             f"{prompt}, {build}",
             found["prefill"],
             found["llama.cpp, prefill"],
-            "llama.cpp",
+            "llama.cpp, bfloat16",
             tokens=PREFILL,
         )
 
@@ -229,7 +246,7 @@ def _weights(variant: str) -> str:
     return "bfloat16 weights, compiled" if variant == "compiled" else f"{variant} weights"
 
 
-def _row(
+def row(
     name: str,
     case: str,
     own: list[float],
@@ -241,20 +258,20 @@ def _row(
 ) -> Row:
     """Return how fast *tokens* tokens were: *own*, *baseline* and *limit* are seconds for them."""
     seconds = statistics.median(own)
-    row: Row = {
+    found: Row = {
         "name": name,
         "case": case,
         "value": significant(tokens / seconds),
         "unit": "tokens/s",
         "baseline": significant(tokens / statistics.median(baseline)),
-        "against": f"{against}, bfloat16",
+        "against": against,
         "ratio": significant(
             statistics.median(b / o for b, o in zip(baseline, own, strict=True)), 3
         ),
     }
     if limit is not None:
-        row |= {
+        found |= {
             "limit": significant(tokens / limit),
             "limit_share": significant(limit / seconds, 3),
         }
-    return row
+    return found

@@ -20,11 +20,13 @@ _FILES: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
     "tokenizer.json": tokenizer_json,
     "tokenizer_config.json": tokenizer_config,
 }
+_NO_VOCABULARY = ("none", "no_vocab")  # llama.cpp's names for files without a tokenizer
 
 
 def has_json(file: GgufFile, name: str) -> bool:
     """Return whether *file* stands for the JSON file *name*; without a vocabulary, for few."""
-    return name == "config.json" or (name in _FILES and "tokenizer.ggml.model" in file.metadata)
+    kind = file.metadata.get("tokenizer.ggml.model", "none")
+    return name == "config.json" or (name in _FILES and kind not in _NO_VOCABULARY)
 
 
 def json_of(file: GgufFile, name: str) -> dict[str, Any] | None:
