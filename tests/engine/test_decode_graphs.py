@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import random
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from opweave.config import CompilationConfig, EngineConfig
 from opweave.config.cache import CacheConfig
+from opweave.config.parallel import ParallelConfig
+from opweave.config.progress import ProgressBar
 from opweave.config.scheduler import SchedulerConfig
 from opweave.engine import CompletionOutput, SamplingParams
 from opweave.engine.attention import PagedAttention
 from opweave.engine.core import EngineCore
-from opweave.engine.runner.decode_graphs import decode_sizes
+from opweave.engine.runner.decode_graphs import decode_sizes, record_decode_graphs
 from opweave.ir.errors import SettingError
 from opweave.platforms.cpu import CpuPlatform
 from opweave.platforms.graphs import GraphRecorder
@@ -137,10 +143,47 @@ def test_compiled_models_are_recorded(checkpoint: Checkpoints, recorder: FakeRec
     assert tokens_of(found) == tokens_of(expected)
 
 
-def test_recurrent_models_are_not_recorded(checkpoint: Checkpoints, recorder: FakeRecorder) -> None:
+def test_recurrent_models_are_not_recorded(
+    checkpoint: Checkpoints, recorder: FakeRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
     path = checkpoint("mamba2")[0]
     answers(path, random_prompts()[:2], RecordingPlatform(), config())
     assert not recorder.recordings
+    assert "decode steps run without graphs: the model has recurrent layers" in caplog.text
+
+
+def test_ranks_are_not_recorded(recorder: FakeRecorder, caplog: pytest.LogCaptureFixture) -> None:
+    several = EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2))
+    caches: Any = SimpleNamespace(states=None, backends={})
+
+    def record(platform: CpuPlatform) -> object:
+        return record_decode_graphs(
+            lambda ids, positions: ids, caches, several, platform, 1, 64, torch.device("cpu")
+        )
+
+    assert record(CpuPlatform()) is None
+    assert "graphs" not in caplog.text  # CPUs have none
+    assert record(RecordingPlatform()) is None
+    assert not recorder.recordings
+    assert "decode steps run without graphs: with tensor_parallel_size=2, ranks" in caplog.text
+
+
+def test_a_progress_bar_counts_graphs(checkpoint: Checkpoints, recorder: FakeRecorder) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=80)
+    with ProgressBar("loading", then="warming up", console=console) as bar:
+        EngineCore(checkpoint("llama")[0], config(), platform=RecordingPlatform(), progress=bar)
+    assert recorder.recordings == 4
+    assert re.search(r"recording graphs .*3/4", shown.getvalue())
+    calls: list[tuple[int, int]] = []
+    EngineCore(
+        checkpoint("llama")[0],
+        config(),
+        platform=RecordingPlatform(),
+        progress=lambda *call: calls.append(call),
+    )
+    done, total = calls[-1]
+    assert done == total > 4  # tensors: a function is called for these only
 
 
 class _CopiesItsCache(PagedAttention):

@@ -36,6 +36,12 @@ class ProgressBar:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
+    def stage(self, what: str) -> ProgressBar:
+        """Begin counted work after that of the bar, and return the bar to call for it."""
+        self._bar.remove_task(self._task)
+        self._task, self._what, self._then = self._bar.add_task(what, total=None), what, ""
+        return self
+
     def __call__(self, done: int, total: int, item: str = "") -> None:
         if done >= total and self._then:
             self._bar.remove_task(self._task)

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from opweave.config import EngineConfig
+from opweave.config.progress import ProgressBar
 from opweave.engine.attention.batch import SequenceBatch
 from opweave.engine.attention.layers import LayerCaches
 from opweave.engine.cache import NULL_BLOCK
+from opweave.engine.loading.checkpoint import Progress
 from opweave.engine.runner.compilation import Forward
 from opweave.engine.runner.step import SequenceStep, padded_tables
 from opweave.models import ForwardContext, forward_context
@@ -73,16 +75,30 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
 
     def record(
-        self, forward: Forward, caches: LayerCaches, platform: Platform, recorder: GraphRecorder
+        self,
+        forward: Forward,
+        caches: LayerCaches,
+        platform: Platform,
+        recorder: GraphRecorder,
+        progress: Progress | None = None,
     ) -> None:
         """Record *forward* for every size.
+
+        Args:
+            forward: the model's forward.
+            caches: of its layers.
+            platform: of the device.
+            recorder: of the device.
+            progress: called with the number of graphs recorded so far and in total.
 
         Raises:
             RuntimeError: the device cannot record it.
         """
         before = _addresses(caches)
         # The largest first: smaller graphs then fit into its memory.
-        for size in reversed(self._sizes):
+        for done, size in enumerate(reversed(self._sizes)):
+            if progress is not None:
+                progress(done, len(self._sizes))
             context = ForwardContext(caches.step(self._batches(size)))
             results: list[Tensor] = []
             run = partial(self._run_forward, size, forward, context, platform, results)
@@ -158,8 +174,9 @@ def record_decode_graphs(
     groups: int,
     max_model_len: int,
     device: torch.device,
+    progress: Progress | None = None,
 ) -> DecodeGraphs | None:
-    """Record a model's decode batches.
+    """Record a model's decode batches, and log if they run without graphs although they could.
 
     Args:
         forward: the model's forward.
@@ -169,19 +186,23 @@ def record_decode_graphs(
         groups: the number of groups of layers.
         max_model_len: the maximum length of a sequence.
         device: of the model.
+        progress: of loading; a progress bar then shows the number of graphs.
 
     Returns:
-        None if the device records no graphs, or the model cannot be recorded: layers with a
-        recurrent state read it by slots of the host, and ranks communicate.
+        None if the device records no graphs, or the model cannot be recorded.
     """
     sizes, recorder = decode_sizes(config), platform.graph_recorder()
-    is_alone = config.parallel.tensor_parallel_size == 1
-    if recorder is None or not sizes or not is_alone or caches.states is not None:
+    if recorder is None or not sizes:
         return None
+    obstacle = _obstacle(config, caches)
+    if obstacle is not None:
+        _log.warning("decode steps run without graphs: %s", obstacle)
+        return None
+    bar = progress.stage("recording graphs") if isinstance(progress, ProgressBar) else None
     block_size = config.cache.block_size
     graphs = DecodeGraphs(sizes, groups, ceil(max_model_len / block_size), block_size, device)
     try:
-        graphs.record(forward, caches, platform, recorder)
+        graphs.record(forward, caches, platform, recorder, bar)
     except RuntimeError as error:
         _log.warning(
             "decode steps run without graphs, because the device cannot record them: %s. Disable "
@@ -191,6 +212,16 @@ def record_decode_graphs(
         return None
     _log.info("recorded graphs of decode steps with %s sequences", ", ".join(map(str, sizes)))
     return graphs
+
+
+def _obstacle(config: EngineConfig, caches: LayerCaches) -> str | None:
+    """Return why the steps of a model cannot be recorded, or None."""
+    ranks = config.parallel.tensor_parallel_size
+    if ranks > 1:
+        return f"with tensor_parallel_size={ranks}, ranks communicate, which is not recorded"
+    if caches.states is not None:
+        return "the model has recurrent layers, whose states are addressed by the host"
+    return None
 
 
 def _addresses(caches: LayerCaches) -> list[int]:

@@ -16,6 +16,7 @@ from opweave.engine.attention.batch import SequenceBatch
 from opweave.engine.attention.layers import LayerCaches, LayerGroup, layer_groups
 from opweave.engine.attention.specs import cache_specs
 from opweave.engine.cache.plan import CachePlan
+from opweave.engine.loading.checkpoint import Progress
 from opweave.engine.runner.compilation import compiled_forward, graph_sizes
 from opweave.engine.runner.decode_graphs import DecodeGraphs, record_decode_graphs
 from opweave.engine.runner.step import SequenceStep, padded_tables
@@ -43,7 +44,12 @@ class ModelRunner:
         config: the configuration of compilation and of blocks.
         platform: names the sampler and the attention backends.
         device: the device of the model.
+
+    Attributes:
+        progress: shows or receives the progress of loading.
     """
+
+    progress: Progress | None = None
 
     def __init__(
         self, model: LanguageModel, config: EngineConfig, platform: Platform, device: torch.device
@@ -100,7 +106,9 @@ class ModelRunner:
             len(self._groups),
             self._max_model_len,
             self.device,
+            self.progress,
         )
+        self.progress = None
 
     def _blank(self, size: int) -> list[SequenceStep]:
         """Return steps with this number of tokens: a sequence in decode, and a prompt."""

@@ -105,6 +105,7 @@ class Worker:
             self.platform.get_model_runner_cls(self.config)
         )
         self.runner = runner(model, self.config, self.platform, self.device)
+        self.runner.progress = progress
 
     def facts(self) -> ModelFacts:
         """Return the facts about the model that the engine needs."""
