@@ -21,7 +21,8 @@ _libraries: list[Library] = []  # torch removes the ops of a library when it is 
 def opaque(op: IrOp, namespace: str, name: str = "") -> Callable[[Function], Function]:
     """Register the decorated implementation of *op* as a torch op in *namespace*.
 
-    If gradients are required, autograd records the operators inside it instead.
+    If gradients are required, autograd records the operators inside it instead. Eager calls that
+    nothing has to see call the function without the torch op around it.
 
     Args:
         name: the name of the torch op; by default that of *op*.
@@ -38,9 +39,24 @@ def opaque(op: IrOp, namespace: str, name: str = "") -> Callable[[Function], Fun
         wrapped: Function = eval(f"lambda {op.schema.declaration}: _op({arguments})", names)
         wrapped.__module__ = function.__module__
         wrapped.__wrapped__ = function  # type: ignore[attr-defined]
-        return wrapped
+        return undispatched(function)(wrapped)
 
     return wrap
+
+
+def undispatched(plain: Function) -> Callable[[Function], Function]:
+    """Let plain calls of the decorated implementation run *plain* instead.
+
+    Args:
+        plain: computes the same without the torch ops of the implementation, which tracers, modes
+            and autograd see.
+    """
+
+    def decorate(function: Function) -> Function:
+        function.undispatched = plain  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def mutating(namespace: str, schema: str) -> Callable[[Function], Function]:

@@ -236,13 +236,15 @@ class Generator:
         return f"(_answer := {accepts}({named_call(predicate)})) is True"
 
     def _runner(self, impl: IrOpImpl) -> str:
-        direct = self._bind_run(impl, impl.impl_fn, f"_impl_{_word(impl)}")
+        # Below the dispatcher, tensors may still be fake: only the other paths check for that.
+        function = impl.impl_fn if self.path.kind is Kind.KERNEL else impl.plain_fn
+        direct = self._bind_run(impl, function, f"_impl_{_word(impl)}")
         if not impl.inplace:
             return direct
         if not self.path.donates:
             return self._bind_run(impl, copying(impl), f"_copying_{_word(impl)}")
         # Autograd may have saved an activation even if none requires a gradient.
-        noting = self._bind_run(impl, noting_writes(impl), f"_noting_{_word(impl)}")
+        noting = self._bind_run(impl, noting_writes(impl, function), f"_noting_{_word(impl)}")
         run = f"{direct} if _is_inference_mode() else {noting}"
         if ALIAS_SAFE in impl.traits:
             return run
@@ -360,8 +362,8 @@ def copying(impl: IrOpImpl, names: Sequence[str] | None = None) -> Function:
     return op.schema.function(body, _impl_fn=impl.impl_fn, _copy=clone_in_layout)
 
 
-def noting_writes(impl: IrOpImpl) -> Function:
-    """Return an in-place implementation that increments the version of its activations.
+def noting_writes(impl: IrOpImpl, function: Function) -> Function:
+    """Return *function*, in-place, so that it increments the version of its activations.
 
     A foreign kernel does not. If autograd has saved an activation, the backward pass then raises
     torch's error instead of using the overwritten values.
@@ -370,7 +372,7 @@ def noting_writes(impl: IrOpImpl) -> Function:
     written = "".join(f"{name}, " for name in impl.op.activations)
     body = f"_changed(({written})) or _impl_fn({schema.call()})"
     changed = torch.autograd.graph.increment_version
-    return schema.function(body, _impl_fn=impl.impl_fn, _changed=changed)
+    return schema.function(body, _impl_fn=function, _changed=changed)
 
 
 def run_donating(impl: IrOpImpl, *args: Any, **kwargs: Any) -> Any:
@@ -379,5 +381,7 @@ def run_donating(impl: IrOpImpl, *args: Any, **kwargs: Any) -> Any:
         return impl.impl_fn(*args, **kwargs)
     if ALIAS_SAFE not in impl.traits and (names := refused(impl.op, impl.op.bind(*args, **kwargs))):
         return copying(impl, names)(*args, **kwargs)
-    run = impl.impl_fn if torch.is_inference_mode_enabled() else noting_writes(impl)
+    run = impl.impl_fn
+    if not torch.is_inference_mode_enabled():
+        run = noting_writes(impl, run)
     return run(*args, **kwargs)

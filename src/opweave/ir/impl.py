@@ -80,6 +80,12 @@ class IrOpImpl:
         return f"<IrOpImpl {self.op.name}:{self.provider} from {self.site}>"
 
     @property
+    def plain_fn(self) -> Callable[..., Any]:
+        """``impl_fn`` for plain calls (:mod:`opweave.base.plain_call`): skips its own torch op."""
+        found: Callable[..., Any] = getattr(self.impl_fn, "undispatched", self.impl_fn)
+        return found
+
+    @property
     def base(self) -> str:
         """The provider without values of tunable parameters."""
         return base_of(self.provider)
