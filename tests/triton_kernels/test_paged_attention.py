@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
+from opweave.kernels.triton import paged_attention as provider
 
 OP = ir.ops.paged_attention
 
@@ -144,3 +146,15 @@ def test_writes_into_caches_in_one_tensor(device: str, layout: str) -> None:
     for got, wanted, cache in zip(found, expected, caches, strict=True):
         assert torch.equal(got, wanted)
         assert got is cache
+
+
+def test_amd_gpus_have_one_size_of_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provider, "INTERPRETED", False)
+    found = {"shared_memory_per_block": 65_536}
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**found)
+    )
+    read = provider._shared_memory.__wrapped__
+    assert read(torch.device("cuda")) == 65_536
+    found["shared_memory_per_block_optin"] = 232_448
+    assert read(torch.device("cuda")) == 232_448

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from opweave.ir import ops, rules
 from opweave.kernels.triton.arguments import row_count, row_stride, rows
+from opweave.kernels.triton.launch import Kernels, launch
 from opweave.kernels.triton.outputs import half_of
-from opweave.kernels.triton.registration import Kernels, implements, launch
+from opweave.kernels.triton.registration import implements
 
 _kernels = Kernels("activation")
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from opweave.ir import rules
 from opweave.ir.ops.advance_step import advance_step_flashattn as op
 from opweave.kernels.triton.arguments import on_device
-from opweave.kernels.triton.registration import Kernels, implements, launch
+from opweave.kernels.triton.launch import Kernels, launch
+from opweave.kernels.triton.registration import implements
 
 _kernels = Kernels("advance_step")
 _BLOCK = 128

@@ -8,10 +8,11 @@ from torch import Tensor
 from opweave.ir import ops
 from opweave.kernels.triton.activation import GATED
 from opweave.kernels.triton.arguments import has_float8, one_float32, row_count, row_stride
+from opweave.kernels.triton.launch import Kernels, launch
 from opweave.kernels.triton.norm import ADD, NORM, normalize, warps_for
 from opweave.kernels.triton.outputs import codes_and_scales, half_of, new_rows
 from opweave.kernels.triton.quant import GROUP_SIZE, quantize_groups
-from opweave.kernels.triton.registration import Kernels, block_of, implements, launch
+from opweave.kernels.triton.registration import block_of, implements
 
 _kernels = Kernels("activation")
 _FP8 = torch.float8_e4m3fn

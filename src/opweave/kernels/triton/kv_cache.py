@@ -7,27 +7,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from opweave.adapters.opaque import mutating
+from opweave.adapters.opaque import mutating, undispatched
 from opweave.ir.ops.kv_cache import reshape_and_cache as op
 from opweave.kernels.paged import WRITES
 from opweave.kernels.triton.arguments import on_device
-from opweave.kernels.triton.registration import (
-    NAMESPACE,
-    Kernels,
-    block_of,
-    implements,
-    launch,
-)
+from opweave.kernels.triton.launch import Kernels, launch
+from opweave.kernels.triton.registration import NAMESPACE, block_of, implements
 
 _kernels = Kernels("kv_cache")
 _BLOCK = 1024
 
 
-@mutating(
-    NAMESPACE,
-    "write(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-    "Tensor slot_mapping) -> ()",
-)
 def _write(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
@@ -56,14 +46,29 @@ def _write(
     )
 
 
+_traced_write = mutating(
+    NAMESPACE,
+    "write(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+    "Tensor slot_mapping) -> ()",
+)(_write)
+
+
+def _plain(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor]:
+    _write(key, value, key_cache, value_cache, slot_mapping)
+    return key_cache, value_cache
+
+
 @implements(
     op,
     on_device("key", "value", "key_cache", "value_cache", "slot_mapping") & WRITES,
     inplace=True,
 )
+@undispatched(_plain)
 def reshape_and_cache(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Write *key* and *value* into their slots of the caches, in-place."""
-    _write(key, value, key_cache, value_cache, slot_mapping)
+    _traced_write(key, value, key_cache, value_cache, slot_mapping)
     return key_cache, value_cache

@@ -8,7 +8,8 @@ from torch import Tensor
 from opweave import ir
 from opweave.ir import rules
 from opweave.kernels.triton.arguments import on_device, row_count, row_stride, rows
-from opweave.kernels.triton.registration import Kernels, block_of, implements, launch
+from opweave.kernels.triton.launch import Kernels, launch
+from opweave.kernels.triton.registration import block_of, implements
 
 _kernels = Kernels("norm")
 

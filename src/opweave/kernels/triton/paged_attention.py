@@ -16,13 +16,8 @@ from opweave.ir import rules
 from opweave.ir.ops.paged_attention import paged_attention as op
 from opweave.kernels.paged import ATTENDS, attention_fits, has_whole_rows
 from opweave.kernels.triton.arguments import on_device
-from opweave.kernels.triton.registration import (
-    INTERPRETED,
-    Kernels,
-    block_of,
-    implements,
-    launch,
-)
+from opweave.kernels.triton.launch import Kernels, launch
+from opweave.kernels.triton.registration import INTERPRETED, block_of, implements
 
 _kernels = Kernels("paged_attention")
 _MAX_HEAD_SIZE = 256
@@ -167,7 +162,8 @@ def _shared_memory(device: torch.device) -> int:
     if INTERPRETED:
         return _MANY_BYTES
     properties: Any = torch.cuda.get_device_properties(device)  # incompletely typed in torch
-    return int(properties.shared_memory_per_block_optin)
+    usual = properties.shared_memory_per_block  # all there is on AMD GPUs
+    return int(getattr(properties, "shared_memory_per_block_optin", usual))
 
 
 @cache

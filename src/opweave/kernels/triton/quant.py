@@ -7,9 +7,10 @@ from torch import Tensor
 
 from opweave.ir import ops, rules
 from opweave.kernels.triton.arguments import has_float8, one_float32, row_count, row_stride, rows
+from opweave.kernels.triton.launch import Kernels, launch
 from opweave.kernels.triton.norm import warps_for
 from opweave.kernels.triton.outputs import codes_and_scales, new_rows
-from opweave.kernels.triton.registration import Kernels, block_of, implements, launch
+from opweave.kernels.triton.registration import block_of, implements
 
 _kernels = Kernels("quant")
 

@@ -1,16 +1,10 @@
-"""Register implementations in Triton, and launch their kernels."""
+"""Register implementations in Triton."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from opweave.adapters.opaque import opaque
 from opweave.base.packages import is_installed
@@ -23,33 +17,8 @@ Function = Callable[..., Any]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton interprets kernels on CPU tensors."""
 
-_interpreter = threading.Lock()  # the interpreter patches triton.language, so it is not thread-safe
-_device_of: Callable[[Tensor], AbstractContextManager[None]] = torch.cuda.device_of
 NAMESPACE = "opweave_triton"
 _IS_THERE = is_installed("triton")
-
-
-class Kernels:
-    """The kernels of a ``jit`` module, which is imported on first access."""
-
-    def __init__(self, module: str) -> None:
-        self._module = f"{__package__}.jit.{module}"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # inspection must not import Triton
-            raise AttributeError(name)
-        kernel = getattr(importlib.import_module(self._module), name)
-        setattr(self, name, kernel)
-        return kernel
-
-
-def launch(
-    kernel: Any, grid: tuple[int, ...], out: Tensor, *arguments: object, **constants: object
-) -> None:
-    """Launch *kernel* on *grid*, on the device of *out*, its first argument."""
-    if 0 not in grid:
-        with _interpreter if INTERPRETED else _device_of(out):
-            kernel[grid](out, *arguments, **constants)
 
 
 def block_of(size: int) -> int:

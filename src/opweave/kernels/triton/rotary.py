@@ -14,7 +14,8 @@ from opweave.ir import rules
 from opweave.ir.ops.rotary import rotary_embedding as op
 from opweave.kernels.arguments import FLOATS
 from opweave.kernels.triton.arguments import on_device
-from opweave.kernels.triton.registration import Kernels, block_of, implements, launch
+from opweave.kernels.triton.launch import Kernels, launch
+from opweave.kernels.triton.registration import block_of, implements
 
 _kernels = Kernels("rotary")
 _MAX_HEAD_SIZE = 1024
