@@ -120,6 +120,29 @@ def test_rocm(architecture: str, expected: set[str], monkeypatch: pytest.MonkeyP
     assert computes(RocmPlatform()) == expected
 
 
+@pytest.mark.parametrize(
+    ("platform", "flag"),
+    [
+        (CudaPlatform, "is_integrated"),
+        (RocmPlatform, "is_integrated"),
+        (XpuPlatform, "is_integrated_gpu"),
+    ],
+)
+def test_integrated_gpus_share_the_memory_of_the_host(
+    platform: type[Platform], flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in (0, 1):
+        device(monkeypatch, major=12, minor=1, gcnArchName="gfx942", **{flag: value})
+        assert platform().capabilities.unified_memory == bool(value)
+
+
+def test_triton_kernels_are_the_default_on_gpus_that_have_triton() -> None:
+    for platform in (CudaPlatform, RocmPlatform):
+        lists = platform().get_default_ir_op_priority()
+        assert lists["paged_attention"] == lists["reshape_and_cache"] == ["triton"]
+    assert not XpuPlatform().get_default_ir_op_priority()
+
+
 @pytest.mark.parametrize(("matrix", "expected"), [(True, {"int8", "bf16"}), (False, set())])
 def test_xpu(matrix: bool, expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     device(monkeypatch, has_subgroup_matrix_multiply_accumulate=matrix)

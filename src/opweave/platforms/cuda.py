@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -29,6 +30,11 @@ _TRITON_OPS = ("advance_step_flashattn", "paged_attention", "reshape_and_cache")
 _MATRIX_CORES = ("gfx908", "gfx90a", "gfx94", "gfx95")  # AMD Instinct, from MI100 on
 
 
+def _is_integrated(properties: Any) -> bool:
+    """Return whether a GPU shares the memory of the host, as in a Jetson, a GB10 or an APU."""
+    return bool(getattr(properties, "is_integrated", False))
+
+
 class _Gpu(Platform):
     device_type = "cuda"
     supported_dtypes = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,7 +43,7 @@ class _Gpu(Platform):
     def get_default_ir_op_priority(
         self, config: EngineConfig | None = None
     ) -> dict[str, list[str]]:
-        return {op: ["aten"] for op in _TORCH_OPS}
+        return {op: ["aten"] for op in _TORCH_OPS} | {op: ["triton"] for op in _TRITON_OPS}
 
     def graph_recorder(self) -> GraphRecorder | None:
         return CudaGraphRecorder()
@@ -56,16 +62,12 @@ class CudaPlatform(_Gpu):
     name = "cuda"
     dispatch_tags = ("cuda",)
 
-    def get_default_ir_op_priority(
-        self, config: EngineConfig | None = None
-    ) -> dict[str, list[str]]:
-        return super().get_default_ir_op_priority(config) | {op: ["triton"] for op in _TRITON_OPS}
-
     @cached_property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         # Tensor cores support int8 from 7.5 on, bfloat16 from 8.0, float8 from 8.9: CUDA C++
         # Programming Guide, "Compute Capabilities".
-        capability = self.get_device_capability() or DeviceCapability(0, 0)
+        found = probes.properties("cuda", 0)
+        capability = DeviceCapability(found.major, found.minor)
         return Capabilities(
             bf16=capability >= (8, 0),
             fp8=capability >= (8, 9),
@@ -73,6 +75,7 @@ class CudaPlatform(_Gpu):
             streams=True,
             graph_capture=True,
             pinned_memory=True,
+            unified_memory=_is_integrated(found),
         )
 
     def doctor(self) -> Mapping[str, object]:
@@ -80,7 +83,7 @@ class CudaPlatform(_Gpu):
 
 
 class RocmPlatform(_Gpu):
-    """AMD GPUs."""
+    """AMD GPUs. Not tested on hardware; kernels are compiled for gfx942 in tests."""
 
     name = "rocm"
     dispatch_tags = ("hip", "cuda")
@@ -89,7 +92,8 @@ class RocmPlatform(_Gpu):
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         # gfx950 and gfx12 support float8_e4m3fn; gfx942 supports float8_e4m3fnuz, a different
         # format. AMD, "Data types and precision support".
-        architecture = str(getattr(probes.properties("cuda", 0), "gcnArchName", "")).split(":")[0]
+        found = probes.properties("cuda", 0)
+        architecture = str(getattr(found, "gcnArchName", "")).split(":")[0]
         return Capabilities(
             bf16=architecture.startswith((*_MATRIX_CORES, "gfx11", "gfx12")),
             fp8=architecture.startswith(("gfx95", "gfx12")),
@@ -97,6 +101,7 @@ class RocmPlatform(_Gpu):
             streams=True,
             graph_capture=True,
             pinned_memory=True,
+            unified_memory=_is_integrated(found),
         )
 
     def doctor(self) -> Mapping[str, object]:

@@ -13,7 +13,7 @@ from opweave.platforms.capabilities import Capabilities
 
 
 class XpuPlatform(Platform):
-    """Intel GPUs, ``xpu`` devices in torch."""
+    """Intel GPUs, ``xpu`` devices in torch. Not tested on hardware; all ops use native."""
 
     name = "xpu"
     device_type = "xpu"
@@ -25,7 +25,13 @@ class XpuPlatform(Platform):
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         found = probes.properties("xpu", 0)
         matrix = bool(getattr(found, "has_subgroup_matrix_multiply_accumulate", False))
-        return Capabilities(bf16=matrix, int8=matrix, streams=True, pinned_memory=True)
+        return Capabilities(
+            bf16=matrix,
+            int8=matrix,
+            streams=True,
+            pinned_memory=True,
+            unified_memory=bool(getattr(found, "is_integrated_gpu", False)),  # torch 2.13
+        )
 
     def get_device_name(self, index: int = 0) -> str:
         return str(probes.properties("xpu", index).name)
