@@ -109,7 +109,8 @@ def test_kernels_on_the_cpu() -> None:
     found = rows(kernels.host(POINTWISE[:2], **small))
     assert [row["contender"] for row in found] == ["native", "eager"] * 2
     found = rows(kernels.prompt_attention(64, **small))
-    assert [row["contender"] for row in found] == ["native", "opweave", "sdpa", "gather and sdpa"]
+    contenders = ["native", "opweave", "aten", "sdpa", "gather and sdpa"]
+    assert [row["contender"] for row in found] == contenders
 
 
 def test_greedy_answers_on_the_cpu(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def bidirectional_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
 ) -> Tensor:
     check_attention(query, key, value, False, None, "bidirectional_attention")
-    return _attend(query, key, value, scale, False, None).contiguous()
+    return attend(query, key, value, scale, False, None).contiguous()
 
 
 @ops.causal_attention.register_impl("aten", supports_args=_NO_SOFT_CAP)
@@ -41,7 +41,7 @@ def causal_attention(
     soft_cap: float | None = None,
 ) -> Tensor:
     check_attention(query, key, value, True, window, "causal_attention")
-    return _attend(query, key, value, scale, True, window).contiguous()
+    return attend(query, key, value, scale, True, window).contiguous()
 
 
 @ops.varlen_attention.register_impl(
@@ -61,7 +61,7 @@ def varlen_attention(
     check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, causal, window)
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
     for q, k in _segments(cu_seqlens_q, cu_seqlens_k):
-        out[q] = _attend(query[None, q], key[None, k], value[None, k], scale, causal, window)[0]
+        out[q] = attend(query[None, q], key[None, k], value[None, k], scale, causal, window)[0]
     if causal and not out.isfinite().all():
         # torch multiplies the values of masked keys by zero, so NaN and infinity spread from them;
         # native ignores masked keys.
@@ -78,7 +78,7 @@ def _segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slic
     return zip(*bounds, strict=True)
 
 
-def _attend(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -110,6 +110,7 @@ def prompt_attention(
     calls: dict[str, Callable[[], Any]] = {
         provider: lambda: cell.op.using(f"{provider}!")(*arguments),
         "opweave": lambda: selected(*arguments),
+        "aten": lambda: selected.using("aten!")(*arguments),
         "sdpa": lambda: scaled_dot_product_attention(
             query.transpose(0, 1)[None], keys, values, is_causal=True, enable_gqa=True
         ),
