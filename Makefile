@@ -38,7 +38,7 @@ export NO_MKDOCS_2_WARNING := 1
 DEV := $(VENV)/dev.stamp $(VENV)/native.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-aarch64 test-sanitizers test-mindspore test-triton test-libraries test-libraries-large test-vllm test-vllm-own check fix bench bench-all bench-engine docs clean
+.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-aarch64 test-sanitizers test-mindspore test-triton test-triton-aot test-libraries test-libraries-large test-vllm test-vllm-own check fix bench bench-all bench-engine docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -108,6 +108,10 @@ test-triton: $(DEV) $(TRITON)/installed.stamp ## test the Triton kernels in Trit
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 \
 	  $(BIN)/python -m pytest tests/triton_kernels --numprocesses 2 --dist worksteal \
 	  --hypothesis-profile $(PROFILE)
+
+test-triton-aot: $(DEV) $(TRITON)/installed.stamp ## compile the Triton kernels for 4 GPUs without one, check registers
+	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/triton_kernels/test_compiled.py \
+	  tests/triton_kernels/test_launch.py
 
 $(TRITON)/installed.stamp: $(VENV)/bin/python tests/triton_kernels/requirements.txt
 	$(PIP) install --no-deps --upgrade --target $(TRITON) \
