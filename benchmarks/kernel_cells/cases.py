@@ -172,6 +172,16 @@ def _linear_w8a16(dtype: torch.dtype) -> Callable[[Shape], Arguments]:
     return inputs
 
 
+def _linear_w8a8(dtype: torch.dtype, block: int = 0) -> Callable[[Shape], Arguments]:
+    def inputs(s: Shape) -> Arguments:
+        codes, weight = (s.values(n, s.hidden).mul_(30).to(dtype) for n in (s.tokens, s.hidden))
+        groups = s.hidden // block if block else 1
+        scale = torch.full((groups, groups) if block else (s.hidden,), 1e-3)
+        return codes, torch.full((s.tokens, groups), 1e-2), weight, scale, None, s.dtype
+
+    return inputs
+
+
 def _linear_w4a16(s: Shape) -> Arguments:
     weight = torch.randint(0, 256, (s.hidden, s.hidden // 2), dtype=torch.uint8)
     return s.rows(), weight, torch.full((s.hidden, s.hidden // 32), 1e-3, dtype=torch.float16)
@@ -267,6 +277,10 @@ CASES: dict[str, list[Case]] = {
     "linear_w8a16": [
         Case(_linear_w8a16(torch.int8), "int8", streams=True, most_in_one_call=96),
         Case(_linear_w8a16(torch.float8_e4m3fn), "fp8", streams=True, most_in_one_call=96),
+    ],
+    "linear_w8a8": [
+        Case(_linear_w8a8(torch.int8), "int8", streams=True, most_in_one_call=0),
+        Case(_linear_w8a8(torch.float8_e4m3fn, 128), "fp8", streams=True, most_in_one_call=0),
     ],
     "linear_w4a16": [Case(_linear_w4a16, streams=True, most_in_one_call=12)],
     "linear_q": [

@@ -205,6 +205,11 @@ def has_amx() -> bool:
     return has_onednn() and bool(cast("Any", torch.cpu)._is_amx_tile_supported())
 
 
+def has_vnni() -> bool:
+    """Whether oneDNN multiplies int8 matrices with instructions for it (Intel's VNNI)."""
+    return has_onednn() and bool(cast("Any", torch.cpu)._is_vnni_supported())
+
+
 def is_x86() -> bool:
     """Whether this CPU has the x86-64 architecture."""
     return platform.machine().lower() in {"x86_64", "amd64"}

@@ -53,7 +53,13 @@ class Case:
     @cached_property
     def reference(self) -> Outputs:
         """The native result in float64, or the plain native result if float64 fails."""
-        outcome = _run_here(self.op, _changed(self.values, _widened))
+        wide = _changed(self.values, _widened)
+        # An argument that is a dtype is that of the result.
+        wide = tuple(
+            torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
+            for value in wide
+        )
+        outcome = _run_here(self.op, wide)
         if isinstance(outcome, Exception) or [t.shape for t in outcome] != [
             t.shape for t in self.native
         ]:

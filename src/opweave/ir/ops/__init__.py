@@ -45,6 +45,7 @@ from opweave.ir.ops.kv_cache import reshape_and_cache, rope_reshape_and_cache
 from opweave.ir.ops.layer_norm import layer_norm
 from opweave.ir.ops.linear import linear, linear_w8a16
 from opweave.ir.ops.linear_low_bit import linear_q, linear_w4a16
+from opweave.ir.ops.linear_w8a8 import linear_w8a8
 from opweave.ir.ops.masked_embedding import masked_embedding
 from opweave.ir.ops.mla_attention import mla_attention_decode, mla_attention_prefill
 from opweave.ir.ops.moe_sum import moe_sum
@@ -107,6 +108,7 @@ __all__ = [
     "linear_q",
     "linear_w4a16",
     "linear_w8a16",
+    "linear_w8a8",
     "masked_embedding",
     "mla_attention_decode",
     "mla_attention_prefill",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opweave.ir import ops
+from opweave.ir.ops.linear_w8a8 import scales_tokens
 from opweave.ir.traits import BATCH_INVARIANT, DIFFERENTIABLE
 from opweave.kernels.batch_invariant.opaque import opaque
 
@@ -33,6 +34,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     weight = weight.contiguous()  # for a column-major weight, torch sums one by one in float32
     return _joined(lambda row: ops.linear_w8a16.native(row, weight, scale, bias), x)
+
+
+@ops.linear_w8a8.register_impl("batch_invariant", traits=_TRAITS)
+@opaque(ops.linear_w8a8)
+def linear_w8a8(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    rest = weight.contiguous(), scale, bias, out_dtype
+    if x.ndim < 2 or x.numel() == 0 or not scales_tokens(x_scale, x):
+        alone: Tensor = ops.linear_w8a8.native(x, x_scale, *rest)
+        return alone
+    codes = x.reshape(-1, x.shape[-1])
+    scales = x_scale if x_scale.ndim == x.ndim else x_scale.reshape(1)
+    scales = scales.reshape(-1, scales.shape[-1]).expand(len(codes), -1)
+    # Copy each row, because libraries choose the summation order by memory alignment.
+    pairs = zip(codes, scales, strict=True)
+    rows = [ops.linear_w8a8.native(row.clone()[None], one[None], *rest) for row, one in pairs]
+    return torch.cat(rows).reshape(*x.shape[:-1], weight.shape[0])
 
 
 @ops.linear_w4a16.register_impl("batch_invariant", traits=_TRAITS)

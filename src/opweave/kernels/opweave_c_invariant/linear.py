@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from opweave.adapters.opaque import opaque
 from opweave.ir.ops.linear import linear as op
 from opweave.ir.ops.linear import linear_w8a16 as op_w8a16
 from opweave.ir.ops.linear_low_bit import linear_q as op_q
 from opweave.ir.ops.linear_low_bit import linear_w4a16 as op_w4a16
+from opweave.ir.ops.linear_w8a8 import linear_w8a8 as op_w8a8
 from opweave.kernels.opweave_c.call_paths import implements, native_op
 from opweave.kernels.opweave_c.linear import ACCEPTED, ACCEPTED_W8A16
 from opweave.kernels.opweave_c.linear_low_bit import (
@@ -16,6 +19,15 @@ from opweave.kernels.opweave_c.linear_low_bit import (
     FORMATS,
     NEEDS,
     NEEDS_Q,
+)
+from opweave.kernels.opweave_c.linear_w8a8 import (
+    ACCEPTED as ACCEPTED_W8A8,
+)
+from opweave.kernels.opweave_c.linear_w8a8 import (
+    by_rows,
+    is_blocked,
+    of_blocks,
+    widened,
 )
 from opweave.kernels.opweave_c.outputs import new_rows
 
@@ -41,6 +53,34 @@ def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None =
     out = new_rows(x, weight.shape[0])
     _linear_w8a16(out, x, weight, scale, bias)
     return out
+
+
+@implements(op_w8a8, ACCEPTED_W8A8, provider=_PROVIDER)
+def linear_w8a8(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return ``(x * x_scale) @ (weight * scale).T + bias``."""
+    if is_blocked(scale, weight):
+        result: Tensor = _by_blocks(x, x_scale, weight, scale, bias, out_dtype)
+        return result
+    return by_rows(x, x_scale, weight, scale, bias, out_dtype)
+
+
+@opaque(op_w8a8, "opweave_c_invariant")
+def _by_blocks(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    return of_blocks(widened(x, x_scale), weight, scale, bias).to(out_dtype)
 
 
 @implements(op_w4a16, ACCEPTED_W4A16, provider=_PROVIDER, needs=NEEDS)
