@@ -18,6 +18,7 @@ from opweave.layers import (
     FusedMoEModularMethod,
     GroupedTopk,
     PluggableLayer,
+    QuantizedFusedMoEMethod,
     TransformersFusedMoE,
     UnquantizedFusedMoEMethod,
     op_registry,
@@ -69,6 +70,7 @@ def test_names_of_the_catalog() -> None:
         "fused_moe": FusedMoE,
         "grouped_topk": GroupedTopk,
         "modular_fused_moe": FusedMoEModularMethod,
+        "quantized_fused_moe": QuantizedFusedMoEMethod,
         "transformers_fused_moe": TransformersFusedMoE,
         "unquantized_fused_moe": UnquantizedFusedMoEMethod,
     }

@@ -55,6 +55,7 @@ from opweave.layers.moe import (
     FusedMoEMethod,
     FusedMoEModularMethod,
     GroupedTopk,
+    QuantizedFusedMoEMethod,
     TransformersFusedMoE,
     UnquantizedFusedMoEMethod,
 )
@@ -131,6 +132,7 @@ __all__ = [
     "SwigluOAIAndMul",
     "TensorParallel",
     "TransformersFusedMoE",
+    "QuantizedFusedMoEMethod",
     "UnquantizedFusedMoEMethod",
     "VocabParallelEmbedding",
     "WeightLoadError",

@@ -155,12 +155,16 @@ class CheckpointModel(nn.Module):
 def _expert_places(
     name: str, layer: FusedMoE, parts: tuple[str, str, str]
 ) -> dict[str, WeightTarget]:
-    targets = (("w1", layer.w13_weight), ("w2", layer.w2_weight), ("w3", layer.w13_weight))
-    return {
-        f"{name}.{expert}.{part}.weight": WeightTarget(parameter, (shard, expert))
-        for expert in range(layer.num_experts)
-        for part, (shard, parameter) in zip(parts, targets, strict=True)
-    }
+    """Return the targets of each expert's tensors; the experts of quantized ones have several."""
+    found = {}
+    for own, parameter in layer.named_parameters(recurse=False):
+        of_both, _, leaf = own.partition("_")
+        shards = {"w13": (("w1", parts[0]), ("w3", parts[2])), "w2": (("w2", parts[1]),)}[of_both]
+        for shard, part in shards if leaf != "bias" else ():
+            for expert in range(layer.num_experts):
+                target = WeightTarget(parameter, (shard, expert))
+                found[f"{name}.{expert}.{part}.{leaf}"] = target
+    return found
 
 
 def fill(

@@ -20,6 +20,7 @@ _TORCH_OPS = (
     "causal_conv1d",
     "causal_conv1d_update",
     "fused_experts",
+    "fused_experts_quant",
     "selective_scan",
     "selective_state_update",
     "ssd_chunk_scan",

@@ -28,6 +28,7 @@ from opweave.ir.ops.conv import conv_nd, patch_matmul
 from opweave.ir.ops.dual_chunk import dual_chunk_rotary_embedding
 from opweave.ir.ops.embedding import embedding
 from opweave.ir.ops.fused_experts import fused_experts
+from opweave.ir.ops.fused_experts_quant import fused_experts_quant
 from opweave.ir.ops.fused_quant import (
     fused_add_rms_norm_dynamic_per_token_quant_fp8,
     fused_add_rms_norm_dynamic_per_token_quant_int8,
@@ -98,6 +99,7 @@ __all__ = [
     "fused_add_rms_norm_dynamic_per_token_quant_int8",
     "fused_add_rms_norm_static_quant_fp8",
     "fused_experts",
+    "fused_experts_quant",
     "gelu_and_mul",
     "gelu_and_mul_sparse",
     "gelu_fast",

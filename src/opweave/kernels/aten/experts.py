@@ -14,6 +14,10 @@ from torch import Tensor
 from opweave.ir import ops
 from opweave.ir.ops.expert_activation import bound_activation
 from opweave.ir.ops.fused_experts import Routed, check_experts, combine, route
+from opweave.ir.ops.fused_experts_quant import check_experts_quant
+
+ExpertFunction = Callable[[int, Tensor], Tensor]
+"""Returns ``(n, out)`` for an expert and its tokens ``(n, in)``."""
 
 
 @ops.fused_experts.register_impl("aten")
@@ -37,24 +41,110 @@ def fused_experts(
         act = ops.silu_and_mul  # the same function, for which there may be a kernel
     check_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
     routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
-    return combine(of_each_expert(routed, act, w13, w2, w13_bias, w2_bias), routed)
+    first, second = dense_products(w13, w2, w13_bias, w2_bias)
+    outputs = of_each_expert(routed, len(w13), lambda e, rows: second(e, act(first(e, rows))))
+    return combine(outputs, routed)
 
 
-def of_each_expert(
-    routed: Routed,
-    act: Callable[[Tensor], Tensor],
-    w13: Tensor,
-    w2: Tensor,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-) -> Tensor:
-    """Return the outputs of the experts: ``(T, K, hidden)``, 0 where a token has no expert."""
-    outputs = routed.x.new_zeros(routed.valid.numel(), routed.x.shape[1])
-    for expert, slots, tokens in _groups(routed, len(w13)):
+def dense_products(
+    w13: Tensor, w2: Tensor, w13_bias: Tensor | None, w2_bias: Tensor | None
+) -> tuple[ExpertFunction, ExpertFunction]:
+    """Return the two products of each expert."""
+
+    def first(expert: int, rows: Tensor) -> Tensor:
         bias = None if w13_bias is None else w13_bias[expert]
-        hidden = act(ops.linear(routed.x[tokens], w13[expert], bias))
+        found: Tensor = ops.linear(rows, w13[expert], bias)
+        return found
+
+    def second(expert: int, rows: Tensor) -> Tensor:
         bias = None if w2_bias is None else w2_bias[expert]
-        outputs[slots] = ops.linear(hidden, w2[expert], bias)
+        found: Tensor = ops.linear(rows, w2[expert], bias)
+        return found
+
+    return first, second
+
+
+@ops.fused_experts_quant.register_impl("aten")
+def fused_experts_quant(
+    x: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor | None,
+    w13_offset: Tensor | None,
+    w2: Tensor,
+    w2_scale: Tensor | None,
+    w2_offset: Tensor | None,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13_format: str = "w4a16",
+    w2_format: str = "w4a16",
+    activation: str = "silu",
+    expert_map: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    alpha: float | None = None,
+    beta: float | None = None,
+    limit: float | None = None,
+) -> Tensor:
+    act = bound_activation(activation, alpha, beta, limit)
+    if activation == "silu":
+        act = ops.silu_and_mul
+    check_experts_quant(
+        x, w13, w13_scale, w13_offset, w2, w2_scale, w2_offset, topk_weights, topk_ids,
+        w13_format, w2_format, activation,
+    )  # fmt: skip
+    routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
+    first = low_bit_product(w13, w13_scale, w13_offset, w13_format)
+    second = low_bit_product(w2, w2_scale, w2_offset, w2_format)
+    outputs = of_each_expert(routed, len(w13), lambda e, rows: second(e, act(first(e, rows))))
+    return combine(outputs, routed)
+
+
+def low_bit_product(
+    weight: Tensor, scale: Tensor | None, offset: Tensor | None, format: str
+) -> ExpertFunction:
+    """Return the product of each expert by the op of *format*."""
+
+    def product(expert: int, rows: Tensor) -> Tensor:
+        found: Tensor
+        own = weight[expert]
+        factors = None if scale is None else scale[expert]
+        if factors is None:
+            found = ops.linear_q(rows, own, None, format)
+        elif format == "w4a16":
+            found = ops.linear_w4a16(rows, own, factors, None if offset is None else offset[expert])
+        elif format == "w8a16":
+            found = ops.linear_w8a16(rows, own, factors)
+        else:
+            codes, of_token = _quantized(rows, own, factors, format)
+            found = ops.linear_w8a8(codes, of_token, own, factors, None, rows.dtype)
+        return found
+
+    return product
+
+
+def _quantized(rows: Tensor, weight: Tensor, scale: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """Return the activations of 8 bits that *weight* is multiplied by, and their scales."""
+    quantized: tuple[Tensor, Tensor]
+    if scale.ndim == 2:
+        group = weight.shape[1] // scale.shape[1]
+        quantized = ops.per_token_group_quant_fp8(rows, group, format == "w8a8_ue8m0")
+    elif weight.dtype is torch.int8:
+        quantized = ops.dynamic_per_token_quant_int8(rows)
+    else:
+        quantized = ops.dynamic_per_token_quant_fp8(rows)
+    return quantized
+
+
+def of_each_expert(routed: Routed, num_experts: int, function: ExpertFunction) -> Tensor:
+    """Return the outputs of the experts: ``(T, K, hidden)``, 0 where a token has no expert.
+
+    Args:
+        routed: the tokens.
+        num_experts: the number of experts in the weights.
+        function: called with an expert and its tokens ``(n, hidden)``.
+    """
+    outputs = routed.x.new_zeros(routed.valid.numel(), routed.x.shape[1])
+    for expert, slots, tokens in _groups(routed, num_experts):
+        outputs[slots] = function(expert, routed.x[tokens])
     return torch.unflatten(outputs, 0, tuple(routed.valid.shape))
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from opweave.ir import IrOp, ops, require
 from opweave.ir.ops.expert_activation import bound_activation
 from opweave.ir.ops.fused_experts import Routed, check_experts, combine, route
+from opweave.ir.ops.fused_experts_quant import check_experts_quant
 from opweave.ir.traits import BATCH_INVARIANT
-from opweave.kernels.aten.experts import of_each_expert
+from opweave.kernels.aten.experts import dense_products, low_bit_product, of_each_expert
 from opweave.kernels.batch_invariant.opaque import opaque
 
 _TRAITS = {BATCH_INVARIANT}
@@ -42,7 +43,44 @@ def fused_experts(
     # is the same in both cases.
     with require(BATCH_INVARIANT):
         each = ops.silu_and_mul if activation == "silu" else partial(_each, act)
-        return _combined(of_each_expert(routed, each, w13, w2, w13_bias, w2_bias), routed)
+        first, second = dense_products(w13, w2, w13_bias, w2_bias)
+        outputs = of_each_expert(routed, len(w13), lambda e, rows: second(e, each(first(e, rows))))
+        return _combined(outputs, routed)
+
+
+@ops.fused_experts_quant.register_impl("batch_invariant", traits=_TRAITS)
+@opaque(ops.fused_experts_quant)
+def fused_experts_quant(
+    x: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor | None,
+    w13_offset: Tensor | None,
+    w2: Tensor,
+    w2_scale: Tensor | None,
+    w2_offset: Tensor | None,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13_format: str = "w4a16",
+    w2_format: str = "w4a16",
+    activation: str = "silu",
+    expert_map: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    alpha: float | None = None,
+    beta: float | None = None,
+    limit: float | None = None,
+) -> Tensor:
+    check_experts_quant(
+        x, w13, w13_scale, w13_offset, w2, w2_scale, w2_offset, topk_weights, topk_ids,
+        w13_format, w2_format, activation,
+    )  # fmt: skip
+    act = bound_activation(activation, alpha, beta, limit)
+    routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
+    with require(BATCH_INVARIANT):
+        each = ops.silu_and_mul if activation == "silu" else partial(_each, act)
+        first = low_bit_product(w13, w13_scale, w13_offset, w13_format)
+        second = low_bit_product(w2, w2_scale, w2_offset, w2_format)
+        outputs = of_each_expert(routed, len(w13), lambda e, rows: second(e, each(first(e, rows))))
+        return _combined(outputs, routed)
 
 
 def _each(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from opweave.layers.linear.method import LinearMethod, UnquantizedLinearMethod
 from opweave.layers.weight_loading import describe, dim_of, fill, set_weight_attrs
 
 
-def _register(layer: nn.Module, name: str, data: Tensor, **attrs: Any) -> None:
+def register(layer: nn.Module, name: str, data: Tensor, **attrs: Any) -> None:
+    """Register *data* as a parameter of *layer* with the attributes that loaders read."""
     parameter = nn.Parameter(data, requires_grad=False)
     set_weight_attrs(parameter, **attrs)
     layer.register_parameter(name, parameter)
@@ -30,7 +31,7 @@ def _named(layer: nn.Module) -> str:
     return str(getattr(layer, "prefix", "")) or type(layer).__name__
 
 
-def _check_share(layer: nn.Module, own: int, whole: int, unit: int, what: str) -> None:
+def check_share(layer: nn.Module, own: int, whole: int, unit: int, what: str) -> None:
     """Raise ShardingError if a rank's share of the inputs is not made of whole units."""
     if own != whole and own % unit:
         raise ShardingError(
@@ -71,7 +72,7 @@ class GroupedInt4Method:
         **extra_weight_attrs: Any,
     ) -> None:
         rows, own = sum(output_partition_sizes), input_size_per_partition
-        _check_share(layer, own, input_size, self.group, "group")
+        check_share(layer, own, input_size, self.group, "group")
         if self.is_ordered and own != input_size:
             raise ShardingError(
                 f"{_named(layer)}: the quantized weight "
@@ -79,12 +80,12 @@ class GroupedInt4Method:
                 "ranks. Use one rank."
             )
         attrs = {"input_dim": 1, "output_dim": 0, **extra_weight_attrs}
-        _register(layer, "weight", torch.empty(rows, own // 2, dtype=torch.uint8), **attrs)
+        register(layer, "weight", torch.empty(rows, own // 2, dtype=torch.uint8), **attrs)
         for name in ("scale", "offset")[: 1 + self.has_offset]:
             data = torch.empty(rows, own // self.group, dtype=self.scale_dtype)
-            _register(layer, name, data, **attrs)
+            register(layer, name, data, **attrs)
         if self.is_ordered:
-            _register(layer, "order", torch.empty(own, dtype=torch.int64), **extra_weight_attrs)
+            register(layer, "order", torch.empty(own, dtype=torch.int64), **extra_weight_attrs)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.is_ordered:
@@ -118,9 +119,9 @@ class Weight8Method:
     ) -> None:
         rows = sum(output_partition_sizes)
         weight = torch.empty(rows, input_size_per_partition, dtype=self.dtype)
-        _register(layer, "weight", weight, input_dim=1, output_dim=0, **extra_weight_attrs)
+        register(layer, "weight", weight, input_dim=1, output_dim=0, **extra_weight_attrs)
         scale = torch.empty(rows, dtype=torch.float32)
-        _register(layer, "scale", scale, output_dim=0, **extra_weight_attrs)
+        register(layer, "scale", scale, output_dim=0, **extra_weight_attrs)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         output: Tensor = ir.ops.linear_w8a16(x, layer.weight, layer.scale, bias)
@@ -150,10 +151,10 @@ class BlockMethod:
         **extra_weight_attrs: Any,
     ) -> None:
         block = GGUF_BLOCKS[self.format]
-        _check_share(layer, input_size_per_partition, input_size, block.columns, "block")
+        check_share(layer, input_size_per_partition, input_size, block.columns, "block")
         size = input_size_per_partition // block.columns * block.size
         data = torch.empty(sum(output_partition_sizes), size, dtype=torch.uint8)
-        _register(layer, "weight", data, input_dim=1, output_dim=0, **extra_weight_attrs)
+        register(layer, "weight", data, input_dim=1, output_dim=0, **extra_weight_attrs)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         output: Tensor = ir.ops.linear_q(x, layer.weight, bias, self.format)

@@ -90,7 +90,7 @@ _defers: ContextVar[bool] = ContextVar("opweave_defers_weights", default=False)
 
 @contextmanager
 def deferred_weights() -> Iterator[None]:
-    """Inside the block, linear layers without a *quant_config* get no memory for weights.
+    """Inside the block, layers without a *quant_config* get no memory for weights.
 
     A checkpoint's tensors decide how each is kept, and the names of layers are known only when the
     model is whole.
@@ -100,6 +100,11 @@ def deferred_weights() -> Iterator[None]:
         yield
     finally:
         _defers.reset(token)
+
+
+def weights_are_deferred() -> bool:
+    """Return whether this is inside a block of :func:`deferred_weights`."""
+    return _defers.get()
 
 
 def default_method() -> LinearMethod:

@@ -13,6 +13,7 @@ from opweave.layers.moe.modular import (
     PrepareAndFinalize,
 )
 from opweave.layers.moe.placement import ExpertPlacement
+from opweave.layers.moe.quantized import QuantizedFusedMoEMethod
 from opweave.layers.moe.router import Router
 from opweave.layers.moe.transformers_moe import TransformersFusedMoE
 from opweave.layers.moe.unquantized import UnquantizedFusedMoEMethod
@@ -30,6 +31,7 @@ __all__ = [
     "OpExperts",
     "PrepareAndFinalize",
     "FusedMoEQuantConfig",
+    "QuantizedFusedMoEMethod",
     "Router",
     "TransformersFusedMoE",
     "UnquantizedFusedMoEMethod",

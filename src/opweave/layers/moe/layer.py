@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypedDict
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from opweave.ir.ops.expert_activation import expert_activation
 from opweave.layers.errors import LayerArgumentError, ShardingError, WeightLoadError
+from opweave.layers.linear.method import weights_are_deferred
 from opweave.layers.moe.grouped_topk import GroupedTopk
 from opweave.layers.moe.method import ExpertShapes, FusedMoEMethod, FusedMoEQuantConfig
 from opweave.layers.moe.placement import ExpertPlacement
@@ -146,10 +148,12 @@ class FusedMoE(PluggableLayer):
         self.shared_experts = shared_experts
         expert_map = self.placement.expert_map(device)
         self.register_buffer("expert_map", expert_map, persistent=False)
+        self._expert_shapes = self._shapes(has_bias, params_dtype, device)
         self.quant_method = _method(self, quant_config)
-        self.quant_method.create_weights(self, self._shapes(has_bias, params_dtype, device))
-        for parameter in self.parameters(recurse=False):
-            parameter.weight_loader = self.weight_loader  # type: ignore[attr-defined]
+        if quant_config is None and weights_are_deferred():
+            self._create_weights(replace(self._expert_shapes, device="meta"))
+        else:
+            self._create_weights(self._expert_shapes)
 
     def forward(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
         """Return ``(T, hidden_size)`` in the dtype of *hidden_states*.
@@ -169,6 +173,18 @@ class FusedMoE(PluggableLayer):
             )
         routed = self.quant_method.apply_monolithic(self, hidden_states, router_logits)
         return self._finished(hidden_states, routed)
+
+    def set_quant_method(self, method: FusedMoEMethod) -> None:
+        """Keep the weights as *method* does; they are uninitialized afterwards."""
+        for name, _ in list(self.named_parameters(recurse=False)):
+            del self._parameters[name]
+        self.quant_method = method
+        self._create_weights(self._expert_shapes)
+
+    def _create_weights(self, shapes: ExpertShapes) -> None:
+        self.quant_method.create_weights(self, shapes)
+        for parameter in self.parameters(recurse=False):
+            parameter.weight_loader = self.weight_loader  # type: ignore[attr-defined]
 
     def select_experts(self, hidden_states: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights ``(T, top_k)``, float32, and experts ``(T, top_k)``, int32."""
