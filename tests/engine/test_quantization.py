@@ -90,6 +90,14 @@ def test_scales_of_a_cache(path: Path, caplog: pytest.LogCaptureFixture) -> None
     assert "3 scales of a quantized KV cache are ignored" in caplog.text
 
 
+def test_a_scheme_of_a_cache_without_scales(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = tokens(path)
+    scheme = {"num_bits": 8, "type": "float", "dynamic": False}
+    edit(path, quantization_config={"quant_method": "fp8", "kv_cache_scheme": scheme})
+    assert tokens(path) == plain
+    assert "kv_cache_scheme is ignored: the cache is not quantized" in caplog.text
+
+
 PACKED: dict[str, Tensors] = {
     "GPTQ": {f"{LAYER}.qweight": torch.zeros(8, 32, dtype=torch.int32)},
     "compressed-tensors": {f"{LAYER}.weight_packed": torch.zeros(32, 8, dtype=torch.int32)},
@@ -118,7 +126,7 @@ SIGNS = [
     (form, sign)
     for form in PACKED
     for sign in ("tensors", "config", "file")
-    if sign != "config" or form not in ("compressed-tensors", "fp8")
+    if sign != "config" or form not in ("compressed-tensors", "fp8", "bitsandbytes")
 ]
 
 

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from engine import compared_logits
 from engine import quantized_checkpoints as q
 from engine.compared_logits import IDS, close, theirs
-from models import layer_checkpoints
 from opweave import ir
 from opweave.engine import CheckpointError, load_model
 from opweave.engine.loading.loader import check_ranks
@@ -43,9 +42,6 @@ CASES: dict[str, Case] = {
     "gptq_8_bits_act_order": ({**GPTQ, "bits": 8}, q.gptq(bits=8, act_order=True)),
     "awq": (AWQ, q.awq()),
     "awq_128": ({**AWQ, "group_size": 128}, q.awq(128)),
-    "fp8_tensor": (FP8, q.fp8("tensor")),
-    "fp8_channel": ({**FP8, "quant_method": "fbgemm_fp8"}, q.fp8("channel")),
-    "fp8_block": ({**FP8, "weight_block_size": [128, 128]}, q.fp8("block")),
     "int4": (q.compressed("pack-quantized"), q.int4(32, symmetric=True)),
     "int4_128": (q.compressed("pack-quantized", group_size=128), q.int4(128, symmetric=True)),
     "int4_channel": (
@@ -68,8 +64,13 @@ CASES: dict[str, Case] = {
         q.fp8("tensor"),
     ),
 }
+# With quantized activations: their values are tested in test_quantized_activations.py.
+FP8_CASES: dict[str, Case] = {
+    "fp8_tensor": (FP8, q.fp8("tensor")),
+    "fp8_block": ({**FP8, "weight_block_size": [128, 128]}, q.fp8("block")),
+}
 # Kept as 4 or 8 bits for each weight; others have no kernel.
-DENSE = {"gptq_8_bits", "gptq_8_bits_act_order", "fp8_block"}
+DENSE = {"gptq_8_bits", "gptq_8_bits_act_order"}
 
 
 def logits(path: Path) -> torch.Tensor:
@@ -131,22 +132,6 @@ def test_orders_that_differ_in_one_layer(tmp_path: Path) -> None:
     assert close(logits(tmp_path), theirs(model))
 
 
-def test_experts_are_dequantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = layer_checkpoints.hf_model("qwen3_moe")
-    path = tmp_path / "plain"
-    model.save_pretrained(path)
-    tensors = load_file(path / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
-        module, weight = name.removesuffix(".weight"), tensors.pop(name)
-        packed, values = q.fp8("channel")(weight.numpy())
-        tensors |= {f"{module}.{leaf}": tensor for leaf, tensor in packed.items()}
-        q.set_weight(model, name, torch.from_numpy(values))
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    q.add_config(path, FP8)
-    assert close(logits(path), theirs(model))
-    assert "layers have no quantized form: 12 x down_proj" in caplog.text
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bits": ({**GPTQ, "bits": 3}, r"\(gptq\) has bits=3, .*Supported: 4, 8"),
     "form": ({**GPTQ, "checkpoint_format": "marlin"}, r"checkpoint_format='marlin'"),
@@ -167,7 +152,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**q.compressed("pack-quantized"), "sparsity_config": {"format": "sparse-24-bitmask"}},
         r"sparsity_config\) has format='sparse-24-bitmask'",
     ),
-    "method": ({"quant_method": "bitsandbytes"}, r"quant_method 'bitsandbytes'.*Supported, by"),
+    "method": ({"quant_method": "hqq"}, r"quant_method 'hqq'.*Supported, by"),
 }
 
 
@@ -222,20 +207,12 @@ DAMAGED = {
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damaged_checkpoints(name: str, tmp_path: Path) -> None:
     case, leaf, change, message = DAMAGED[name]
-    config, packer = CASES[case]
+    config, packer = (CASES | FP8_CASES)[case]
     q.write(tmp_path, config, lambda _: packer)
     changed(leaf, change)(tmp_path)
     with pytest.raises(CheckpointError, match=message) as raised:
         load_model(tmp_path)
     assert "\n" not in str(raised.value)
-
-
-def test_activations_are_not_quantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = q.compressed("int-quantized", **INT8)
-    config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True}
-    model = q.write(tmp_path, config, lambda _: q.int8())
-    assert close(logits(tmp_path), theirs(model))
-    assert "input_activations are ignored" in caplog.text
 
 
 def test_ranks_are_checked(tmp_path: Path) -> None:

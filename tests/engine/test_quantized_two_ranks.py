@@ -10,13 +10,15 @@ from gguf import GGMLQuantizationType as Kind
 
 from engine import gguf_files
 from engine import quantized_checkpoints as q
+from engine.test_quantized_activations import CASES as ACTIVATIONS
+from engine.test_quantized_activations import assert_quantized, quantize_inputs
 from engine.test_quantized_formats import CASES
 from models import tiny_checkpoints
 from models.test_two_ranks import Outcomes, check, language_model, run
 from opweave.engine import load_model
 from opweave.layers import ShardingError, TensorParallel, tensor_parallel
 
-NAMES = ("gptq_asymmetric", "awq", "int4", "int8", "fp8_channel", "fp8_block")
+NAMES = ("gptq_asymmetric", "awq", "int4", "int8", "float8")
 
 
 def gguf_kind(name: str) -> Kind:
@@ -31,6 +33,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
             path = tmp_path_factory.mktemp(name)
             config, packer = CASES[name]
             cases[name] = language_model((path, q.write(path, config, lambda _, p=packer: p)))
+        path = tmp_path_factory.mktemp("blocks")
+        config, packer, quantize = ACTIVATIONS["deepseek"]
+        model = q.write(path, config, lambda _: packer)
+        cases["weight_only"] = language_model((path, model))
+        quantize_inputs(model, quantize)
+        cases["blocks"] = language_model((path, model))
         model = tiny_checkpoints.hf_model("llama", **q.WIDE)
         file = tmp_path_factory.mktemp("gguf") / "model.gguf"
         gguf_files.write(file, model, gguf_kind)
@@ -41,6 +49,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 @pytest.mark.parametrize("name", [*NAMES, "gguf"])
 def test_two_processes_give_the_results_of_transformers(name: str, outcomes: Outcomes) -> None:
     check(outcomes[name])
+
+
+def test_two_processes_quantize_the_same_groups(outcomes: Outcomes) -> None:
+    wanted, weight_only = outcomes["blocks"].wanted, outcomes["weight_only"].wanted
+    for result in outcomes["blocks"].results:
+        assert_quantized(result, wanted, weight_only)
 
 
 def load_first_of_two(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, get_args
@@ -24,6 +24,7 @@ from opweave.engine.loading.sources import QuantizedSource, TensorSource
 from opweave.engine.loading.tied_head import head_name, untied
 from opweave.engine.loading.transformers_checkpoint import load_by_transformers
 from opweave.integrations.transformers import check_transformers_ranks, load_transformers_model
+from opweave.layers.linear import LinearMethod
 from opweave.layers.parallel import ALONE, TensorParallel, tensor_parallel
 from opweave.models import (
     CheckpointModel,
@@ -186,14 +187,14 @@ def _fill(model: CheckpointModel, tensors: Iterable[tuple[str, Tensor]]) -> None
 
 
 def _tensors(
-    sources: Sequence[TensorSource], packed: Collection[str], progress: Progress
+    sources: Sequence[TensorSource], packed: Mapping[str, LinearMethod], progress: Progress
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors by name; of the modules in *packed*, the parameters that they keep."""
     names = [(n, source) for source in sources for n in source.shapes() if not is_cache_scale(n)]
     for done, (name, source) in enumerate(names, start=1):
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and module in packed and isinstance(source, QuantizedSource):
-            for own, tensor in source.parameters(module).items():
+            for own, tensor in source.parameters(module, packed[module]).items():
                 yield f"{module}.{own}", tensor
         else:
             yield name, source.tensor(name)

@@ -11,6 +11,7 @@ from typing import Any
 
 from opweave.engine.loading.checkpoint import Checkpoint, TensorFile
 from opweave.engine.loading.quantized.awq import Awq
+from opweave.engine.loading.quantized.bitsandbytes import BitsAndBytes
 from opweave.engine.loading.quantized.compressed_tensors import CompressedTensors
 from opweave.engine.loading.quantized.files import Format, QuantizedFiles
 from opweave.engine.loading.quantized.fp8 import Fp8
@@ -35,7 +36,10 @@ _PACKED = (
     *("_blocks", "proj_scales"),
     *(".scales", ".biases"),
 )
-_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale")
+_CACHE_SCALES = (
+    *(".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale"),
+    *("k_proj.output_scale", "v_proj.output_scale"),  # of older compressed-tensors
+)
 
 
 # By quant_method.
@@ -45,6 +49,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
     "awq": Awq,
     "fp8": Fp8,
     "fbgemm_fp8": Fp8,
+    "bitsandbytes": BitsAndBytes,
 }
 
 
@@ -62,8 +67,7 @@ def opened(
         UnsupportedModelError: the weights have a quantized format that is not supported.
         CheckpointError: quantized weights are incomplete or do not fit each other.
     """
-    objects = (config.get(key) for key in _KEYS[:2])
-    given: Mapping[str, Any] = next((each for each in objects if isinstance(each, Mapping)), {})
+    given = _given(config)
     method = str(given.get("quant_method"))
     is_quantized = any(
         name.endswith(_PACKED) or _is_narrow(name, dtype) for name, dtype in _dtypes(files).items()
@@ -75,12 +79,13 @@ def opened(
     notes = [*form.notes]
     if source.num_dense:
         notes.append(
-            f"{source.num_dense} weights are dequantized while they are loaded: no kernel reads "
-            "8-bit weights with scales by block or group"
+            f"{source.num_dense} weights are dequantized while they are loaded, and their "
+            "activations are not quantized: no kernel reads 8-bit weights with scales by group, "
+            "zero points, or blocks that do not divide the inputs, nor nf4 and fp4"
         )
     for note in dict.fromkeys(notes):
         _log.warning("%s: %s", checkpoint.path, note)
-    _warn_of_cache_scales(checkpoint, files)
+    _warn_of_cache(config, checkpoint, files)
     return without_quantization(config), [source]
 
 
@@ -105,21 +110,32 @@ def unquantized(
         )
     if named is not None:
         _log.warning("%s: %s is ignored: no weight is quantized", checkpoint.path, named)
-    _warn_of_cache_scales(checkpoint, files)
+    _warn_of_cache(config, checkpoint, files)
     return without_quantization(config)
 
 
-def _warn_of_cache_scales(checkpoint: Checkpoint, files: Sequence[TensorFile]) -> None:
+def _warn_of_cache(
+    config: Mapping[str, Any], checkpoint: Checkpoint, files: Sequence[TensorFile]
+) -> None:
+    """Log that keys and values stay in the model's dtype, if the checkpoint quantizes them."""
     if scales := sum(map(is_cache_scale, _dtypes(files))):
-        _log.warning(
-            "%s: %d scales of a quantized KV cache are ignored: the cache is not quantized",
-            checkpoint.path, scales,
-        )  # fmt: skip
+        what = f"{scales} scales of a quantized KV cache are"
+    elif _given(config).get("kv_cache_scheme"):
+        what = "kv_cache_scheme is"
+    else:
+        return
+    _log.warning("%s: %s ignored: the cache is not quantized", checkpoint.path, what)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return *config* without the keys of quantization."""
     return {key: value for key, value in config.items() if key not in _KEYS}
+
+
+def _given(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the object with the configuration of quantization; an empty one if there is none."""
+    objects = (config.get(key) for key in _KEYS[:2])
+    return next((each for each in objects if isinstance(each, Mapping)), {})
 
 
 def _named(config: Mapping[str, Any], checkpoint: Checkpoint) -> str | None:

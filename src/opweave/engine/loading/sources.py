@@ -33,5 +33,10 @@ class QuantizedSource(TensorSource, Protocol):
     def methods(self) -> Mapping[str, LinearMethod]:
         """How a linear layer keeps each quantized weight, by the name of the module."""
 
-    def parameters(self, module: str) -> dict[str, Tensor]:
-        """Return the parameters of a module of ``methods``, by the names that its method uses."""
+    def parameters(self, module: str, method: LinearMethod) -> dict[str, Tensor]:
+        """Return the parameters of a module of ``methods``, by the names that *method* uses.
+
+        Args:
+            module: its name.
+            method: that of ``methods``, or the form of it that the layer keeps.
+        """

@@ -86,7 +86,7 @@ class GgufTensors:
         is_gemma = self._contents.architecture == "gemma3"
         return found - 1 if is_gemma and name.endswith("norm.weight") else found
 
-    def parameters(self, module: str) -> dict[str, Tensor]:
+    def parameters(self, module: str, method: LinearMethod) -> dict[str, Tensor]:
         return {"weight": torch.from_numpy(np.array(self._data(f"{module}.weight")))}
 
     def _entry(self, name: str) -> Any:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opweave.engine.loading.quantized.fp8 import block_values, is_blocked
 from opweave.engine.loading.quantized.matrix import (
     FLOATS,
     QuantizedMatrix,
     Tensors,
+    blocks8,
     dense_matrix,
     grouped_int4,
+    is_blocked,
     misfit,
     require_shape,
     rows8,
@@ -27,6 +28,8 @@ from opweave.engine.loading.quantized.matrix import (
     unpacked,
 )
 from opweave.engine.loading.quantized.strict import StrictConfig
+from opweave.engine.loading.quantized.targets import group_for
+from opweave.layers.linear.w8a8 import GROUP, ActivationScheme
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
             "mixed-precision")  # fmt: skip
@@ -70,18 +73,16 @@ class CompressedTensors:
             sparsity.one_of("format", "dense", default="dense")
         groups = read.nested("config_groups")
         self.notes: list[str] = []
-        for name in groups.config:
-            self._read_group(groups.nested(name))
+        self._groups = [self._read_group(groups.nested(name)) for name in groups.config]
         read.finish()
 
-    def _read_group(self, group: StrictConfig) -> None:
-        group.allow("targets", "output_activations")
+    def _read_group(self, group: StrictConfig) -> tuple[list[str], ActivationScheme | None]:
+        """Return the targets of a group, and how their activations are quantized."""
+        group.allow("targets")
         group.one_of("format", *_FORMATS, default="pack-quantized")
-        if group.nested("input_activations").config:
-            self.notes.append(
-                "activations stay in the model's dtype, input_activations are ignored"
-            )
-        weights = group.nested("weights")
+        if group.nested("output_activations").config:
+            self.notes.append("output_activations are ignored: outputs stay in the model's dtype")
+        activations, weights = group.nested("input_activations"), group.nested("weights")
         kind = weights.one_of("type", "int", "float", default="int")
         weights.one_of("num_bits", *((4, 8) if kind == "int" else (8,)))
         weights.one_of("strategy", *_STRATEGIES[kind], default="tensor")
@@ -91,28 +92,61 @@ class CompressedTensors:
                       "scale_dtype", "zp_dtype")  # fmt: skip
         weights.finish()
         group.finish()
+        targets = group.config.get("targets")
+        names = [str(target) for target in targets] if isinstance(targets, list) else []
+        return names, self._read_activations(activations, weights)
+
+    def _read_activations(
+        self, activations: StrictConfig, weights: StrictConfig
+    ) -> ActivationScheme | None:
+        """Return how activations are quantized; None, with a note for the log: not at all."""
+        given = activations.config
+        if not given:
+            return None
+        same = all(
+            given.get(key, default) == weights.config.get(key, default)
+            for key, default in (("type", "int"), ("num_bits", 8))
+        )
+        strategy = given.get("strategy") or ("token" if given.get("dynamic") else "tensor")
+        is_blocked = weights.config.get("strategy") == "block"
+        fits = (
+            (strategy, given.get("group_size")) == ("group", GROUP)
+            if is_blocked
+            else (strategy in ("token", "tensor"))
+        )
+        has_rows = weights.config.get("strategy", "tensor") in ("tensor", "channel", "block")
+        if not (same and fits and has_rows and given.get("symmetric", True)):
+            self.notes.append(
+                "activations stay in the model's dtype, input_activations are ignored: supported "
+                "are symmetric ones of the 8 bits of the weights, by tensor or token, or for "
+                f"blocks of weights by groups of {GROUP}"
+            )
+            return None
+        return ActivationScheme(is_static=not given.get("dynamic"))
+
+    def _activations(self, module: str) -> ActivationScheme | None:
+        return group_for(module, self._groups)
 
     def matrix(self, module: str, tensors: Tensors) -> QuantizedMatrix:
         """Return the matrix of *module* from its tensors."""
         if "weight_packed" in tensors:
-            return _packed(module, tensors)
+            return _packed(module, tensors, self._activations(module))
         weight = require_shape(module, tensors, "weight", _EIGHT, None, None)
         scale = tensors.get("weight_scale")
         if scale is None or scale.dtype not in FLOATS:
             scale = require_shape(module, tensors, "weight_scale", FLOATS, weight.shape[0], None)
         if is_blocked(weight, scale):
-            values = block_values(module, weight, scale)
-            return QuantizedMatrix((weight.shape[0], weight.shape[1]), None, {}, values)
+            return blocks8(module, weight, scale, self._activations(module))
         zero = tensors.get("weight_zero_point")
         is_grouped = scale.ndim == 2 and scale.shape[1] > 1
         if is_grouped or (zero is not None and bool((zero != 0).any())):
             scale = _by_group(module, scale, weight.shape)
             wide = None if zero is None else zero.reshape(-1, zero.shape[-1]).expand(scale.shape)
             return dense_matrix(weight, scale, wide)
-        return rows8(module, weight, scale)
+        return rows8(module, tensors, weight, scale, self._activations(module))
 
 
-def _packed(module: str, tensors: Tensors) -> QuantizedMatrix:
+def _packed(module: str, tensors: Tensors, activations: ActivationScheme | None) -> QuantizedMatrix:
     packed = require_shape(module, tensors, "weight_packed", (torch.int32,), None, None)
     shape = require_shape(module, tensors, "weight_shape", (torch.int64, torch.int32), 2)
     rows, columns = map(int, shape.tolist())
@@ -143,7 +177,7 @@ def _packed(module: str, tensors: Tensors) -> QuantizedMatrix:
     if bits == 4:
         return grouped_int4(module, q, scale, zero, order)
     if zero is None and groups == 1 and order is None:
-        return rows8(module, (q ^ 128).view(torch.int8), scale)
+        return rows8(module, tensors, (q ^ 128).view(torch.int8), scale, activations)
     middle = torch.full(scale.shape, 128, dtype=torch.int32) if zero is None else zero
     return dense_matrix(q, scale, middle).reordered(order)
 

@@ -86,8 +86,8 @@ class QuantizedFiles:
             return self._matrix(module).values()
         return self._files[name].tensor(name)
 
-    def parameters(self, module: str) -> dict[str, Tensor]:
-        return dict(self._matrix(module).parameters)
+    def parameters(self, module: str, method: LinearMethod) -> dict[str, Tensor]:
+        return self._matrix(module).parameters_for(method)
 
     def _matrix(self, module: str) -> QuantizedMatrix:
         names = self._modules[module]
@@ -98,12 +98,12 @@ class QuantizedFiles:
         """Return the tensors of each quantized module, by the last part of their names."""
         found: dict[str, dict[str, str]] = {}
         for name, dtype in self._dtypes.items():
-            module, _, leaf = name.rpartition(".")
+            module, leaf = _split(name)
             is_narrow = leaf == "weight" and dtype in ("I8", "F8_E4M3")
             if leaf in self._form.main or is_narrow:
                 found[module] = {}
         for name in self._dtypes:
-            module, _, leaf = name.rpartition(".")
+            module, leaf = _split(name)
             if module in found and leaf in self._form.leaves:
                 found[module][leaf] = name
         return found
@@ -118,6 +118,15 @@ class QuantizedFiles:
             else torch.empty(shapes[name], dtype=_TORCH[self._dtypes[name]], device="meta")
             for leaf, name in names.items()
         }
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return the module of a tensor, and its name there, such as ``weight.absmax``."""
+    module, dot, leaf = name.partition(".weight.")
+    if dot:
+        return module, f"weight.{leaf}"
+    module, _, leaf = name.rpartition(".")
+    return module, leaf
 
 
 _TORCH = {

@@ -12,6 +12,7 @@ from opweave.engine.errors import CheckpointError
 from opweave.ir.ops.linear_low_bit import dequantized_w4
 from opweave.layers.linear import LinearMethod
 from opweave.layers.linear.low_bit import GroupedInt4Method, Weight8Method
+from opweave.layers.linear.w8a8 import GROUP, ActivationScheme, W8A8Method
 from opweave.models.weights import shown_name
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -40,13 +41,21 @@ class QuantizedMatrix:
             return self
         return replace(self, dense=self.dense[:, torch.argsort(order).to(self.dense.device)])
 
+    def parameters_for(self, method: LinearMethod) -> dict[str, Tensor]:
+        """Return the parameters for a layer whose *method* may divide blocks into smaller ones."""
+        rows = method.block_rows if isinstance(method, W8A8Method) else None
+        if rows is None:
+            return dict(self.parameters)
+        scale = self.parameters["scale"].repeat_interleave(GROUP // rows, 0)
+        return {**self.parameters, "scale": scale[: self.shape[0] // rows].contiguous()}
+
     def values(self) -> Tensor:
         """Return the matrix in float32."""
         if self.dense is not None:
             return self.dense
         weight, scale = self.parameters["weight"], self.parameters["scale"].float()
-        if isinstance(self.method, Weight8Method):
-            return weight.float() * scale[:, None]
+        if isinstance(self.method, (Weight8Method, W8A8Method)):
+            return weight.float() * (scale[:, None] if scale.ndim == 1 else _spread(scale, weight))
         assert isinstance(self.method, GroupedInt4Method), self.method
         offset = self.parameters.get("offset")
         found = dequantized_w4(weight, scale, offset, torch.float32)
@@ -100,14 +109,70 @@ def dense_matrix(q: Tensor, scale: Tensor, zero: Tensor | None = None) -> Quanti
     return QuantizedMatrix((q.shape[0], q.shape[1]), None, {}, values)
 
 
-def rows8(module: str, weight: Tensor, scale: Tensor) -> QuantizedMatrix:
-    """Return a matrix of 8 bits with one scale for each row, or for all of them."""
+def rows8(
+    module: str,
+    tensors: Tensors,
+    weight: Tensor,
+    scale: Tensor,
+    activations: ActivationScheme | None = None,
+) -> QuantizedMatrix:
+    """Return a matrix of 8 bits with one scale for each row, or for all of them.
+
+    Args:
+        module: its name, for errors.
+        tensors: its tensors, of which a static scheme of activations needs one.
+        weight: ``(out, in)``.
+        scale: one number, or one for each row.
+        activations: how activations are quantized; None: not at all.
+    """
     rows = weight.shape[0]
     if scale.numel() not in (1, rows):
         raise misfit(module, "weight_scale", scale, f"one number, or one for each of {rows} rows")
     wide = scale.float().reshape(-1).expand(rows).contiguous()
+    parameters = {"weight": weight, "scale": wide}
     shape = (rows, weight.shape[1])
-    return QuantizedMatrix(shape, Weight8Method(weight.dtype), {"weight": weight, "scale": wide})
+    if activations is None:
+        return QuantizedMatrix(shape, Weight8Method(weight.dtype), parameters)
+    if activations.is_static:
+        given = tensors.get("input_scale", tensors.get("activation_scale"))
+        if given is None or given.numel() != 1:
+            given = require_shape(module, tensors, "input_scale", FLOATS, 1)
+        parameters["input_scale"] = given.float().reshape(1)
+    return QuantizedMatrix(shape, W8A8Method(weight.dtype, activations), parameters)
+
+
+def is_blocked(weight: Tensor, scale: Tensor) -> bool:
+    """Whether *scale* has a number for each block of a float8 *weight*."""
+    return (
+        weight.dtype is torch.float8_e4m3fn
+        and scale.ndim == 2
+        and scale.numel() > 1
+        and scale.shape != (weight.shape[0], 1)
+    )
+
+
+def blocks8(
+    module: str, weight: Tensor, scale: Tensor, activations: ActivationScheme | None
+) -> QuantizedMatrix:
+    """Return a float8 matrix with a scale for each block of 128 rows and columns.
+
+    A layer keeps it quantized if activations are, too, and there are only whole columns of blocks.
+    """
+    shape = (weight.shape[0], weight.shape[1])
+    wanted = tuple(-(-size // GROUP) for size in shape)
+    if tuple(scale.shape) != wanted:
+        message = f"{wanted}, one for each {GROUP}x{GROUP} block"
+        raise misfit(module, "weight_scale_inv", scale, message)
+    if activations is None or activations.is_static or shape[1] % GROUP:
+        return QuantizedMatrix(shape, None, {}, weight.float() * _spread(scale.float(), weight))
+    method = W8A8Method(weight.dtype, activations, GROUP)
+    return QuantizedMatrix(shape, method, {"weight": weight, "scale": scale.float()})
+
+
+def _spread(scale: Tensor, weight: Tensor) -> Tensor:
+    """Return a number for each element of *weight*, from those of blocks."""
+    wide = scale.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
+    return wide[: weight.shape[0], : weight.shape[1]]
 
 
 def unpacked(packed: Tensor, bits: int) -> Tensor:
