@@ -87,9 +87,8 @@ def main() -> int:
         if files:
             outcomes |= run(folder, files, given.verbose)
     known = known_differences(Path(__file__).with_name("differences.txt"))
-    print(*table(outcomes), sep="\n")
     problems = compare(outcomes, known, complete=given.only is None)
-    print(*problems, sep="\n")
+    print(*table(outcomes), *problems, sep="\n")
     return 1 if problems else 0
 
 

@@ -37,7 +37,7 @@ class MoEActivation(Enum):
         return expert_activation(self.value).gated
 
     def without_mul(self) -> MoEActivation:
-        """Return the activation without a gate, or this one if there is none."""
+        """Return the activation without a gate, or this one if opweave does not have it."""
         name = self.value + _NO_MUL
         return next((each for each in MoEActivation if each.value == name), self)
 
