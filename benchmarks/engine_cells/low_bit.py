@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -52,6 +53,8 @@ def measure(size: str, steps: int, rounds: int, *, llama_cpp: str | None, quiet:
     Args:
         llama_cpp: a Python that has it, if it is to be compared with, by the same GGUF files.
     """
+    # The files have no tokenizer, because prompts are token ids; a warning says so for each.
+    logging.getLogger("opweave.engine.tokenization").setLevel(logging.ERROR)
     threads = torch.get_num_threads()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
