@@ -213,7 +213,7 @@ namespace {
 
 #if !defined(OPWEAVE_WIDENS_UNITS)
 
-// Write the weights of a unit, rounded as the definition rounds. `offset` is null if there is none.
+// Write the weights of a unit, rounded as the definition rounds. `offset` is null without one.
 template <class F, class T>
 inline void widen_unit(T* to, const Unit& unit, const float* scales, const float* offset) {
   alignas(64) int16_t numbers[kUnit32];

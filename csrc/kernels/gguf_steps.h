@@ -21,7 +21,7 @@
 
 namespace {
 
-// The steps of a format; void if there are none.
+// The steps of a format; void without steps.
 template <class Block>
 struct StepsOf {
   using type = void;

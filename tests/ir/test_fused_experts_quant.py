@@ -95,7 +95,9 @@ def oracle(
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    # All zeros where no token has an expert: 0 if equal, else large.
+    norm = wanted.double().norm().clamp_min(1e-30)
+    return float((found.double() - wanted.double()).norm() / norm)
 
 
 @each_provider

@@ -24,7 +24,7 @@ OPWEAVE_INLINE Vec weights_of(Vec numbers, float scale, const float* offset) {
   return products;
 }
 
-// Write the weights of a unit, rounded as the definition rounds. `offset` is null if there is none.
+// Write the weights of a unit, rounded as the definition rounds. `offset` is null without one.
 template <class F, class T>
 OPWEAVE_INLINE void widen_unit(T* to, const Unit& unit, const float* scales, const float* offset) {
   OPWEAVE_UNROLL for (int i = 0; i < 2; ++i) {

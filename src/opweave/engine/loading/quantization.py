@@ -133,7 +133,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _given(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the object with the configuration of quantization; an empty one if there is none."""
+    """Return the object with the configuration of quantization; an empty one if it is missing."""
     objects = (config.get(key) for key in _KEYS[:2])
     return next((each for each in objects if isinstance(each, Mapping)), {})
 
