@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from conftest import FreshPython
 from test_cli import Run
 from test_cli import run as run  # the fixture
 from test_cli_migrate import becomes, notes
@@ -71,7 +72,7 @@ class Typed(CustomOp):
     assert "register_op" not in found["sketch"]
 
 
-def test_a_static_forward_native_is_an_op(migrate: Migrate) -> None:
+def test_a_static_forward_native_is_an_op(migrate: Migrate, fresh_python: FreshPython) -> None:
     found = migrate("""
 @CustomOp.register("doubled")
 class Doubled(CustomOp):
@@ -83,11 +84,13 @@ class Doubled(CustomOp):
 """)
     assert becomes(found, "Doubled")[0] == ("op", "doubled")
     assert parameters_of(found, "_doubled") == {"x": "Tensor", "by": "float"}
-    namespace: dict[str, Any] = {}
-    exec(compile(found["sketch"], "sketch", "exec", dont_inherit=True), namespace)
-    torch = namespace["torch"]
-    assert namespace["Doubled"]()(torch.ones(1), 3.0).item() == 3.0
-    assert namespace["Doubled"]().forward_native(torch.ones(1)).item() == 2.0
+    fresh_python(
+        """
+        import torch, my_ops
+        assert my_ops.Doubled()(torch.ones(1), 3.0).item() == 3.0
+        assert my_ops.Doubled().forward_native(torch.ones(1)).item() == 2.0
+        """
+    )
 
 
 def test_other_registries_and_other_classes_are_not_layers(run: Run, tmp_path: Path) -> None:

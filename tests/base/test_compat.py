@@ -47,6 +47,8 @@ CHECKED = {
     "has_onednn",
     "multiplies_float16",
     "has_amx",
+    "has_vnni",
+    "multiply_int8",
     "is_taken_in_torch_ops",
     "parse_schema",
     "OpOverload",
@@ -401,6 +403,20 @@ def test_has_amx() -> None:
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     if flags:
         assert compat.has_amx() == ("amx_tile" in flags and compat.has_onednn())
+
+
+def test_has_vnni() -> None:
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if flags:
+        assert compat.has_vnni() == ("avx512_vnni" in flags and compat.has_onednn())
+
+
+def test_multiply_int8() -> None:
+    x, y = torch.randint(-128, 128, (2, 20, 24), dtype=torch.int8)
+    wanted = x.to(torch.int32) @ y.t().to(torch.int32)
+    found = compat.multiply_int8(x, y.t())
+    assert found.dtype is torch.int32
+    assert torch.equal(found, wanted)
 
 
 def test_register_fake() -> None:

@@ -224,7 +224,9 @@ def test_an_op_without_inputs_is_unverified(registry: ir.Registry) -> None:
 
 def test_subjects() -> None:
     assert {str(s) for s in subjects(["silu-and-mul"])} >= {"silu_and_mul:native"}
-    assert {s.provider for s in subjects(providers=["aten"])} == {"aten"}
+    found = {s.provider for s in subjects(providers=["aten"])}
+    assert "aten" in found
+    assert {provider.partition("[")[0] for provider in found} == {"aten"}  # and variants of it
     assert len(ALL) == sum(len(op.impls) for op in ir.current_registry().ops.values())
 
 

@@ -104,7 +104,10 @@ def test_a_cached_sequence_never_reaches_another(provider: str, which: int) -> N
     caches[:, 1, :, 3:] = NAN  # after the first sequence
     found = attend(query, *caches, *rest)
     for row in (0, 1, 3):
-        assert torch.equal(found[row], clean[row])
+        if provider == "aten[prompt=1]":  # it repeats such rows by the definition, which rounds
+            torch.testing.assert_close(found[row], clean[row])  # sums differently
+        else:
+            assert torch.equal(found[row], clean[row])
     assert found[2].isnan().all()
 
 

@@ -250,6 +250,11 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return product
 
 
+def multiply_int8(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return ``x @ y`` in int32, for int8 matrices."""
+    return torch._int_mm(x, y)
+
+
 # Reads a schema; raises RuntimeError if torch cannot.
 parse_schema: Callable[[str], Any] = torch._C.parse_schema
 

@@ -110,7 +110,7 @@ def _by_integers(
     x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
 ) -> Tensor:
     """Multiply codes as integers, which is exact, and scale the sums; float32."""
-    sums = torch._int_mm(x.reshape(-1, x.shape[-1]).contiguous(), weight.t())
+    sums = compat.multiply_int8(x.reshape(-1, x.shape[-1]).contiguous(), weight.t())
     sums = sums.reshape(*x.shape[:-1], weight.shape[0])
     out = sums.float() * spread_token_scales(x_scale, x) * scale.reshape(-1)
     return out if bias is None else out + bias.float()
