@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parent / "results" / "libraries.md"
 INTRODUCTION = """\
 # opweave's kernels and those of a library
 
-`{command}` on {processor}, {threads} threads, torch {torch}. Times in
+`{command}` on {processor}, {threads} thread(s), torch {torch}. Times in
 microseconds of `opweave bench`, with the sizes of a model of 8B parameters. Above 1, the default
 provider is faster than {library}.
 
@@ -94,8 +94,9 @@ def markdown(rows: list[dict[str, Any]], library: str) -> str:
     )
     cells = (
         (
-            row["name"].removeprefix("libraries."), *row["case"].split(", "), row["provider"],
-            f"{row['value']:g}", f"{row['baseline']:g}", f"{row['ratio']:.2f}",
+            row["name"].removeprefix("libraries."),
+            *row["case"].removesuffix(" tokens").split(", "),
+            row["provider"], f"{row['value']:g}", f"{row['baseline']:g}", f"{row['ratio']:.2f}",
         )
         for row in rows
     )  # fmt: skip
