@@ -5,6 +5,7 @@ python greedy.py OPTIONS CHECKPOINT..., where OPTIONS are arguments of vLLM's LL
 
 import json
 import sys
+from typing import Any
 
 import opweave_vllm
 from vllm import LLM, SamplingParams
@@ -17,16 +18,14 @@ PROMPTS = [[5, 9, 2, 33, 7], [11, 4, 8, 15, 16, 23, 42, 3, 6]]
 
 
 def generate(checkpoint: str, options: dict[str, object]) -> list[list[int]]:
-    llm = LLM(
-        checkpoint,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=64,
-        max_num_seqs=2,
-        max_num_batched_tokens=64,
-        kv_cache_memory_bytes=16 << 20,
-        **options,
-    )
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 64,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": 16 << 20,
+    }
+    llm = LLM(checkpoint, skip_tokenizer_init=True, **{**defaults, **options})
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     done = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], sampling, use_tqdm=False)
     del llm
