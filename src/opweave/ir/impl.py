@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from opweave.ir.predicate import Predicate, check_predicate
 from opweave.ir.priority import NATIVE
 from opweave.ir.rule import Rule, evaluator, named_call
 from opweave.ir.schema import check_same
-from opweave.ir.tunable import Tunable, base_of
+from opweave.ir.tunable import Tunable, base_of, without_values
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp
@@ -194,8 +194,7 @@ def _name(function: Any) -> str:
 
 
 def _source(function: Callable[..., Any]) -> bytes:
-    if isinstance(function, partial):  # of a tunable kernel; the provider names the values
-        return _source(function.func)
+    function = without_values(function)  # the provider names the values
     try:
         file = inspect.getsourcefile(function)
         if file is not None:

@@ -74,6 +74,11 @@ def variants(
             yield f"{provider}[{shown}]", partial(function, **changed)
 
 
+def without_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of a variant, which is partial, without values of its parameters."""
+    return function.func if isinstance(function, partial) else function
+
+
 def base_of(name: str) -> str:
     """Return the provider in the name of an implementation.
 

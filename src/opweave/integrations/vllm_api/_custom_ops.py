@@ -102,7 +102,7 @@ def scaled_int8_quant(
     """Quantize to int8, with *scale* or with one scale per token.
 
     Returns:
-        The quantized tensor, the scales, and None: there are no zero points.
+        The quantized tensor, the scales, and None for the zero points.
 
     Raises:
         NotImplementedError: the quantization is not symmetric.

@@ -1,11 +1,13 @@
 """Mixture of experts with quantized weights: :func:`fused_experts`, with low-bit products."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from opweave.ir.op import IrOp
 from opweave.ir.ops.checks import misfit
 from opweave.ir.ops.expert_activation import bound_activation, expert_activation
 from opweave.ir.ops.fused_experts import combine, fused_experts, route
@@ -23,6 +25,9 @@ from opweave.ir.registry import register_op
 SCALED_FORMATS = ("w4a16", "w8a16", "w8a8", "w8a8_ue8m0")
 EXPERT_FORMATS = (*SCALED_FORMATS, *GGUF_BLOCKS)
 """The formats of weights that :func:`fused_experts_quant` supports."""
+
+ExpertFunction = Callable[[int, Tensor], Tensor]
+"""Returns ``(n, out)`` for an expert and its tokens ``(n, in)``."""
 
 _misfit = partial(misfit, "fused_experts_quant")
 
@@ -87,41 +92,60 @@ def fused_experts_quant(
     routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
     if len(w13) == 0:
         return x.new_zeros(x.shape)
-    outputs = []
-    for expert in range(len(w13)):
-        hidden = _product(routed.x, w13[expert], _of(w13_scale, expert), _of(w13_offset, expert),
-                          w13_format)  # fmt: skip
-        outputs.append(_product(act(hidden), w2[expert], _of(w2_scale, expert),
-                                _of(w2_offset, expert), w2_format))  # fmt: skip
+    first = low_bit_product(w13, w13_scale, w13_offset, w13_format, _native)
+    second = low_bit_product(w2, w2_scale, w2_offset, w2_format, _native)
+    outputs = [second(expert, act(first(expert, routed.x))) for expert in range(len(w13))]
     index = routed.experts.long()[..., None].expand(-1, -1, x.shape[1])
     return combine(torch.stack(outputs, 1).gather(1, index), routed)
 
 
-def _of(tensor: Tensor | None, expert: int) -> Tensor | None:
-    return None if tensor is None else tensor[expert]
+def _native(op: IrOp) -> Callable[..., Any]:
+    return op.native
 
 
-def _product(
-    x: Tensor, weight: Tensor, scale: Tensor | None, offset: Tensor | None, format: str
-) -> Tensor:
-    """Return ``x @ weight.T`` by the definition of the format's linear layer."""
-    found: Tensor
-    if scale is None:
-        found = linear_q.native(x, weight, None, format)
-    elif format == "w4a16":
-        found = linear_w4a16.native(x, weight, scale, offset)
-    elif format == "w8a16":
-        found = linear_w8a16.native(x, weight, scale)
-    else:
-        if scale.ndim == 2:
-            group = weight.shape[1] // scale.shape[1]
-            codes, of_token = per_token_group_quant_fp8.native(x, group, format == "w8a8_ue8m0")
-        elif weight.dtype is torch.int8:
-            codes, of_token = dynamic_per_token_quant_int8.native(x)
+def _selected(op: IrOp) -> Callable[..., Any]:
+    return cast("Callable[..., Any]", op)
+
+
+def low_bit_product(
+    weight: Tensor,
+    scale: Tensor | None,
+    offset: Tensor | None,
+    format: str,
+    of_op: Callable[[IrOp], Callable[..., Any]] = _selected,
+) -> ExpertFunction:
+    """Return the product of each expert by the linear layer of *format*.
+
+    Args:
+        weight, scale, offset, format: as in ``fused_experts_quant``.
+        of_op: returns the function to call for an op; by default, each call selects one.
+    """
+
+    def product(expert: int, rows: Tensor) -> Tensor:
+        found: Tensor
+        own = weight[expert]
+        if scale is None:
+            found = of_op(linear_q)(rows, own, None, format)
+        elif format == "w4a16":
+            own_offset = None if offset is None else offset[expert]
+            found = of_op(linear_w4a16)(rows, own, scale[expert], own_offset)
+        elif format == "w8a16":
+            found = of_op(linear_w8a16)(rows, own, scale[expert])
         else:
-            codes, of_token = dynamic_per_token_quant_fp8.native(x)
-        found = linear_w8a8.native(codes, of_token, weight, scale, None, x.dtype)
-    return found
+            factors = scale[expert]
+            if factors.ndim == 2:
+                group = own.shape[1] // factors.shape[1]
+                codes, of_token = of_op(per_token_group_quant_fp8)(
+                    rows, group, format == "w8a8_ue8m0"
+                )
+            elif own.dtype is torch.int8:
+                codes, of_token = of_op(dynamic_per_token_quant_int8)(rows)
+            else:
+                codes, of_token = of_op(dynamic_per_token_quant_fp8)(rows)
+            found = of_op(linear_w8a8)(codes, of_token, own, factors, None, rows.dtype)
+        return found
+
+    return product
 
 
 def check_experts_quant(

@@ -14,10 +14,11 @@ from torch import Tensor
 from opweave.ir import ops
 from opweave.ir.ops.expert_activation import bound_activation
 from opweave.ir.ops.fused_experts import Routed, check_experts, combine, route
-from opweave.ir.ops.fused_experts_quant import check_experts_quant
-
-ExpertFunction = Callable[[int, Tensor], Tensor]
-"""Returns ``(n, out)`` for an expert and its tokens ``(n, in)``."""
+from opweave.ir.ops.fused_experts_quant import (
+    ExpertFunction,
+    check_experts_quant,
+    low_bit_product,
+)
 
 
 @ops.fused_experts.register_impl("aten")
@@ -42,7 +43,7 @@ def fused_experts(
     check_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
     routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
     first, second = dense_products(w13, w2, w13_bias, w2_bias)
-    outputs = of_each_expert(routed, len(w13), lambda e, rows: second(e, act(first(e, rows))))
+    outputs = of_each_expert(routed, len(w13), first, act, second)
     return combine(outputs, routed)
 
 
@@ -94,57 +95,29 @@ def fused_experts_quant(
     routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
     first = low_bit_product(w13, w13_scale, w13_offset, w13_format)
     second = low_bit_product(w2, w2_scale, w2_offset, w2_format)
-    outputs = of_each_expert(routed, len(w13), lambda e, rows: second(e, act(first(e, rows))))
+    outputs = of_each_expert(routed, len(w13), first, act, second)
     return combine(outputs, routed)
 
 
-def low_bit_product(
-    weight: Tensor, scale: Tensor | None, offset: Tensor | None, format: str
-) -> ExpertFunction:
-    """Return the product of each expert by the op of *format*."""
-
-    def product(expert: int, rows: Tensor) -> Tensor:
-        found: Tensor
-        own = weight[expert]
-        factors = None if scale is None else scale[expert]
-        if factors is None:
-            found = ops.linear_q(rows, own, None, format)
-        elif format == "w4a16":
-            found = ops.linear_w4a16(rows, own, factors, None if offset is None else offset[expert])
-        elif format == "w8a16":
-            found = ops.linear_w8a16(rows, own, factors)
-        else:
-            codes, of_token = _quantized(rows, own, factors, format)
-            found = ops.linear_w8a8(codes, of_token, own, factors, None, rows.dtype)
-        return found
-
-    return product
-
-
-def _quantized(rows: Tensor, weight: Tensor, scale: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """Return the activations of 8 bits that *weight* is multiplied by, and their scales."""
-    quantized: tuple[Tensor, Tensor]
-    if scale.ndim == 2:
-        group = weight.shape[1] // scale.shape[1]
-        quantized = ops.per_token_group_quant_fp8(rows, group, format == "w8a8_ue8m0")
-    elif weight.dtype is torch.int8:
-        quantized = ops.dynamic_per_token_quant_int8(rows)
-    else:
-        quantized = ops.dynamic_per_token_quant_fp8(rows)
-    return quantized
-
-
-def of_each_expert(routed: Routed, num_experts: int, function: ExpertFunction) -> Tensor:
+def of_each_expert(
+    routed: Routed,
+    num_experts: int,
+    first: ExpertFunction,
+    act: Callable[[Tensor], Tensor],
+    second: ExpertFunction,
+) -> Tensor:
     """Return the outputs of the experts: ``(T, K, hidden)``, 0 where a token has no expert.
 
     Args:
         routed: the tokens.
         num_experts: the number of experts in the weights.
-        function: called with an expert and its tokens ``(n, hidden)``.
+        first: the product before the activation.
+        act: the activation.
+        second: the product after it.
     """
     outputs = routed.x.new_zeros(routed.valid.numel(), routed.x.shape[1])
     for expert, slots, tokens in _groups(routed, num_experts):
-        outputs[slots] = function(expert, routed.x[tokens])
+        outputs[slots] = second(expert, act(first(expert, routed.x[tokens])))
     return torch.unflatten(outputs, 0, tuple(routed.valid.shape))
 
 

@@ -11,6 +11,7 @@ from opweave.ir import ops
 from opweave.ir.ops.linear_w8a8 import scales_tokens
 from opweave.ir.traits import BATCH_INVARIANT, DIFFERENTIABLE
 from opweave.kernels.batch_invariant.opaque import opaque
+from opweave.kernels.batch_invariant.rows import of_rows
 
 _TRAITS = {BATCH_INVARIANT, DIFFERENTIABLE}
 
@@ -53,9 +54,7 @@ def linear_w8a8(
     codes = x.reshape(-1, x.shape[-1])
     scales = x_scale if x_scale.ndim == x.ndim else x_scale.reshape(1)
     scales = scales.reshape(-1, scales.shape[-1]).expand(len(codes), -1)
-    # Copy each row, because libraries choose the summation order by memory alignment.
-    pairs = zip(codes, scales, strict=True)
-    rows = [ops.linear_w8a8.native(row.clone()[None], one[None], *rest) for row, one in pairs]
+    rows = of_rows(lambda row, one: ops.linear_w8a8.native(row, one, *rest), codes, scales)
     return torch.cat(rows).reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -111,6 +110,5 @@ def _each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def _joined(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.ndim < 2 or x.numel() == 0:
         return function(x)
-    # Copy each row, because libraries choose the summation order by memory alignment.
-    rows = [function(row.clone()[None]) for row in x.reshape(-1, x.shape[-1])]
+    rows = of_rows(function, x.reshape(-1, x.shape[-1]))
     return torch.cat(rows).reshape(*x.shape[:-1], rows[0].shape[-1])

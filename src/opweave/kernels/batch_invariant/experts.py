@@ -11,10 +11,11 @@ from torch import Tensor
 from opweave.ir import IrOp, ops, require
 from opweave.ir.ops.expert_activation import bound_activation
 from opweave.ir.ops.fused_experts import Routed, check_experts, combine, route
-from opweave.ir.ops.fused_experts_quant import check_experts_quant
+from opweave.ir.ops.fused_experts_quant import check_experts_quant, low_bit_product
 from opweave.ir.traits import BATCH_INVARIANT
-from opweave.kernels.aten.experts import dense_products, low_bit_product, of_each_expert
+from opweave.kernels.aten.experts import dense_products, of_each_expert
 from opweave.kernels.batch_invariant.opaque import opaque
+from opweave.kernels.batch_invariant.rows import of_rows
 
 _TRAITS = {BATCH_INVARIANT}
 
@@ -44,7 +45,7 @@ def fused_experts(
     with require(BATCH_INVARIANT):
         each = ops.silu_and_mul if activation == "silu" else partial(_each, act)
         first, second = dense_products(w13, w2, w13_bias, w2_bias)
-        outputs = of_each_expert(routed, len(w13), lambda e, rows: second(e, each(first(e, rows))))
+        outputs = of_each_expert(routed, len(w13), first, each, second)
         return _combined(outputs, routed)
 
 
@@ -79,7 +80,7 @@ def fused_experts_quant(
         each = ops.silu_and_mul if activation == "silu" else partial(_each, act)
         first = low_bit_product(w13, w13_scale, w13_offset, w13_format)
         second = low_bit_product(w2, w2_scale, w2_offset, w2_format)
-        outputs = of_each_expert(routed, len(w13), lambda e, rows: second(e, each(first(e, rows))))
+        outputs = of_each_expert(routed, len(w13), first, each, second)
         return _combined(outputs, routed)
 
 
@@ -150,7 +151,5 @@ def _joined(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tu
     """Call *function* with each row of *tensors*, and concatenate the results."""
     if tensors[0].ndim == 0 or tensors[0].shape[0] < 2:
         return function(*tensors)  # raises for an invalid shape
-    # Copy each row, because libraries choose the summation order by memory alignment.
-    rows = zip(*tensors, strict=True)
-    results = [function(*(part.clone()[None] for part in row)) for row in rows]
+    results = of_rows(function, *tensors)
     return tuple(torch.cat(parts) for parts in zip(*results, strict=True))

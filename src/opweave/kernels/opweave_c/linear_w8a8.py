@@ -19,7 +19,6 @@ from opweave.kernels.arguments import FLOATS
 from opweave.kernels.opweave_c.arguments import HAS_DIMS
 from opweave.kernels.opweave_c.call_paths import implements, native_op
 from opweave.kernels.opweave_c.linear import is_known, linear_w8a16, multiply_by_pieces
-from opweave.kernels.opweave_c.outputs import new_rows
 
 _linear_w8a16 = native_op("linear_w8a16")
 _widen_rows = native_op("widen_rows")
@@ -156,18 +155,3 @@ def of_blocks(tokens: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
         _linear_w8a16(found, (groups * factors[:, None]).flatten(1), part, one, None)
     joined = out.transpose(0, 1).reshape(*tokens.shape[:-1], weight.shape[0])
     return joined if bias is None else joined + bias.float()
-
-
-def by_rows(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """Multiply by the kernel for few tokens, for weights without blocks."""
-    tokens = widened(x, x_scale)
-    out = new_rows(tokens, weight.shape[0])
-    _linear_w8a16(out, tokens, weight, scale.contiguous(), None if bias is None else bias.float())
-    return out.to(out_dtype)

@@ -24,7 +24,6 @@ from opweave.kernels.opweave_c.linear_w8a8 import (
     ACCEPTED as ACCEPTED_W8A8,
 )
 from opweave.kernels.opweave_c.linear_w8a8 import (
-    by_rows,
     is_blocked,
     of_blocks,
     widened,
@@ -68,7 +67,9 @@ def linear_w8a8(
     if is_blocked(scale, weight):
         result: Tensor = _by_blocks(x, x_scale, weight, scale, bias, out_dtype)
         return result
-    return by_rows(x, x_scale, weight, scale, bias, out_dtype)
+    offsets = None if bias is None else bias.float()
+    out: Tensor = linear_w8a16(widened(x, x_scale), weight, scale.contiguous(), offsets)
+    return out.to(out_dtype)
 
 
 @opaque(op_w8a8, "opweave_c_invariant")
