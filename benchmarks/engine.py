@@ -84,22 +84,15 @@ def main(arguments: list[str] | None = None) -> int:
         found += structured.measure(
             options.size, options.requests, options.rounds, quiet=options.json
         )
-    if "single" in options.parts:
-        found += single.measure(
-            options.size,
-            options.steps,
-            options.rounds,
-            llama_cpp=options.llama_cpp,
-            quiet=options.json,
-        )
-    if "low-bit" in options.parts:
-        found += low_bit.measure(
-            options.size,
-            options.steps,
-            options.rounds,
-            llama_cpp=options.llama_cpp,
-            quiet=options.json,
-        )
+    for part, module in (("single", single), ("low-bit", low_bit)):
+        if part in options.parts:
+            found += module.measure(
+                options.size,
+                options.steps,
+                options.rounds,
+                llama_cpp=options.llama_cpp,
+                quiet=options.json,
+            )
     machine = describe_machine()
     if options.plot is not None:
         options.plot.write_text(plot.draw(found, machine), encoding="utf-8")

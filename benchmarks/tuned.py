@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from rich.table import Table
 
 from harness import (
     Parser,
+    Worker,
     describe_machine,
     interleaved,
     out,
@@ -66,36 +66,13 @@ def serve(path: str, dtype: str) -> None:
         print(time.perf_counter() - start, flush=True)
 
 
-class Contender:
-    """An engine in a process of its own."""
-
-    def __init__(self, path: Path, dtype: str, tuning_file: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", str(path), dtype],
-            env={"OMP_NUM_THREADS": "1", **os.environ, "OPWEAVE_TUNING_FILE": tuning_file},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._answer()
-
-    def seconds(self, workload: str) -> float:
-        """Return the time of a workload."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{workload}\n")
-        self._process.stdin.flush()
-        return float(self._answer())
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("an engine ended; see above")
-        return line
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate()
+def started(path: Path, dtype: str, tuning_file: str) -> Worker:
+    """Return an engine in a process of its own."""
+    return Worker(
+        [sys.executable, __file__, "--serve", str(path), dtype],
+        {"OMP_NUM_THREADS": "1", **os.environ, "OPWEAVE_TUNING_FILE": tuning_file},
+        f"the engine with OPWEAVE_TUNING_FILE={tuning_file!r}",
+    )
 
 
 def measure(
@@ -107,7 +84,7 @@ def measure(
     rows = []
     with ExitStack() as stack:
         engines = {"untuned": "", "tuned": str(file.resolve())}
-        contenders = {who: Contender(path, dtype, given) for who, given in engines.items()}
+        contenders = {who: started(path, dtype, given) for who, given in engines.items()}
         for each in contenders.values():
             stack.callback(each.close)
         for name, (requests, prompt, answer) in WORKLOADS.items():

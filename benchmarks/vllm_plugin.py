@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -29,7 +28,7 @@ from typing import Any
 
 from rich.table import Table
 
-from harness import Parser, describe_machine, out, print_json, run, significant
+from harness import Parser, Worker, describe_machine, out, print_json, run, significant
 
 WORKER = Path(__file__).parent / "engine_cells" / "vllm_worker.py"
 SIZES: dict[str, dict[str, int]] = {
@@ -55,48 +54,21 @@ ALONE = "none"
 DEFAULT = "default"
 
 
-class Engine:
-    """A process with vLLM and a choice of seams."""
-
-    def __init__(self, seams: str, options: dict[str, Any], cache: str) -> None:
-        self.seams = seams
-        env = {
-            "OMP_NUM_THREADS": "1",
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CACHE_ROOT": cache,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-        }
-        env.pop("OPWEAVE_VLLM_SEAMS", None)
-        if seams != DEFAULT:
-            env["OPWEAVE_VLLM_SEAMS"] = seams
-        self.process = subprocess.Popen(
-            [sys.executable, WORKER, json.dumps(options)],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._answer()
-
-    def _answer(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"vLLM with OPWEAVE_VLLM_SEAMS={self.seams} ended; see above")
-        return line
-
-    def seconds(self, requests: int) -> float:
-        """Return the seconds that so many requests take together."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{requests}\n")
-        self.process.stdin.flush()
-        return float(self._answer())
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.communicate()
+def started(seams: str, options: dict[str, Any], cache: str) -> Worker:
+    """Return a process with vLLM and a choice of seams; requests are their number."""
+    env = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CACHE_ROOT": cache,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    env.pop("OPWEAVE_VLLM_SEAMS", None)
+    if seams != DEFAULT:
+        env["OPWEAVE_VLLM_SEAMS"] = seams
+    command = [sys.executable, str(WORKER), json.dumps(options)]
+    return Worker(command, env, f"vLLM with OPWEAVE_VLLM_SEAMS={seams}")
 
 
 def checkpoint(folder: Path, size: str) -> str:
@@ -114,7 +86,7 @@ def measure(
     with ExitStack() as stack:
         engines = []
         for each in [ALONE, *seams]:
-            engines.append(Engine(each, options, cache))
+            engines.append(started(each, options, cache))
             stack.callback(engines[-1].close)
         rows = []
         for count in counts:
@@ -127,12 +99,12 @@ def measure(
                     taken[j].append(engines[j].seconds(count))
             tokens = count * options["tokens"]
             shared = f"{options['dtype']}, {options['mode']}, {count} requests"
-            for engine, times in zip(engines[1:], taken[1:], strict=True):
+            for each, times in zip(seams, taken[1:], strict=True):
                 ratio = statistics.median(a / b for a, b in zip(taken[0], times, strict=True))
                 rows.append(
                     {
                         "name": "vllm_plugin.throughput",
-                        "case": f"{shared}, {engine.seams}",
+                        "case": f"{shared}, {each}",
                         "value": significant(tokens / statistics.median(times)),
                         "unit": "tokens/s",
                         "baseline": significant(tokens / statistics.median(taken[0])),

@@ -143,17 +143,22 @@ def test_llama_cpp_that_stops_says_why(tmp_path: Path) -> None:
         process.answer([model.config.vocab_size], 1)
 
 
-@needs_llama_cpp
-def test_the_benchmark_has_rows_for_it() -> None:
+def rows_of(part: str) -> dict[str, dict[str, Any]]:
+    """Return the rows of a part of the benchmark by name."""
     done = subprocess.run(
         [
             sys.executable, str(ROOT / "benchmarks" / "engine.py"), "--size=tiny", "--rounds=1",
-            "--steps=3", "--parts=single", "--json", "--llama-cpp", PYTHON,
+            "--steps=3", f"--parts={part}", "--json", "--llama-cpp", PYTHON,
         ],
         check=False, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    rows = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
+    return {row["name"]: row for row in json.loads(done.stdout)["rows"]}
+
+
+@needs_llama_cpp
+def test_the_benchmark_has_rows_for_it() -> None:
+    rows = rows_of("single")
     for name in ("engine.decode_bandwidth", "engine.prefill"):
         row = rows[f"{name}.llama_cpp"]
         assert row["value"] == rows[name]["value"]
@@ -164,15 +169,7 @@ def test_the_benchmark_has_rows_for_it() -> None:
 
 @needs_llama_cpp
 def test_the_benchmark_of_low_bit_weights_has_rows_for_it() -> None:
-    done = subprocess.run(
-        [
-            sys.executable, str(ROOT / "benchmarks" / "engine.py"), "--size=tiny", "--rounds=1",
-            "--steps=3", "--parts=low-bit", "--json", "--llama-cpp", PYTHON,
-        ],
-        check=False, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    rows = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
+    rows = rows_of("low-bit")
     for weights, file in (("w4a16", "q4_0"), ("q4_0", "q4_0"), ("q4_k", "q4_k")):
         for what in ("decode", "prefill"):
             row = rows[f"engine.low_bit.{what}.{weights}.llama_cpp"]

@@ -7,10 +7,12 @@ from harness.output import as_json, out, print_json, progress, significant
 from harness.program import run
 from harness.timing import interleaved, microseconds, within
 from harness.watch import Watch
+from harness.worker import Worker
 
 __all__ = [
     "Parser",
     "Watch",
+    "Worker",
     "as_json",
     "cache_bytes",
     "copy_speed",

@@ -14,6 +14,7 @@ from gpu_queue.sources import closure, files_in
 from opweave import ir
 from opweave.adapters import Wrapped
 from opweave.ir import IrOpImpl
+from opweave.ir.tunable import without_values
 
 STAGES = (
     Stage("smoke", repeats_first=True),
@@ -108,9 +109,7 @@ def _sources(impl: IrOpImpl, body: str) -> tuple[Path, ...]:
 
 
 def _code(function: Callable[..., Any]) -> CodeType:
-    if isinstance(function, partial):  # of a tunable kernel, with its values
-        function = function.func
-    return cast("FunctionType", inspect.unwrap(function)).__code__
+    return cast("FunctionType", inspect.unwrap(without_values(function))).__code__
 
 
 def _body(*names: str) -> tuple[Path, ...]:
