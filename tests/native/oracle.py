@@ -102,6 +102,15 @@ def with_extremes(x: Tensor, draw: Random, *, largest: float = math.inf) -> Tens
     return x
 
 
+def as_multiplied(wide: Tensor, dtype: torch.dtype, isa: str) -> Tensor:
+    """Return *wide*, the weights in float64, as kernels for many tokens of *dtype* multiply them.
+
+    The tiles of AMX take bfloat16 alone.
+    """
+    in_tiles = isa == "amx" and dtype is torch.bfloat16
+    return wide.float().bfloat16().double() if in_tiles else wide
+
+
 def assert_op_close(op: IrOp, got: Tensor, wanted: Tensor, *, share: float = 0.99) -> None:
     """Within the op's tolerance; in 16 bits, at least this share of the elements is equal."""
     tolerance = op.get_tolerance(wanted.dtype)

@@ -14,16 +14,25 @@ from opweave.ir.ops.gguf_blocks import GGUF_BLOCKS, dequantized_blocks, random_b
 from opweave.ir.ops.linear_low_bit import linear_q
 from opweave.kernels.opweave_c import linear_low_bit as provider
 
-from .oracle import CALL_PATHS, DTYPES, assert_op_close, call_path, random, using_threads
+from .oracle import (
+    CALL_PATHS,
+    DTYPES,
+    as_multiplied,
+    assert_op_close,
+    call_path,
+    random,
+    using_threads,
+)
 
 FORMATS = provider.FORMATS
 ROWS = 37
 each_format = pytest.mark.parametrize("format", FORMATS)
 
 
-def oracle(x: Tensor, weight: Tensor, bias: Tensor | None, format: str) -> Tensor:
-    """In float64; rounded once."""
-    out = x.double() @ dequantized_blocks(weight, format, torch.float64).T
+def oracle(x: Tensor, weight: Tensor, bias: Tensor | None, format: str, *, isa: str = "") -> Tensor:
+    """In float64; rounded once. With an *isa*, with the weights of its kernel for many tokens."""
+    wide = dequantized_blocks(weight, format, torch.float64)
+    out = x.double() @ as_multiplied(wide, x.dtype, isa).T
     return (out if bias is None else out + bias.double()).to(x.dtype)
 
 
@@ -173,7 +182,8 @@ def test_values_of_many_tokens(
                 x = random(tokens, columns, dtype=dtype)
                 bias = (None, random(ROWS, dtype=dtype), random(ROWS, dtype=torch.float32))
                 some = bias[tokens % 3]
-                near(by_many(module, x, weight, some, format), oracle(x, weight, some, format))
+                got = by_many(module, x, weight, some, format)
+                near(got, oracle(x, weight, some, format, isa=isa))
 
 
 def test_the_kernel_for_many_needs_the_fewest_tokens(module: ModuleType, isa: str) -> None:
@@ -196,7 +206,7 @@ def test_many_tokens_are_independent(
         assert torch.equal(by_many(module, x, weight[rows], None, format), whole[:, rows])
     x[3, 767] = value
     got = by_many(module, x, weight, None, format)
-    near(got, oracle(x, weight, None, format))
+    near(got, oracle(x, weight, None, format, isa=isa))
     assert not got[3].isfinite().any()
     got[3] = whole[3]
     assert torch.equal(got, whole)

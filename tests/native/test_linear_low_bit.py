@@ -14,7 +14,15 @@ from opweave.ir.ops.linear_low_bit import dequantized_w4, linear_w4a16
 from opweave.kernels.opweave_c import linear_low_bit as provider
 from opweave.native import loader
 
-from .oracle import CALL_PATHS, DTYPES, assert_op_close, call_path, random, using_threads
+from .oracle import (
+    CALL_PATHS,
+    DTYPES,
+    as_multiplied,
+    assert_op_close,
+    call_path,
+    random,
+    using_threads,
+)
 
 # Whole vectors and tails; groups that are parts of a vector, whole vectors, and neither.
 SIZES = [
@@ -51,10 +59,18 @@ def inputs(
 
 
 def oracle(
-    x: Tensor, weight: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    *,
+    isa: str = "",
 ) -> Tensor:
-    """In float64; rounded once."""
-    out = x.double() @ dequantized_w4(weight, scale, offset, torch.float64).T
+    """In float64; rounded once. With an *isa*, with the weights of its kernel for many tokens."""
+    wide = dequantized_w4(weight, scale, offset, torch.float64)
+    in_tiles = wide.shape[1] // scale.shape[1] % 32 == 0
+    out = x.double() @ as_multiplied(wide, x.dtype, isa if in_tiles else "").T
     return (out if bias is None else out + bias.double()).to(x.dtype)
 
 
@@ -220,7 +236,7 @@ def test_values_of_many_tokens(
                 x, weight, scale, offset, bias = inputs(tokens, columns, group, dtype, scale_dtype)
                 for some in ((offset, bias), (None, bias.float()), (offset, None)):
                     got = by_many(module, x, weight, scale, *some)
-                    near(got, oracle(x, weight, scale, *some))
+                    near(got, oracle(x, weight, scale, *some, isa=isa))
 
 
 def test_the_kernel_for_many_needs_the_fewest_tokens(module: ModuleType, isa: str) -> None:
@@ -253,7 +269,7 @@ def test_what_is_not_finite_stays_in_its_token_of_many(
             clean = by_many(module, x, weight, scale, offset, bias)
             x[3, place] = value
             got = by_many(module, x, weight, scale, offset, bias)
-            near(got, oracle(x, weight, scale, offset, bias))
+            near(got, oracle(x, weight, scale, offset, bias, isa=isa))
             assert not got[3].isfinite().all()
             got[3] = clean[3]
             assert torch.equal(got, clean)
@@ -270,7 +286,7 @@ def test_layouts_of_many(module: ModuleType, isa: str) -> None:
     strided = tokens[..., 3:1155].transpose(0, 1)
     parts = (scales[0, ::2, 7:19], scales[1, ::2, 7:19], bias)
     got = by_many(module, strided, wide[:, 13:589], *parts)
-    near(got, oracle(strided, weight, scale, offset, bias))
+    near(got, oracle(strided, weight, scale, offset, bias, isa=isa))
     assert torch.equal(got, by_many(module, strided.contiguous(), weight, scale, offset, bias))
 
 

@@ -160,8 +160,9 @@ def _linear_q_inputs(
     return x.to(dtype), weight, torch.randn(output_size, device=device).to(dtype), format
 
 
-# Sums in a different order, as for linear.
+# Sums in a different order, as for linear. Weights may be rounded to bfloat16 before the product:
+# with these inputs, that moves sums by 0.002 to 0.0035 (standard deviation of a row).
 for _op in (linear_w4a16, linear_q):
     _op.override_tolerance(torch.float32, atol=1e-4, rtol=1e-5)
-    _op.override_tolerance(torch.bfloat16, atol=1e-2, rtol=1.6e-2)
+    _op.override_tolerance(torch.bfloat16, atol=2e-2, rtol=1.6e-2)
     _op.override_tolerance(torch.float16, atol=1e-2, rtol=2e-3)
