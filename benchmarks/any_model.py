@@ -11,7 +11,8 @@ model. Both share their parameters, and rounds are interleaved: a figure is the 
 and `ratio` the median of the time without opweave over ours in the same round. Prefill runs one
 prompt of 512 tokens; decode is the median step after a prompt of 16 tokens, for a batch of 1 or 8,
 compiled with a static cache. Decode of compiled models with sliding windows is left out: their
-static cache makes torch.compile recompile at each step.
+static cache makes torch.compile recompile at each step. ResNet-50 has nothing that opweave
+replaces or recognizes, and must not become slower; its cell is one image of 224 x 224.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from harness import (
 
 PREFILL, PROMPT, STEPS = 512, 16, 8
 DECODED = (1, 8)  # sequences
-CELLS = ("prefill", *(f"decode/{batch}" for batch in DECODED))
+CELLS = ("prefill", *(f"decode/{batch}" for batch in DECODED), "image")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # The shapes of https://huggingface.co/{meta-llama/Llama-3.2-1B, Qwen/Qwen3-0.6B,
 # google/gemma-3-270m, HuggingFaceTB/SmolLM2-135M, openai-community/gpt2,
-# sentence-transformers/all-MiniLM-L6-v2}.
+# sentence-transformers/all-MiniLM-L6-v2, microsoft/resnet-50}.
 MODELS: dict[str, Callable[[], Any]] = {
     "llama-1b": lambda: transformers.LlamaConfig(
         vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
@@ -68,6 +69,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "minilm": lambda: transformers.BertConfig(
         hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=12,
     ),
+    "resnet-50": transformers.ResNetConfig,
     "tiny": lambda: transformers.LlamaConfig(
         vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2,
@@ -78,7 +80,8 @@ PUBLISHED = [name for name in MODELS if name != "tiny"]
 
 def build(name: str, dtype: torch.dtype) -> nn.Module:
     """Return a model with random weights."""
-    kind = transformers.AutoModel if name == "minilm" else transformers.AutoModelForCausalLM
+    whole = name not in ("minilm", "resnet-50")
+    kind = transformers.AutoModelForCausalLM if whole else transformers.AutoModel
     torch.manual_seed(0)
     return kind.from_config(MODELS[name](), dtype=dtype).eval()
 
@@ -136,8 +139,19 @@ def decode(model: Any, batch: int, *, static: bool) -> float:
     return statistics.median(times)
 
 
+@torch.inference_mode()
+def image(model: Any) -> float:
+    """Return the time of one image, in seconds."""
+    pixels = torch.randn(1, 3, 224, 224, dtype=model.dtype)
+    start = time.perf_counter()
+    model(pixels)
+    return time.perf_counter() - start
+
+
 def _cells(config: Any, mode: str) -> dict[str, tuple[Callable[[Any], float], int]]:
-    """Return what is measured, by name, and its number of tokens."""
+    """Return what is measured, by name, and its number of tokens or images."""
+    if config.model_type == "resnet":
+        return {"image": (image, 1)}
     cells: dict[str, tuple[Callable[[Any], float], int]] = {"prefill": (prefill, PREFILL)}
     static = mode == "compiled"
     recompiles = static and "sliding_attention" in (getattr(config, "layer_types", None) or ())
@@ -154,7 +168,7 @@ def measure(
     model = build(name, DTYPES[dtype])
     contenders = {who: make(model) for who, make in MODES[mode].items()}
     theirs, ours = contenders
-    for cell, (time_of, tokens) in _cells(MODELS[name](), mode).items():
+    for cell, (time_of, size) in _cells(MODELS[name](), mode).items():
         if cell not in cells:
             continue
         measures = {who: partial(time_of, each) for who, each in contenders.items()}
@@ -168,8 +182,8 @@ def measure(
         yield {
             "name": f"any_model.{mode}.{cell}",
             "case": f"{name}, {dtype}",
-            "value": significant(tokens / statistics.median(times[ours])),
-            "unit": "tokens/s",
+            "value": significant(size / statistics.median(times[ours])),
+            "unit": "images/s" if cell == "image" else "tokens/s",
             "baseline": theirs,
             "ratio": significant(statistics.median(ratios)),
         }
@@ -198,7 +212,7 @@ def main() -> int:
     if options.json:
         print_json(describe_machine(), rows)
         return 0
-    table = Table("case", "model", "tokens/s", "ratio", "against")
+    table = Table("case", "model", "per second", "ratio", "against")
     for row in rows:
         table.add_row(
             row["name"], row["case"], f"{row['value']:g}", f"{row['ratio']:g}", row["baseline"]
