@@ -276,7 +276,9 @@ def test_gradients() -> None:
         assert torch.equal(found, torch.full((32,), 2.0))
         report = opweave.compile.report()
     assert report.recognitions == []
-    assert "Ops are recognized in inference only" in str(report)
+    assert "compile under torch.no_grad(), because ops are recognized" in str(report)
+    compiled(unknown)(torch.randn(2, H))
+    assert "compile under torch.no_grad()" not in str(opweave.compile.report())
 
 
 def test_gradients_of_a_graph_that_calls_an_op() -> None:

@@ -60,8 +60,9 @@ def backend(
         return CompiledGraph(graph_module, example_inputs, parsed, run_lowered)
     if _has_ops(graph_module):
         return CompiledGraph(graph_module, example_inputs, parsed)
-    if not parsed.recognition or is_differentiated(graph_module, example_inputs):
-        _warn_of_no_ops(Report(complete=True))
+    differentiated = is_differentiated(graph_module, example_inputs)
+    if not parsed.recognition or differentiated:
+        _warn_of_no_ops(Report(complete=True, is_differentiated=differentiated))
         return compat.compile_fx(graph_module, example_inputs, parsed.inductor)
     compiled = CompiledGraph(graph_module, example_inputs, parsed)
     _warn_of_no_ops(compiled.log.reports[0])

@@ -181,7 +181,7 @@ def compile_with(
     graph_module: GraphModule, inputs: Sequence[Any], context: Context, compile: Compile
 ) -> Runner:
     """Run the passes on a graph from Dynamo and compile it. *graph_module* is modified."""
-    context.is_differentiated = is_differentiated(graph_module, inputs)
+    context.report.is_differentiated = is_differentiated(graph_module, inputs)
     for module in all_graphs(graph_module):
         pipeline.run(Stage.DYNAMO, module.graph, context)
         module.recompile()

@@ -27,7 +27,6 @@ class Context:
             which does not contain names from the user's program.
         fused_from: names of the nodes that each composite replaced, by the composite's node name.
         recognized_from: names of the operators that each recognized op replaced, by its node name.
-        is_differentiated: whether autograd records the graph; recognition leaves it alone then.
         notes: messages of the running pass for the report.
     """
 
@@ -35,7 +34,6 @@ class Context:
     report: Report = field(default_factory=Report)
     tracer: Tracer = field(default_factory=Tracer)
     joint_key: str = ""
-    is_differentiated: bool = False
     fused_from: dict[str, list[str]] = field(default_factory=dict)
     recognized_from: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -169,6 +169,7 @@ class Report:
         from_cache: whether the artifact came from the cache; this is then the report of the
             original compilation.
         complete: whether the passes have run, or the report of their run was found in the cache.
+        is_differentiated: whether autograd records the graph, in which no ops are recognized then.
         seconds: the total duration of the passes.
         traces: the number of traced implementations.
         nodes: the calls of ops.
@@ -181,6 +182,7 @@ class Report:
     key: str = ""
     from_cache: bool = False
     complete: bool = False
+    is_differentiated: bool = False
     seconds: float = 0.0
     traces: int = 0
     nodes: list[NodeReport] = field(default_factory=list)
@@ -194,10 +196,14 @@ class Report:
         """Remarks about the graph as a whole, one sentence each."""
         found = []
         if self.complete and not self.nodes:
+            inference = (
+                "compile under torch.no_grad(), because ops are recognized in inference only, or "
+            )
             found.append(
                 "0 opweave ops in this graph: it calls none and none was recognized, so Inductor "
-                "compiles it alone. Ops are recognized in inference only: compile under "
-                "torch.no_grad(), or write the model with opweave.ir.ops or opweave.layers"
+                f"compiles it alone. To use opweave's kernels, "
+                f"{inference if self.is_differentiated else ''}"
+                "write the model with opweave.ir.ops or opweave.layers"
             )
         differentiated = sum(node.stage == WITH_GRADIENTS for node in self.nodes)
         if differentiated:

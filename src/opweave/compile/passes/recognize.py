@@ -50,7 +50,7 @@ class Form(NamedTuple):
 
 def recognize(info: GraphInfo, context: Context) -> None:
     """Replace spellings of ops with calls of the ops."""
-    if context.is_differentiated:
+    if context.report.is_differentiated:
         return
     nodes = _before_writes(info)
     forms: dict[object, list[Form]] = {}
