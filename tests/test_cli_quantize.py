@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import test_cli
@@ -39,12 +40,17 @@ def test_the_summary(run: Run, tmp_path: Path) -> None:
 
 def test_refusals(run: Run, tmp_path: Path) -> None:
     into = tmp_path / "int4"
+    bare = tmp_path / "bare"
+    shutil.copytree(CHECKPOINT, bare)
+    (bare / "tokenizer.json").unlink()
     for arguments, message in (
         ((CHECKPOINT, "-o", into), "--w4 writes int4 weights"),
         ((CHECKPOINT, "--w4", "--group", "48", "-o", into), "group=48 is not supported"),
         ((CHECKPOINT, "--w4", "-o", tmp_path.parent), "exists already"),
         ((tmp_path / "none", "--w4", "-o", into), "is not a directory"),
         ((CHECKPOINT, "--w4", "-o", into, "--perplexity", tmp_path), "cannot be read"),
+        ((bare, "--w4", "-o", into, "--perplexity", TEXT), "bare has no tokenizer.json"),
+        ((CHECKPOINT, "--w4", "-o", TEXT / "int4"), "cannot be written: Not a directory"),
     ):
         assert_one_line_error(run("quantize", *arguments), message)
     assert not into.exists()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,6 +21,7 @@ from engine.compared_logits import close, theirs
 from engine.test_quantized_formats import CASES, logits
 from models import layer_checkpoints, tiny_checkpoints
 from opweave.engine import CheckpointError, InvalidArgumentError
+from opweave.engine.loading.quantized.int4 import quantized_int4
 from opweave.engine.loading.quantized.writer import quantize_checkpoint
 from opweave.engine.perplexity import perplexity
 from opweave.models import ModelError, UnsupportedModelError
@@ -175,13 +177,86 @@ def test_refusals(tmp_path: Path) -> None:
         quantize_checkpoint(tmp_path / "bert", into)
     config, packer = CASES["gptq"]
     q.write(tmp_path / "gptq", config, lambda _: packer)
-    with pytest.raises(UnsupportedModelError, match="holds quantized weights"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"holds quantized weights.*cannot be quantized again"
+    ):
         quantize_checkpoint(tmp_path / "gptq", into)
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="damaged or cut short"):
         quantize_checkpoint(path, into)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["bert", "gptq", "plain"]
+
+
+@pytest.mark.parametrize("name", ["new", "empty", "link", "link to an empty directory", "current"])
+def test_where_it_is_written(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, into, target = plain(tmp_path), tmp_path / "int4", tmp_path / "target"
+    if name in ("empty", "current"):
+        into.mkdir()
+    elif name != "new":
+        into.symlink_to(target)
+    if "to an empty" in name:
+        target.mkdir()
+    if name == "current":
+        monkeypatch.chdir(into)
+    quantize_checkpoint(path, Path() if name == "current" else into)
+    names = {file.name for file in into.iterdir()}
+    assert names >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert not any(name.endswith(".partial") for name in names)
+    assert into.is_symlink() == name.startswith("link")
+    logits(into)
+
+
+@pytest.mark.parametrize("into", ["plain/config.json/int4", "parents/of/int4", "existing"])
+def test_a_directory_that_cannot_be_written(into: str, tmp_path: Path) -> None:
+    path = plain(tmp_path)
+    (tmp_path / "existing").mkdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # as on a disk that is full
+    try:
+        with pytest.raises(InvalidArgumentError, match=r"int4' cannot|existing' cannot") as raised:
+            quantize_checkpoint(path, tmp_path / into)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(raised.value)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["existing", "plain"]
+    assert not [*(tmp_path / "existing").iterdir()]
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("name", ["nan", "infinite", "int32", "float8"])
+def test_weights_that_cannot_be_quantized(name: str, tmp_path: Path) -> None:
+    path = plain(tmp_path)
+    tensors = tensors_of(path)
+    weight = tensors[DOWN]
+    changed = {
+        "nan": weight.index_fill(1, torch.tensor(5), torch.nan),
+        "infinite": weight.index_fill(0, torch.tensor(3), -torch.inf),
+        "int32": weight.int(),
+        "float8": weight.to(torch.float8_e4m3fn),
+    }
+    save_file({**tensors, DOWN: changed[name]}, path / "model.safetensors")
+    message = "is int32|is float8_e4m3fn" if name in ("int32", "float8") else "infinite or not a nu"
+    with pytest.raises(CheckpointError, match=rf"{DOWN}.*({message})"):
+        quantize_checkpoint(path, tmp_path / "int4", group=32)
+    assert not (tmp_path / "int4").exists()
+
+
+def test_float64(tmp_path: Path) -> None:
+    model = tiny_checkpoints.hf_model("llama", **q.WIDE)
+    path, _ = quantized(model, tmp_path, dtype=torch.float64)
+    assert close(logits(path), theirs(model))
+
+
+def test_small_weights_in_float16() -> None:
+    weight = (torch.randn(16, 64) * 1e-4).half()
+    tensors = quantized_int4(weight, 32)
+    values = dense({f"m.{leaf}": tensor for leaf, tensor in tensors.items()}, "m")
+    step = weight.view(16, -1, 32).abs().amax(-1).double() / 7
+    error = (weight.double() - values).square().mean()
+    assert error <= 1.1 * step.square().mean() / 12
 
 
 def test_perplexity() -> None:

@@ -133,6 +133,11 @@ DAMAGED: dict[str, tuple[str, Callable[[Tensor], Tensor | None], str]] = {
     "few nested": ("weight.nested_absmax", lambda t: t[1:], "weight.nested_absmax is float32"),
     "few values": ("weight.quant_map", lambda t: t[:8], "weight.quant_map is float32"),
     "state": (STATE, lambda t: t[:-5], "quant_state is not a description of a 4-bit matrix"),
+    "no offset": (
+        STATE,
+        lambda t: t.new_tensor([*bytes(t.tolist()).replace(b"nested_offset", b"other")]),
+        "quant_state is not a description of a 4-bit matrix",
+    ),
     "list": (STATE, lambda t: t.new_tensor([91, 93]), "quant_state is not a description"),
     "shape": (STATE, lambda t: t.new_tensor([*b'{"shape": "2x2", "blocksize": 64}']), "is not a d"),
 }

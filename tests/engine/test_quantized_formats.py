@@ -165,6 +165,7 @@ def test_configurations_that_are_not_supported(name: str, tmp_path: Path) -> Non
     assert "\n" not in str(raised.value)
 
 
+GPTQ8_ACT_ORDER: Case = ({**GPTQ, "bits": 8, "desc_act": True}, q.gptq(bits=8, act_order=True))
 O_PROJ = "model.layers.1.self_attn.o_proj"
 
 
@@ -201,18 +202,37 @@ DAMAGED = {
     ),
     "groups": ("gptq_act_order", "g_idx", lambda t: t * 0, r"g_idx does not name 8 groups of 32"),
     "rows": ("int4", "weight_packed", lambda t: t[:-1], r"o_proj.weight_packed is int32 \(255"),
+    # Without the configuration, these are valid checkpoints with other values.
+    "no zero points at all": ("int4_zeros", "weight_zero_point", None, "weight_zero_point is miss"),
+    "no order": ("int4_act_order", "weight_g_idx", None, "weight_g_idx is missing"),
+    "no order of gptq": ("gptq_act_order", "g_idx", None, "no g_idx"),
+    "no order of 8 bits": ("gptq_8_bits_act_order", "g_idx", None, "no g_idx"),
+    "half the scales": ("int4", "weight_scale", lambda t: t[:, ::2], "1024 values instead of 2048"),
+    "twice the scales": ("int4_128", "weight_scale", lambda t: t.repeat(1, 2), "instead of 512"),
+    "one scale": ("int8", "weight_scale", lambda t: t[0, 0], "weight_scale has 1 values instead"),
+    "8 bits": ("int4", "weight_packed", lambda t: t.repeat(1, 2), "8 bits for each weight inst"),
+    "4 bits": ("int8_packed", "weight_packed", lambda t: t[:, ::2], "4 bits for each weight inst"),
+    "int8": ("float8", "weight", lambda t: t.to(torch.int8), "not of the type 'float'"),
+    "float8": ("int8", "weight", lambda t: t.to(torch.float8_e4m3fn), "not of the type 'int'"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damaged_checkpoints(name: str, tmp_path: Path) -> None:
     case, leaf, change, message = DAMAGED[name]
-    config, packer = (CASES | FP8_CASES)[case]
+    config, packer = ({**CASES, "gptq_8_bits_act_order": GPTQ8_ACT_ORDER} | FP8_CASES)[case]
     q.write(tmp_path, config, lambda _: packer)
     changed(leaf, change)(tmp_path)
     with pytest.raises(CheckpointError, match=message) as raised:
         load_model(tmp_path)
     assert "\n" not in str(raised.value)
+
+
+def test_groups_in_order_need_no_index(tmp_path: Path) -> None:
+    config = {**GPTQ, "desc_act": True, "static_groups": True}
+    model = q.write(tmp_path, config, lambda _: q.gptq())
+    changed("g_idx", None)(tmp_path)
+    assert close(logits(tmp_path), theirs(model))
 
 
 def test_ranks_are_checked(tmp_path: Path) -> None:

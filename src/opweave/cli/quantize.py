@@ -50,7 +50,10 @@ def quantize(
         raise CliError("Say how to quantize: --w4 writes int4 weights.")
     text = None if perplexity is None else _text(perplexity)
     from opweave.engine.loading.quantized.writer import quantize_checkpoint
+    from opweave.engine.perplexity import token_ids
 
+    if text is not None:
+        token_ids(model, text)  # errors in the text or tokenizer come before the long work
     with progress_bar("quantizing") as bar:
         written = quantize_checkpoint(model, output, group=group, progress=bar)
     before, after = (None, None) if text is None else (_measured(p, text) for p in (model, output))

@@ -15,6 +15,19 @@ from opweave.engine.tokenization.tokenizer import Tokenizer
 WINDOW = 512  # tokens
 
 
+def token_ids(path: str | Path, text: str) -> list[int]:
+    """Return the tokens of *text*.
+
+    Raises:
+        CheckpointError, TokenizerError: the tokenizer of the checkpoint *path* cannot be read.
+        InvalidArgumentError: there are fewer than two tokens, so that none is predicted.
+    """
+    ids = Tokenizer(Checkpoint(path)).encode(text)
+    if len(ids) < 2:
+        raise InvalidArgumentError("the text for the perplexity has fewer than two tokens.")
+    return ids
+
+
 def perplexity(path: str | Path, text: str, *, progress: Progress | None = None) -> float:
     """Return the exponential of the mean negative log likelihood of the tokens of *text*.
 
@@ -30,13 +43,11 @@ def perplexity(path: str | Path, text: str, *, progress: Progress | None = None)
         CheckpointError, ModelError: the checkpoint is damaged or not supported.
         InvalidArgumentError: the text is too short.
     """
+    ids = token_ids(path, text)
     model = as_language_model(load_model(path))
-    ids = Tokenizer(Checkpoint(path)).encode(text)
     size = min(WINDOW, model.max_positions or WINDOW)
     windows = [ids[at : at + size] for at in range(0, len(ids), size)]
     windows = [window for window in windows if len(window) > 1]
-    if not windows:
-        raise InvalidArgumentError("the text for the perplexity has fewer than two tokens.")
     total, count = 0.0, 0
     for done, window in enumerate(windows, start=1):
         tokens = torch.tensor(window, device=model.device)

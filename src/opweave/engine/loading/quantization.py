@@ -52,6 +52,11 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
     "bitsandbytes": BitsAndBytes,
 }
 
+_SUPPORTED = (
+    "quantized checkpoints are not supported in this form. Supported, by opweave's own models: "
+    f"quant_method {', '.join(FORMATS)} in config.json, and GGUF files."
+)
+
 
 def is_cache_scale(name: str) -> bool:
     """Return whether a tensor scales a quantized KV cache, and means nothing to another one."""
@@ -90,9 +95,18 @@ def opened(
 
 
 def unquantized(
-    config: Mapping[str, Any], checkpoint: Checkpoint, files: Sequence[TensorFile]
+    config: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    files: Sequence[TensorFile],
+    advice: str = _SUPPORTED,
 ) -> dict[str, Any]:
     """Return *config* without the keys of quantization, which the weights do not need.
+
+    Args:
+        config: the object in ``config.json``.
+        checkpoint: the checkpoint.
+        files: its tensors.
+        advice: the end of the error for quantized weights.
 
     Raises:
         UnsupportedModelError: the weights are quantized.
@@ -105,8 +119,7 @@ def unquantized(
         signs = [named, f"the tensor {shown_name(packed or narrow or '')}"]
         raise UnsupportedModelError(
             f"{checkpoint.path} holds quantized weights ({', '.join(filter(None, signs))}); "
-            "quantized checkpoints are not supported in this form. Supported, by opweave's own "
-            f"models: quant_method {', '.join(FORMATS)} in config.json, and GGUF files."
+            f"{advice}"
         )
     if named is not None:
         _log.warning("%s: %s is ignored: no weight is quantized", checkpoint.path, named)

@@ -109,7 +109,7 @@ def _read(module: str, data: Tensor) -> dict[str, Any]:
         state = json.loads(bytes(data.flatten().tolist()))
         sizes = [*state["shape"], state["blocksize"], state.get("nested_blocksize", 1)]
         is_whole = all(type(size) is int and size > 0 for size in sizes) and len(sizes) == 4
-        offset = float(state.get("nested_offset", 0.0))
+        offset = float(state["nested_offset"] if "nested_blocksize" in state else 0.0)
     except (ValueError, TypeError, KeyError, AttributeError):
         is_whole = False
     if not is_whole:

@@ -27,6 +27,7 @@ from opweave.engine.loading.quantized.matrix import (
     sorted_columns,
     unpacked,
 )
+from opweave.engine.loading.quantized.scheme import WeightScheme, check_scheme
 from opweave.engine.loading.quantized.strict import StrictConfig
 from opweave.engine.loading.quantized.targets import group_for
 from opweave.layers.linear.w8a8 import GROUP, ActivationScheme
@@ -37,6 +38,8 @@ _STRATEGIES = {
     "int": ("tensor", "channel", "group"),
     "float": ("tensor", "channel", "block"),
 }
+_MIXED = "mixed-precision"
+_REORDERED = ("group", "dynamic")  # values of actorder that need the group of each input
 _EIGHT = (torch.int8, torch.float8_e4m3fn)
 
 
@@ -73,13 +76,14 @@ class CompressedTensors:
             sparsity.one_of("format", "dense", default="dense")
         groups = read.nested("config_groups")
         self.notes: list[str] = []
+        self._schemes: list[WeightScheme] = []
         self._groups = [self._read_group(groups.nested(name)) for name in groups.config]
         read.finish()
 
     def _read_group(self, group: StrictConfig) -> tuple[list[str], ActivationScheme | None]:
         """Return the targets of a group, and how their activations are quantized."""
         group.allow("targets")
-        group.one_of("format", *_FORMATS, default="pack-quantized")
+        form = group.one_of("format", *_FORMATS, default="pack-quantized")
         if group.nested("output_activations").config:
             self.notes.append("output_activations are ignored: outputs stay in the model's dtype")
         activations, weights = group.nested("input_activations"), group.nested("weights")
@@ -92,6 +96,8 @@ class CompressedTensors:
                       "scale_dtype", "zp_dtype")  # fmt: skip
         weights.finish()
         group.finish()
+        if form != _MIXED:
+            self._schemes.append(_scheme(weights))
         targets = group.config.get("targets")
         names = [str(target) for target in targets] if isinstance(targets, list) else []
         return names, self._read_activations(activations, weights)
@@ -129,6 +135,11 @@ class CompressedTensors:
 
     def matrix(self, module: str, tensors: Tensors) -> QuantizedMatrix:
         """Return the matrix of *module* from its tensors."""
+        found = self._matrix(module, tensors)
+        check_scheme(module, tensors, found.shape, self._schemes)
+        return found
+
+    def _matrix(self, module: str, tensors: Tensors) -> QuantizedMatrix:
         if "weight_packed" in tensors:
             return _packed(module, tensors, self._activations(module))
         weight = require_shape(module, tensors, "weight", _EIGHT, None, None)
@@ -144,6 +155,21 @@ class CompressedTensors:
             wide = None if zero is None else zero.reshape(-1, zero.shape[-1]).expand(scale.shape)
             return dense_matrix(weight, scale, wide)
         return rows8(module, tensors, weight, scale, self._activations(module))
+
+
+def _scheme(weights: StrictConfig) -> WeightScheme:
+    """Return how *weights* of a group, whose values are supported, are stored."""
+    given = weights.config
+    size = given.get("group_size")
+    size = size if isinstance(size, int) and size > 0 else None
+    return WeightScheme(
+        kind=given.get("type") or "int",
+        bits=given["num_bits"],
+        strategy=given.get("strategy") or ("tensor" if size is None else "group"),
+        group_size=size,
+        has_zeros=given.get("symmetric") is False,
+        has_index=given.get("actorder") in _REORDERED,
+    )
 
 
 def _packed(module: str, tensors: Tensors, activations: ActivationScheme | None) -> QuantizedMatrix:

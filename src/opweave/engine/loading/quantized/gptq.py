@@ -65,6 +65,7 @@ class Gptq:
             read.refuse_set(key)
         read.allow(*_HARMLESS)
         read.finish()
+        self._is_reordered = bool(config.get("desc_act")) and not config.get("static_groups")
 
     def matrix(self, module: str, tensors: Tensors) -> QuantizedMatrix:
         """Return the matrix of *module* from its tensors."""
@@ -80,7 +81,7 @@ class Gptq:
         inputs = packed.shape[0] * 32 // bits
         zero = (unpacked(zeros, bits).to(torch.int32) + self._zero_shift).T
         order = None
-        if "g_idx" in tensors:
+        if "g_idx" in tensors or (self._is_reordered and groups > 1):
             index = require_shape(module, tensors, "g_idx", (torch.int32, torch.int64), inputs)
             order = sorted_columns(module, index, groups)
         q = unpacked(packed.T, bits)

@@ -18,7 +18,7 @@ def quantized_int4(weight: Tensor, group: int) -> dict[str, Tensor]:
     least squared error, because clipping the largest number often pays (arXiv:1902.01917).
 
     Args:
-        weight: ``(out, in)``, floating point.
+        weight: ``(out, in)``, float32, float16 or bfloat16; finite.
         group: numbers in a row that share a scale; it divides the inputs, and 8 divides it.
     """
     parts = [_rounded(rows, group) for rows in torch.split(weight, _ROWS)]
@@ -37,7 +37,9 @@ def _rounded(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     whole = grouped.abs().amax(-1, keepdim=True) / _GREATEST
     best = torch.full_like(whole, torch.inf)
     q, scale = torch.zeros_like(grouped), torch.ones_like(whole)
-    least = torch.finfo(weight.dtype).tiny
+    kind = torch.finfo(weight.dtype)
+    # Scales of float16 may be subnormal, so that small weights are not rounded to zero.
+    least = max(kind.tiny * kind.eps, torch.finfo(torch.float32).tiny)
     for share in _SHARES:
         # The numbers are rounded for the scale as it is stored.
         tried = (whole * share).clamp(min=least).to(weight.dtype).float()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from opweave.engine.dependencies import require
@@ -19,8 +20,11 @@ from opweave.engine.loading.loader import as_language_model, check_shapes, plann
 from opweave.engine.loading.quantization import unquantized
 from opweave.engine.loading.quantized.int4 import quantized_int4
 from opweave.engine.loading.quantized.layers import part_names
+from opweave.engine.loading.quantized.matrix import FLOATS
+from opweave.engine.loading.quantized.new_directory import new_directory
 from opweave.layers.linear import LinearBase, ReplicatedLinear
 from opweave.models import CausalLM, LanguageModel
+from opweave.models.weights import shown_name
 
 GROUPS = (32, 64, 128)
 _INDEX = "model.safetensors.index.json"
@@ -53,13 +57,13 @@ def quantize_checkpoint(
 
     Args:
         path: a checkpoint of a language model of opweave, not quantized.
-        into: the directory to make; nothing is left there if an error is raised.
+        into: the directory to make, or an empty one; nothing is left there if an error is raised.
         group: weights in a row that share a scale, one of ``GROUPS``.
         progress: called with the number of tensors written so far and in total.
 
     Raises:
         CheckpointError, ModelError: the checkpoint is damaged, quantized or not supported.
-        InvalidArgumentError: *group* is not supported, or *into* exists already.
+        InvalidArgumentError: *group* is not supported, or *into* is not empty or not writable.
     """
     if group not in GROUPS:
         raise InvalidArgumentError(
@@ -73,45 +77,36 @@ def quantize_checkpoint(
             f"{checkpoint.path} is a GGUF file. Give the directory of a checkpoint that is not "
             "quantized."
         )
-    partial = into.parent / f".{into.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        written = _write(checkpoint, partial, group, progress or (lambda *_: None))
-        if into.exists():
-            into.rmdir()
-        partial.rename(into)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return written
+    with new_directory(into) as partial:
+        return _write(checkpoint, partial, group, progress or (lambda *_: None))
 
 
 def _write(checkpoint: Checkpoint, into: Path, group: int, progress: Progress) -> Written:
     given = checkpoint.config()
     with ExitStack() as stack:
         files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
-        config = unquantized(given, checkpoint, files)
+        config = unquantized(given, checkpoint, files, "it cannot be quantized again.")
         shapes = shapes_of(files)
         model = as_language_model(planned_model(config, len(shapes)))
         check_shapes(model, shapes)
         chosen = _chosen(model, shapes, group)
         ignored = _ignored(model, shapes, chosen)
         sizes, places = [0, 0], dict[str, str]()
-        done, save = 0, require("safetensors.torch").save_file
+        done = 0
         for file in files:
             tensors: dict[str, Tensor] = {}
             for name in file.shapes():
                 tensor, module = file.tensor(name), name.removesuffix(".weight")
                 new = {name: tensor}
                 if name in chosen:
-                    parts = quantized_int4(tensor, group)
+                    parts = quantized_int4(_finite(name, tensor), group)
                     new = {f"{module}.{leaf}": part for leaf, part in parts.items()}
                 sizes[0] += tensor.nbytes
                 sizes[1] += sum(part.nbytes for part in new.values())
                 tensors |= new
                 done += 1
                 progress(done, len(shapes))
-            save(tensors, into / file.file.name, metadata={"format": "pt"})
+            _save(tensors, into / file.file.name)
             places |= dict.fromkeys(tensors, file.file.name)
     if len(files) > 1:
         index = {"metadata": {"total_size": sizes[1]}, "weight_map": places}
@@ -120,6 +115,35 @@ def _write(checkpoint: Checkpoint, into: Path, group: int, progress: Progress) -
     _dump(into / "config.json", {**config, "quantization_config": _config(group, ignored)})
     modules = [name.removesuffix(".weight") for name in chosen]
     return Written(modules, ignored, *sizes)
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write a safetensors file; unlike the library, raise OSError if that fails."""
+    try:
+        require("safetensors.torch").save_file(tensors, file, metadata={"format": "pt"})
+    except require("safetensors").SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def _finite(name: str, weight: Tensor) -> Tensor:
+    """Return *weight* in a dtype that scales may have.
+
+    Raises:
+        CheckpointError: it does not hold finite floating-point numbers of 16 bits or more.
+    """
+    if weight.dtype not in (*FLOATS, torch.float64):
+        dtype = str(weight.dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"{shown_name(name)} is {dtype}; weights to quantize must be float64, float32, "
+            "float16 or bfloat16."
+        )
+    weight = weight.float() if weight.dtype is torch.float64 else weight
+    if not bool(weight.isfinite().all()):
+        raise CheckpointError(
+            f"{shown_name(name)} has values that are infinite or not a number, which int4 cannot "
+            "represent. The checkpoint is damaged."
+        )
+    return weight
 
 
 def _chosen(
