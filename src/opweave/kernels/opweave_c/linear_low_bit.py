@@ -10,11 +10,9 @@ from torch import Tensor
 
 from opweave.base import compat, plain_call
 from opweave.ir import rules
-from opweave.ir.ops.gguf_blocks import GGUF_BLOCKS
-from opweave.ir.ops.linear_low_bit import groups_rows
 from opweave.ir.ops.linear_low_bit import linear_q as op_q
 from opweave.ir.ops.linear_low_bit import linear_w4a16 as op_w4a16
-from opweave.kernels.arguments import FLOATS
+from opweave.kernels.low_bit import W4A16, Q, group_of, q_fits, w4a16_fits
 from opweave.kernels.opweave_c.arguments import ROWS
 from opweave.kernels.opweave_c.call_paths import STATUS, implements, native_op
 from opweave.kernels.opweave_c.linear import has_whole_tiles, is_known, multiply_by_pieces
@@ -58,26 +56,13 @@ def _fits(
     offset: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> bool:
-    width = 2 * weight.shape[1]
-    return (
-        x.shape[-1] == width > 0
-        and groups_rows(scale, weight)
-        and width // scale.shape[1] % _GROUP == 0
-        and (offset is None or offset.shape == scale.shape)
-        and (bias is None or bias.shape == weight.shape[:1])
-    )
+    return w4a16_fits(x, weight, scale, offset, bias) and group_of(weight, scale) % _GROUP == 0
 
 
 ACCEPTED_W4A16 = (
     ROWS
     & rules.cpu("weight", "scale", "offset", "bias")
-    & rules.ndim("weight", 2)
-    & rules.ndim("scale", 2)
-    & rules.unit_stride("weight", "scale", "offset", "bias")
-    & rules.dtype("weight", torch.uint8)
-    & rules.dtype("scale", *FLOATS)
-    & rules.same_dtype("scale", "offset")
-    & (rules.same_dtype("x", "bias") | rules.dtype("bias", torch.float32))
+    & W4A16
     & rules.custom(_fits, f"shapes do not fit, or a group is not a multiple of {_GROUP} columns")
 )
 
@@ -92,7 +77,7 @@ def linear_w4a16(
 ) -> Tensor:
     """Return ``x @ (weight * scale + offset).T + bias``; 4-bit weights are widened on the fly."""
     is_narrow = _FEWEST is not None and x.dtype is torch.bfloat16
-    if is_narrow and _group_of(weight, scale) % _MANY_GROUP == 0:
+    if is_narrow and group_of(weight, scale) % _MANY_GROUP == 0:
         out = new_rows(x, weight.shape[0])
         _linear_w4a16_many(out, x, weight, scale, offset, bias, _FEWEST)
         return out
@@ -101,11 +86,6 @@ def linear_w4a16(
     out = new_rows(x, weight.shape[0])
     _linear_w4a16(out, x, weight, scale, offset, bias)
     return out
-
-
-def _group_of(weight: Tensor, scale: Tensor) -> int:
-    """Return the number of columns that share a scale."""
-    return 2 * weight.shape[1] // scale.shape[1]
 
 
 def _by_pieces(
@@ -140,25 +120,7 @@ def _dtype_of_pieces(x: Tensor, bias: Tensor | None) -> torch.dtype:
     return torch.bfloat16 if is_narrow else torch.float32
 
 
-def _fits_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> bool:
-    block = GGUF_BLOCKS.get(format)
-    return (
-        block is not None
-        and x.shape[-1] % block.columns == 0
-        and weight.shape[1] == x.shape[-1] // block.columns * block.size
-        and (bias is None or bias.shape == weight.shape[:1])
-    )
-
-
-ACCEPTED_Q = (
-    ROWS
-    & rules.cpu("weight", "bias")
-    & rules.ndim("weight", 2)
-    & rules.unit_stride("weight", "bias")
-    & rules.dtype("weight", torch.uint8)
-    & (rules.same_dtype("x", "bias") | rules.dtype("bias", torch.float32))
-    & rules.custom(_fits_q, "shapes do not fit")
-)
+ACCEPTED_Q = ROWS & rules.cpu("weight", "bias") & Q & rules.custom(q_fits, "shapes do not fit")
 
 
 @implements(op_q, ACCEPTED_Q, traits=(), needs=NEEDS_Q)

@@ -14,8 +14,8 @@ from opweave.adapters.opaque import opaque
 from opweave.base import compat
 from opweave.ir import rules
 from opweave.ir.ops.linear_w8a8 import linear_w8a8 as op
-from opweave.ir.ops.linear_w8a8 import scales_tokens, scales_weight, spread_token_scales
-from opweave.kernels.arguments import FLOATS
+from opweave.ir.ops.linear_w8a8 import spread_token_scales
+from opweave.kernels.low_bit import W8A8, w8a8_fits
 from opweave.kernels.opweave_c.arguments import HAS_DIMS
 from opweave.kernels.opweave_c.call_paths import implements, native_op
 from opweave.kernels.opweave_c.linear import is_known, linear_w8a16, multiply_by_pieces
@@ -32,34 +32,11 @@ _MOST_TOKENS = 16
 _FEWEST_ROWS = 16  # of such a block
 
 
-def _fits(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.float32,
-) -> bool:
-    return (
-        x.shape[-1] == weight.shape[1] > 0
-        and scales_tokens(x_scale, x)
-        and scales_weight(scale, weight)
-        and (bias is None or bias.shape == weight.shape[:1])
-    )
-
-
 ACCEPTED = (
     rules.cpu("x", "x_scale", "weight", "scale", "bias")
     & HAS_DIMS
-    & rules.dtype("x", torch.int8, torch.float8_e4m3fn)
-    & rules.same_dtype("x", "weight")
-    & rules.dtype("x_scale", torch.float32)
-    & rules.dtype("scale", torch.float32)
-    & rules.dtype("bias", *FLOATS)
-    & rules.one_of("out_dtype", *FLOATS)
-    & rules.ndim("weight", 2)
-    & rules.unit_stride("weight", "bias")
-    & rules.custom(_fits, "shapes do not fit")
+    & W8A8
+    & rules.custom(w8a8_fits, "shapes do not fit")
 )
 
 
