@@ -111,7 +111,7 @@ test-triton: $(DEV) $(TRITON)/installed.stamp ## test the Triton kernels in Trit
 
 test-triton-aot: $(DEV) $(TRITON)/installed.stamp ## compile the Triton kernels for 4 GPUs without one, check registers
 	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/triton_kernels/test_compiled.py \
-	  tests/triton_kernels/test_launch.py
+	  tests/triton_kernels/test_launch.py tests/triton_kernels/test_selection.py
 
 $(TRITON)/installed.stamp: $(VENV)/bin/python tests/triton_kernels/requirements.txt
 	$(PIP) install --no-deps --upgrade --target $(TRITON) \

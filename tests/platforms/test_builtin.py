@@ -140,6 +140,8 @@ def test_triton_kernels_are_the_default_on_gpus_that_have_triton() -> None:
     for platform in (CudaPlatform, RocmPlatform):
         lists = platform().get_default_ir_op_priority()
         assert lists["paged_attention"] == lists["reshape_and_cache"] == ["triton"]
+        for name in ("linear_w4a16", "linear_q", "linear_w8a8"):
+            assert lists[name] == ["triton"]
     assert not XpuPlatform().get_default_ir_op_priority()
 
 

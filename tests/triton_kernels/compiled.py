@@ -26,10 +26,15 @@ sys.path.append(str(ROOT / "benchmarks"))
 from kernel_cells.cases import CASES  # noqa: E402
 from kernel_cells.shape import Shape  # noqa: E402
 from opweave import ir  # noqa: E402
-from opweave.kernels.triton import launch, paged_attention  # noqa: E402
+from opweave.kernels.triton import device, launch  # noqa: E402
 
 RECORD = Path(__file__).with_name("compiled.json")
 _ROWS = {"": Shape(16, 4096, torch.bfloat16)}
+_WEIGHTS = {  # numbers of tokens, for the smallest and the largest tile
+    "decode": Shape(16, 2048, torch.bfloat16),
+    "prompt": Shape(1024, 4096, torch.bfloat16),
+    "prompt, float32": Shape(1024, 4096, torch.float32),
+}
 _ATTENTION = {  # tokens and keys, such that every GPU takes the form of the kernel in the name
     "prompt": Shape(1024, 4096, torch.bfloat16, 1024),
     "prompt, float32": Shape(1024, 4096, torch.float32, 1024),
@@ -110,7 +115,8 @@ def launches(gpu: Gpu) -> list[Launch]:
         if "triton" not in op.impls:
             continue
         for case in CASES[name]:
-            for label, shape in (_ATTENTION if case.attends else _ROWS).items():
+            shapes = _ATTENTION if case.attends else _WEIGHTS if case.streams else _ROWS
+            for label, shape in shapes.items():
                 title = ", ".join(filter(None, (name, case.variant, label)))
                 with _recording(gpu, title, found):
                     op.impls["triton"].plain_fn(*case.inputs(shape))
@@ -122,7 +128,7 @@ def _recording(gpu: Gpu, title: str, found: list[Launch]) -> Iterator[None]:
     def record(
         kernel: launch.Kernel,
         grid: tuple[int, ...],
-        device: int,
+        index: int,
         arguments: Sequence[Any],
         constants: Mapping[str, Any],
     ) -> None:
@@ -136,8 +142,8 @@ def _recording(gpu: Gpu, title: str, found: list[Launch]) -> Iterator[None]:
     with (
         patch.object(launch, "_launch", record),
         patch.object(launch, "_current_device", lambda: -1),  # that of CPU tensors
-        patch.object(paged_attention, "_shared_memory", lambda device: gpu.shared_memory),
-        patch.object(paged_attention, "_processors", lambda device: gpu.processors),
+        patch.object(device, "shared_memory", lambda where: gpu.shared_memory),
+        patch.object(device, "processors", lambda where: gpu.processors),
     ):
         yield
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.kernels.triton import paged_attention as provider
+from opweave.kernels.triton import device as limits
 
 OP = ir.ops.paged_attention
 
@@ -149,12 +149,12 @@ def test_writes_into_caches_in_one_tensor(device: str, layout: str) -> None:
 
 
 def test_amd_gpus_have_one_size_of_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provider, "INTERPRETED", False)
+    monkeypatch.setattr(limits, "INTERPRETED", False)
     found = {"shared_memory_per_block": 65_536}
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**found)
     )
-    read = provider._shared_memory.__wrapped__
+    read = limits.shared_memory.__wrapped__
     assert read(torch.device("cuda")) == 65_536
     found["shared_memory_per_block_optin"] = 232_448
     assert read(torch.device("cuda")) == 232_448

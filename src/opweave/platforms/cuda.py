@@ -24,8 +24,16 @@ _TORCH_OPS = (
     "varlen_attention",
 )
 
-# In torch, these gather keys, copy the cache, or need a dozen kernels for a few numbers.
-_TRITON_OPS = ("advance_step_flashattn", "paged_attention", "reshape_and_cache")
+# In torch, these gather keys, copy the cache, widen whole weights, or need a dozen kernels for few
+# numbers.
+_TRITON_OPS = (
+    "advance_step_flashattn",
+    "linear_q",
+    "linear_w4a16",
+    "linear_w8a8",
+    "paged_attention",
+    "reshape_and_cache",
+)
 
 _MATRIX_CORES = ("gfx908", "gfx90a", "gfx94", "gfx95")  # AMD Instinct, from MI100 on
 

@@ -20,6 +20,16 @@ on_device = rules.cpu if INTERPRETED else rules.cuda
 """Require that tensors are on a GPU, or on the CPU if Triton is interpreted."""
 
 
+def spaced_rows(name: str, *dtypes: torch.dtype) -> Rule:
+    """Require that *name* has one of *dtypes*, and is contiguous or a matrix of contiguous rows."""
+    return (
+        on_device(name)
+        & rules.dtype(name, *dtypes)
+        & rules.ndim(name, *range(1, 9))
+        & (rules.contiguous(name) | (rules.ndim(name, 2) & rules.unit_stride(name)))
+    )
+
+
 def rows(name: str) -> Rule:
     """Require that *name* is a float tensor, contiguous or a matrix with contiguous rows.
 
@@ -31,13 +41,7 @@ def rows(name: str) -> Rule:
         lambda n, t: f"{n}: rows of {t.shape[-1]} elements (supports up to {MAX_WIDTH})",
         (MAX_WIDTH,),
     )
-    return (
-        on_device(name)
-        & rules.dtype(name, *FLOATS)
-        & rules.ndim(name, *range(1, 9))
-        & (rules.contiguous(name) | (rules.ndim(name, 2) & rules.unit_stride(name)))
-        & narrow
-    )
+    return spaced_rows(name, *FLOATS) & narrow
 
 
 def library_rows(name: str) -> Rule:

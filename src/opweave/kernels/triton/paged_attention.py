@@ -6,23 +6,20 @@ device assert fails.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from opweave.ir import rules
 from opweave.ir.ops.paged_attention import paged_attention as op
 from opweave.kernels.paged import ATTENDS, attention_fits, has_whole_rows
+from opweave.kernels.triton import device
 from opweave.kernels.triton.arguments import on_device
 from opweave.kernels.triton.launch import Kernels, launch
-from opweave.kernels.triton.registration import INTERPRETED, block_of, implements
+from opweave.kernels.triton.registration import block_of, implements
 
 _kernels = Kernels("paged_attention")
 _MAX_HEAD_SIZE = 256
 _MAX_GROUP = 32
-_MANY_BYTES = 128 * 1024  # shared memory for the largest tiles and two prefetched ones
 _MIN_SPLIT = 128  # keys; smaller splits are not worth a program
 _WHY = (
     f"shapes do not fit, heads are larger than {_MAX_HEAD_SIZE} or in groups of more than "
@@ -118,7 +115,7 @@ def paged_attention(
         SIZE=max(block_of(size), 16),
         VALUE_SIZE=max(block_of(value_size), 16),
         PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
-        num_stages=3 if _shared_memory(query.device) >= _MANY_BYTES else 1,
+        num_stages=3 if device.shared_memory(query.device) >= device.MANY_BYTES else 1,
     )
     if splits > 1:
         launch(
@@ -141,33 +138,16 @@ def _tile(query: Tensor, group: int, sequences: int, value_size: int) -> tuple[i
     decodes = query.shape[0] <= 2 * sequences
     rows = 16 if decodes else 64 if bytes_of_key <= 512 else 32
     keys = 64 if bytes_of_key <= 256 else 32 if bytes_of_key <= 512 else 16
-    if _shared_memory(query.device) < _MANY_BYTES:
+    if device.shared_memory(query.device) < device.MANY_BYTES:
         rows, keys = min(rows, 32), min(keys, 32)
     return max(block_of(group), rows), keys
 
 
-def _split_count(programs: int, most_keys: int, device: torch.device) -> int:
+def _split_count(programs: int, most_keys: int, where: torch.device) -> int:
     """Return the number of programs that share the keys of a sequence, a power of two.
 
     The target is four programs per multiprocessor, to hide memory latency.
     """
-    wanted = 4 * _processors(device) // max(programs, 1)
+    wanted = 4 * device.processors(where) // max(programs, 1)
     useful = -(-most_keys // _MIN_SPLIT)
     return 1 << max(min(wanted, useful, 64), 1).bit_length() - 1
-
-
-@cache
-def _shared_memory(device: torch.device) -> int:
-    """Return the shared memory per program, in bytes."""
-    if INTERPRETED:
-        return _MANY_BYTES
-    properties: Any = torch.cuda.get_device_properties(device)  # incompletely typed in torch
-    usual = properties.shared_memory_per_block  # all there is on AMD GPUs
-    return int(getattr(properties, "shared_memory_per_block_optin", usual))
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    if INTERPRETED:
-        return 16  # so that both forms of the kernel run in tests
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,107 @@
+"""Launch matrix products with quantized weights.
+
+A program computes a tile of the output. Where there are fewer tiles than the GPU runs programs,
+several programs share the columns of a tile, and a second kernel adds up their results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opweave.kernels.triton import device
+from opweave.kernels.triton.arguments import row_count
+from opweave.kernels.triton.launch import Kernel, Kernels, launch
+
+_kernels = Kernels("product")
+_MAX_SPLITS = 16
+_MIN_STEPS = 2  # tiles of columns; fewer are not worth a program
+_BLOCK = 1024
+
+
+class Tile(NamedTuple):
+    """What a program computes at once.
+
+    Attributes:
+        rows: tokens. A matrix instruction takes 16 at least.
+        columns: output features.
+        depth: input features in a step.
+        warps: of a program.
+        stages: steps whose loads are in flight.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int = 4
+    stages: int = 4
+
+
+def multiply(
+    kernel: Kernel,
+    out: Tensor,
+    tensors: Sequence[Tensor | None],
+    bias: Tensor | None,
+    numbers: Sequence[int],
+    tile: Tile,
+    width: int,
+    **constants: object,
+) -> None:
+    """Launch *kernel* to write products of rows of *width* numbers to *out*.
+
+    Args:
+        out: ``(..., features)``, contiguous.
+        tensors: arguments of the kernel after *out*, before *bias*.
+        numbers: arguments of the kernel after the numbers of tokens, features and columns.
+        constants: its compile-time constants other than those of the tile.
+    """
+    count, features = row_count(out), out.shape[-1]
+    grid = (-(-count // tile.rows), -(-features // tile.columns))
+    splits = _split_count(grid[0] * grid[1], -(-width // tile.depth), out.device)
+    parts = out
+    if splits > 1:
+        parts = out.new_empty((splits, count, features), dtype=torch.float32)
+    launch(
+        kernel,
+        (*grid, splits),
+        parts,
+        *tensors,
+        bias if splits == 1 else None,
+        count,
+        features,
+        width,
+        *numbers,
+        **constants,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        num_warps=tile.warps,
+        num_stages=tile.stages if device.shared_memory(out.device) >= device.MANY_BYTES else 2,
+    )
+    if splits > 1:
+        size = out.numel()
+        launch(
+            _kernels.add_parts,
+            (-(-size // _BLOCK),),
+            out,
+            parts,
+            bias,
+            size,
+            features,
+            SPLITS=splits,
+            BLOCK=_BLOCK,
+        )
+
+
+def _split_count(programs: int, steps: int, where: torch.device) -> int:
+    """Return the number of programs that share the columns of a tile, a power of two.
+
+    The target is two programs per multiprocessor: more hide latency better, but the results of
+    many splits are as large as the weights.
+    """
+    wanted = 2 * device.processors(where) // max(programs, 1)
+    useful = steps // _MIN_STEPS
+    return 1 << max(min(wanted, useful, _MAX_SPLITS), 1).bit_length() - 1

@@ -1,0 +1,178 @@
+"""Linear layers with low-bit weights, against products of the dequantized weights in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opweave import ir
+from opweave.ir.ops.gguf_blocks import GGUF_BLOCKS, dequantized_blocks, random_blocks
+from opweave.ir.ops.linear_low_bit import dequantized_w4
+from opweave.kernels.triton import device as limits
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+W4A16, Q = ir.ops.linear_w4a16, ir.ops.linear_q
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    sums = x.double() @ weight.T
+    return (sums if bias is None else sums + bias.double()).to(x.dtype)
+
+
+def check(op: ir.IrOp, arguments: tuple[Any, ...], weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compare with the product of the float64 *weight*, which the kernel rounds once more."""
+    found: Tensor = op.using("triton!")(*arguments)
+    wanted = product(arguments[0], weight, bias)
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    assert found.is_contiguous()
+    tolerance = op.get_tolerance(found.dtype)
+    torch.testing.assert_close(found, wanted, **tolerance._asdict())
+    return found
+
+
+def check_w4(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None, bias: Any) -> Tensor:
+    weight = dequantized_w4(q, scale, offset, torch.float64)
+    return check(W4A16, (x, q, scale, offset, bias), weight, bias)
+
+
+def w4_inputs(device: str, tokens: int, hidden: int, group: int, **options: Any) -> list[Any]:
+    return list(
+        W4A16.generate_inputs(
+            num_tokens=tokens,
+            hidden_size=hidden,
+            group_size=group,
+            output_size=37,
+            device=device,
+            **options,
+        )
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("tokens", [1, 16, 17, 65, 130])
+def test_w4a16_of_every_tile(device: str, tokens: int, dtype: torch.dtype) -> None:
+    for scale_dtype in FLOATS:
+        values = w4_inputs(device, tokens, 320, 32, dtype=dtype, scale_dtype=scale_dtype)
+        check_w4(*values)
+        check_w4(*values[:3], None, None)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    ("hidden", "group"),
+    [
+        *((640, 128), (1024, 256), (1024, 512), (96, 32), (192, 96), (576, 64)),
+        *((64, 16), (64, 8), (264, 4), (600, 2)),
+        *((2, 2), (30, 30), (1000, 1000), (1026, 1026)),
+    ],
+)
+def test_w4a16_groups(device: str, hidden: int, group: int, dtype: torch.dtype) -> None:
+    for tokens in (3, 40):
+        x, q, scale, offset, bias = w4_inputs(device, tokens, hidden, group, dtype=dtype)
+        assert scale.shape[1] == hidden // group
+        check_w4(x, q, scale, offset, bias)
+        check_w4(x, q, scale, None, bias.float())
+
+
+@pytest.mark.parametrize("shape", [(320,), (1, 320), (2, 3, 320), (0, 320), (2, 0, 320)])
+def test_w4a16_dimensions(device: str, shape: tuple[int, ...]) -> None:
+    _, *rest = w4_inputs(device, 1, 320, 64)
+    check_w4(torch.randn(shape, device=device), *rest)
+
+
+def test_w4a16_rows_inside_wider_rows(device: str) -> None:
+    def inside(t: Tensor) -> Tensor:
+        fill = 255 if t.dtype is torch.uint8 else float("nan")
+        wide = torch.full((2 * t.shape[0], t.shape[1] + 7), fill, dtype=t.dtype, device=device)
+        return wide[::2, 3:-4].copy_(t)
+
+    x, q, scale, offset, bias = w4_inputs(device, 5, 320, 64, dtype=torch.bfloat16)
+    expected = check_w4(x, q, scale, offset, bias)
+    found = W4A16.using("triton!")(*map(inside, (x, q, scale, offset)), bias)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 100])
+def test_programs_that_share_the_columns_of_a_tile(
+    device: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any number of programs gives the same sums, up to their order, and adds the bias once."""
+    values = w4_inputs(device, tokens, 1032, 8)
+    expected = check_w4(*values)
+    for processors in (1, 8, 1000):
+        monkeypatch.setattr(limits, "processors", lambda where, count=processors: count)
+        torch.testing.assert_close(check_w4(*values), expected, atol=1e-5, rtol=1e-5)
+        check_w4(*values[:4], None)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 2], ids=["x", "scale"])
+def test_w4a16_keeps_numbers_that_are_not_finite(device: str, number: float, place: int) -> None:
+    """A step that ends after the row must not multiply them by zero."""
+    x, q, scale, _, _ = w4_inputs(device, 3, 100, 100)
+    values = [x.abs(), torch.full_like(q, 0x99), scale]
+    values[place].view(-1)[1] = number
+    found, expected = W4A16.using("triton!")(*values), W4A16.native(*values)
+    assert found.isfinite().sum() == (2 * 37 if place == 0 else 3 * 36)
+    torch.testing.assert_close(found, expected, equal_nan=True, atol=1e-4, rtol=1e-5)
+
+
+def test_w4a16_refuses_other_groups(device: str) -> None:
+    x, q, scale, offset, bias = w4_inputs(device, 3, 80, 20)
+    reason = W4A16.impls["triton"].rejection(W4A16.bind(x, q, scale, offset, bias))
+    assert reason is not None
+    assert "the columns of a group are neither a multiple of 32 nor a power of two" in reason
+
+
+def check_q(x: Tensor, weight: Tensor, bias: Tensor | None, format: str) -> Tensor:
+    wide = dequantized_blocks(weight, format, torch.float64)
+    return check(Q, (x, weight, bias, format), wide, bias)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("format", GGUF_BLOCKS)
+def test_q_of_every_tile(device: str, format: str, dtype: torch.dtype) -> None:
+    for tokens, hidden in ((1, 256), (16, 768), (20, 512), (70, 256)):
+        x = torch.randn(tokens, hidden, device=device).to(dtype)
+        weight = random_blocks(37, hidden, format, device)
+        bias = torch.randn(37, device=device)
+        check_q(x, weight, bias, format)
+        check_q(x, weight, bias.to(dtype), format)
+        check_q(x, weight, None, format)
+
+
+@pytest.mark.parametrize("format", ["q8_0", "q4_0", "q4_1"])
+@pytest.mark.parametrize("hidden", [32, 96, 416])
+def test_q_rows_of_few_blocks(device: str, format: str, hidden: int) -> None:
+    check_q(
+        torch.randn(3, hidden, device=device),
+        random_blocks(5, hidden, format, device),
+        None,
+        format,
+    )
+
+
+@pytest.mark.parametrize("format", GGUF_BLOCKS)
+def test_q_blocks_of_any_alignment(device: str, format: str) -> None:
+    weight = random_blocks(37, 512, format, device)
+    wide = torch.full((74, weight.shape[1] + 7), 255, dtype=torch.uint8, device=device)
+    x = torch.randn(2, 2, 512, device=device)
+    expected = check_q(x, weight, None, format)
+    assert torch.equal(check_q(x, wide[::2, 3:-4].copy_(weight), None, format), expected)
+
+
+def test_q_keeps_infinite_factors_in_their_rows(device: str) -> None:
+    weight = random_blocks(37, 96, "q4_0", device)
+    weight[1, 18:20] = torch.tensor([0, 0x7C], dtype=torch.uint8, device=device)
+    found = Q.using("triton!")(torch.randn(3, 96, device=device), weight, None, "q4_0")
+    assert found.isfinite().sum() == 3 * 36
+    assert not found[:, 1].isfinite().any()
+
+
+@pytest.mark.parametrize("shape", [(256,), (0, 256), (2, 0, 256)])
+def test_q_dimensions(device: str, shape: tuple[int, ...]) -> None:
+    weight = random_blocks(5, 256, "q4_k", device)
+    check_q(torch.randn(shape, device=device), weight, None, "q4_k")
