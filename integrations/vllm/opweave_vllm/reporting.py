@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from contextlib import ExitStack
 from multiprocessing import util
 
@@ -11,13 +13,18 @@ from opweave import ir
 
 VARIABLE = "OPWEAVE_VLLM_REPORT"
 
+_INTERVAL = 5.0  # seconds
+
 _stack = ExitStack()
 _record: ir.Record | None = None
 _process: int | None = None
 
 
 def start() -> None:
-    """Record this process's calls if ``OPWEAVE_VLLM_REPORT=1``, and print them when it ends."""
+    """Record this process's calls if ``OPWEAVE_VLLM_REPORT=1``, and print them.
+
+    They are printed seconds after a new kernel has run, and when the process ends.
+    """
     global _record, _process
     if os.environ.get(VARIABLE) != "1" or _process == os.getpid():
         return
@@ -26,6 +33,8 @@ def start() -> None:
     _record = _stack.enter_context(ir.record())
     # Not atexit, which does not run in a forked worker.
     util.Finalize(None, _print, exitpriority=0)
+    # A server kills its workers when it shuts down, so that they print nothing at their end.
+    threading.Thread(target=_watch, args=(_record,), daemon=True, name="opweave-report").start()
 
 
 def report() -> str:
@@ -36,6 +45,16 @@ def report() -> str:
     if _record is None:
         return f"opweave recorded no calls in this process; set {VARIABLE}=1 before vLLM starts"
     return str(_record)
+
+
+def _watch(record: ir.Record) -> None:
+    printed = 0
+    while True:
+        time.sleep(_INTERVAL)
+        found = len(record.outcomes())
+        if found > printed:
+            printed = found
+            _print()
 
 
 def _print() -> None:

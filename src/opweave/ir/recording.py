@@ -22,13 +22,14 @@ class Record:
     def add(self, selection: Selection, values: tuple[Any, ...]) -> None:
         """Count one call."""
         key = (selection.op.name, selection.provider, selection.rejected)
-        self._counts[key] = self._counts.get(key, 0) + 1
         if key not in self._examples:
             self._examples[key] = explained(selection, values)
+        self._counts[key] = self._counts.get(key, 0) + 1
 
     def outcomes(self) -> list[tuple[Explanation, int]]:
         """Return an example call for each distinct outcome, and the number of such calls."""
-        return [(self._examples[key], count) for key, count in self._counts.items()]
+        # A copy, because another thread may add calls.
+        return [(self._examples[key], count) for key, count in list(self._counts.items())]
 
     @property
     def selected_impls(self) -> dict[str, dict[str, int]]:
