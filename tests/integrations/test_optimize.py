@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -222,6 +223,148 @@ def test_a_forward_of_an_instance_is_left_alone() -> None:
     layer = nn.Linear(4, 4)
     layer.forward = lambda x: x  # type: ignore[method-assign]
     assert "on the instance" in opweave.optimize(nn.Sequential(layer)).kept["0"]
+
+
+class Scaled(nn.Module):
+    """An RMS norm whose weights are logarithms: like ``1 + weight`` if all of them are zero."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight.exp()
+
+
+class Noisy(nn.Module):
+    """An RMS norm with dropout in training mode."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.register_buffer("calls", torch.zeros(()))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        normalized = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return nn.functional.dropout(normalized * self.weight, 0.5, self.training)
+
+
+class Gated(nn.Module):
+    def __init__(self, size: int = 16) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(size, 2 * size)
+        self.down_proj = nn.Linear(size, size)
+        self.act_fn = nn.SiLU()
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(self.dropout(self.act_fn(gate) * up))
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [(Scaled(16), "differs from rms_norm"), (Noisy(16), "differs in training mode")],
+    ids=["weights", "training"],
+)
+def test_modules_that_differ_later_are_left_alone(module: nn.Module, reason: str) -> None:
+    before = copy.deepcopy(module.state_dict())
+    state = torch.get_rng_state()
+    assert reason in opweave.optimize(nn.Sequential(module)).kept["0"]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert module.training
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_gated_mlps_that_are_changed_afterwards() -> None:
+    model, x = Gated(), torch.randn(3, 16)
+    attributes = set(vars(model))
+    assert opweave.optimize(model).replaced[""] == ("silu_and_mul",)
+    copied = pickle.loads(pickle.dumps(model))
+    for each in (model, copied):
+        kept = copy.deepcopy(each)
+        opweave.restore(kept)
+        assert set(vars(kept)) == attributes
+        seen: list[Tensor] = []
+        each.act_fn.register_forward_hook(lambda *_, seen=seen: seen.append(x))
+        with torch.no_grad():
+            torch.testing.assert_close(each(x), kept(x))
+        assert len(seen) == 1
+        each.act_fn = kept.act_fn = nn.Tanh()
+        with torch.no_grad():
+            torch.testing.assert_close(each(x), kept(x))
+
+
+def test_dropout_in_a_gated_mlp() -> None:
+    model = Gated()
+    model.dropout.p = 0.5
+    assert "differs in training mode" in opweave.optimize(model).kept[""]
+
+
+class Registered(nn.Linear):
+    def __init_subclass__(cls, *, name: str) -> None:
+        super().__init_subclass__()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (lambda: nn.Linear(8, 8, dtype=torch.complex64), "complex64"),
+        (lambda: nn.Linear(8, 8).to(torch.float8_e4m3fn), "float8_e4m3fn|Float8_e4m3fn"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), "are parametrized"),
+        (lambda: Registered(8, 8), "cannot be derived from: .*'name'"),
+        (lambda: nn.LazyLinear(8), "uninitialized parameter"),
+    ],
+    ids=["complex", "float8", "parametrized", "class", "lazy"],
+)
+def test_linear_layers_that_are_left_alone(layer: Callable[[], nn.Module], reason: str) -> None:
+    model = nn.Sequential(layer())
+    kind = type(model[0])
+    assert re.search(reason, opweave.optimize(model).kept["0"])
+    assert type(model[0]) is kind
+
+
+def test_tensors_of_other_kinds() -> None:
+    model, ragged = nn.Sequential(nn.Linear(8, 8)), [torch.randn(3, 8), torch.randn(5, 8)]
+    nested = torch.nested.nested_tensor(ragged, layout=torch.jagged)
+    expected = model(nested).values()
+    opweave.optimize(model)
+    torch.testing.assert_close(model(nested).values(), expected)
+
+
+def test_the_default_device_does_not_matter() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    with torch.device("meta"):
+        assert opweave.optimize(model).replaced == {"0": ("linear",)}
+
+
+def test_a_bound_forward_outlives_the_replacement() -> None:
+    layer, x = nn.Linear(8, 8), torch.randn(3, 8)
+    expected = layer(x)
+    opweave.optimize(layer)
+    bound = layer.forward
+    opweave.restore(layer)
+    assert torch.equal(bound(x), expected)
+
+
+def test_parametrizations_and_restore() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(3, 8)
+    expected = model(x)
+    opweave.optimize(model)
+    nn.utils.parametrizations.weight_norm(model[1])
+    torch.testing.assert_close(model(x), expected)
+    with pytest.raises(ValueError, match=r"cannot restore '1': .*remove_parametrizations\(\)"):
+        opweave.restore(model)
+    assert type(model[0]) is not nn.Linear
+    nn.utils.parametrize.remove_parametrizations(model[1], "weight")
+    opweave.restore(model)
+    assert {type(layer) for layer in model} == {nn.Linear}
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_parameters_without_values() -> None:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from opweave import ir
-from opweave.integrations.optimize.replaced import Replacement, register
+from opweave.integrations.optimize.replaced import Replacement, is_covered, register
 
 _BOTH, _LAST = "gate_up_proj", "down_proj"
 _ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation", "hidden_act")
+
+_KEPT = "_opweave_activation"
 
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu_and_mul": nn.functional.silu,
@@ -31,12 +33,16 @@ def _gated(gate: str, x: Tensor) -> Any:
     return ir.ops.gelu_and_mul(x, "tanh" if "tanh" in gate else "none")
 
 
+def _kept(module: nn.Module) -> dict[str, Any]:
+    return {_KEPT: _activation_of(module)}
+
+
 def _packed(gate: str) -> Replacement:
     op = gate.replace("_tanh", "")
 
-    @register(f"packed_{gate}", op)
+    @register(f"packed_{gate}", op, kept=_kept)
     def forward(self: Any, x: Any = None, *others: Any, **named: Any) -> Any:
-        if named or others or not isinstance(x, Tensor):
+        if named or others or not is_covered(x) or not _is_unchanged(self):
             return None
         return self.down_proj(_gated(gate, self.gate_up_proj(x)))
 
@@ -53,20 +59,35 @@ def candidates(module: nn.Module) -> tuple[list[Replacement], int]:
     return ([_REPLACEMENTS[gate]], both.in_features) if gate and both else ([], 0)
 
 
+def _activation_of(module: nn.Module) -> Any:
+    """Return the first attribute that may be the activation, or None."""
+    found = (getattr(module, name, None) for name in _ACTIVATIONS)
+    return next((each for each in found if callable(each)), None)
+
+
+def _is_unchanged(module: Any) -> bool:
+    """Whether *module* still has its activation of :func:`_kept`, and no hook of it must run."""
+    activation = _activation_of(module)
+    if isinstance(activation, nn.Module) and (
+        activation._forward_hooks or activation._forward_pre_hooks
+    ):
+        return False
+    return activation is getattr(module, _KEPT, None)
+
+
 def _gate_of(module: nn.Module) -> str:
     """Return the gate with the module's activation, or ""."""
-    for name in _ACTIVATIONS:
-        activation: Any = getattr(module, name, None)
-        if not callable(activation):
-            continue
-        x = torch.linspace(-8, 8, 257, dtype=torch.float64)
-        try:
-            found = activation(x)
-        except Exception:  # not a function of one tensor
-            return ""
-        if not isinstance(found, Tensor) or (found.shape, found.dtype) != (x.shape, x.dtype):
-            return ""
-        for gate, function in _GATES.items():
-            if torch.allclose(found, function(x), rtol=1e-9, atol=1e-9):
-                return gate
+    activation = _activation_of(module)
+    if activation is None:
+        return ""
+    x = torch.linspace(-8, 8, 257, dtype=torch.float64)
+    try:
+        found = activation(x)
+    except Exception:  # not a function of one tensor
+        return ""
+    if not isinstance(found, Tensor) or (found.shape, found.dtype) != (x.shape, x.dtype):
+        return ""
+    for gate, function in _GATES.items():
+        if torch.allclose(found, function(x), rtol=1e-9, atol=1e-9):
+            return gate
     return ""

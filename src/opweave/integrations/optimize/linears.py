@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from opweave import ir
-from opweave.integrations.optimize.replaced import Replacement, register
+from opweave.integrations.optimize.replaced import Replacement, is_covered, register
 
 
 @register("linear", "linear")
 def linear(self: Any, input: Any = None, *others: Any, **named: Any) -> Any:
-    if named or others or not isinstance(input, Tensor) or input.dtype != self.weight.dtype:
+    weight = self.weight
+    if named or others or not is_covered(input) or not is_covered(weight):
         return None
-    return ir.ops.linear(input, self.weight, self.bias)
+    return ir.ops.linear(input, weight, self.bias) if input.dtype == weight.dtype else None
 
 
 def candidates(module: nn.Module) -> tuple[list[Replacement], int]:

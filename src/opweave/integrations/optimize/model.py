@@ -7,12 +7,15 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from opweave.integrations.optimize import attention, gated, linears, norms
-from opweave.integrations.optimize.check import difference
+from opweave.integrations.optimize.check import brief, difference
 from opweave.integrations.optimize.replaced import (
     Replaced,
     Replacement,
+    class_of,
+    is_put_back_possible,
     put_back,
     replace,
 )
@@ -58,10 +61,22 @@ def optimize(model: nn.Module) -> OptimizeReport:
 
 
 def restore(model: nn.Module) -> None:
-    """Undo :func:`optimize`: every module runs its own ``forward`` again."""
-    for module in model.modules():
-        if isinstance(module, Replaced):
-            put_back(module)
+    """Undo :func:`optimize`: every module runs its own ``forward`` again.
+
+    Raises:
+        ValueError: a module got another class after :func:`optimize`, for example by
+            ``torch.nn.utils.parametrize``; nothing is restored.
+    """
+    replaced = [(name, each) for name, each in model.named_modules() if isinstance(each, Replaced)]
+    for name, module in replaced:
+        if not is_put_back_possible(module):
+            raise ValueError(
+                f"restore() cannot restore {name or 'the model'!r}: its class was changed to "
+                f"{type(module).__name__!r} after optimize(). Undo that first; for a "
+                "parametrization, call torch.nn.utils.parametrize.remove_parametrizations()."
+            )
+    for _, module in replaced:
+        put_back(module)
     if attention.is_installed(model):
         attention.remove(model)
 
@@ -86,14 +101,31 @@ def _choose(
         return None, "its parameters are on the meta device"
     if "forward" in vars(module):
         return None, "its forward was replaced on the instance"
+    if is_parametrized(module):
+        return None, "its parameters are parametrized"
     problems = []
     with _undisturbed(module):
         for candidate in candidates:
-            problem = difference(module, candidate, width, like)
+            kept = candidate.kept(module)
+            vars(module).update(kept)
+            problem = difference(module, candidate, width, like) or _cannot_derive(
+                module, candidate
+            )
             if not problem:
                 return candidate, ""
             problems.append(problem)
+            for name in kept:
+                del vars(module)[name]
     return None, problems[0]
+
+
+def _cannot_derive(module: nn.Module, replacement: Replacement) -> str:
+    """Return why the module's class has no subclass with *replacement*; "" if it does."""
+    try:
+        class_of(type(module), replacement)
+    except Exception as error:  # from __init_subclass__ or a metaclass
+        return f"its class cannot be derived from: {brief(error)}"
+    return ""
 
 
 @contextmanager

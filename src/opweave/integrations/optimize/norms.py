@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from opweave import ir
-from opweave.integrations.optimize.replaced import Replacement, register
+from opweave.integrations.optimize.replaced import Replacement, is_covered, register
 
 _EPSILONS = ("eps", "variance_epsilon", "epsilon", "norm_eps", "layer_norm_eps")
 
@@ -29,8 +29,8 @@ def epsilon_of(module: nn.Module) -> float | None:
 def _covers(self: Any, x: Any, others: tuple[Any, ...], named: dict[str, Any]) -> bool:
     """Whether the arguments are one tensor, in the dtype of the weight."""
     weight = getattr(self, "weight", None)
-    is_alone = isinstance(x, Tensor) and not others and not named
-    return is_alone and (weight is None or x.dtype == weight.dtype)
+    is_alone = is_covered(x) and not others and not named
+    return is_alone and (weight is None or (is_covered(weight) and x.dtype == weight.dtype))
 
 
 def _rms_norm(name: str, weight_of: Callable[[Any], Tensor | None]) -> Replacement:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Forward = Callable[..., Any]
 
@@ -21,11 +22,13 @@ class Replacement:
         ops: the ops that it calls.
         forward: a function of the module and the arguments of its ``forward``; returns None for
             unsupported arguments.
+        kept: returns attributes that a module with this replacement gets.
     """
 
     name: str
     ops: tuple[str, ...]
     forward: Forward
+    kept: Callable[[nn.Module], Mapping[str, Any]] = lambda module: {}
 
 
 class Replaced:
@@ -35,6 +38,8 @@ class Replaced:
     _opweave_original: type[nn.Module]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, Replaced):  # a bound method that was kept before put_back
+            return type(self).forward(self, *args, **kwargs)
         result = self._opweave_replacement.forward(self, *args, **kwargs)
         if result is None:
             return self._opweave_original.forward(self, *args, **kwargs)
@@ -42,17 +47,30 @@ class Replaced:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class was made at run time; pickle stores what it was made of.
-        return _new, (self._opweave_original, self._opweave_replacement.name), self.__dict__
+        return _new, (self._opweave_original, self._opweave_replacement.name), self.__getstate__()
 
 
+def is_covered(tensor: Any) -> bool:
+    """Whether the ops take *tensor*.
+
+    False for nested, distributed and other wrapped tensors, which know PyTorch's operators only.
+    """
+    return type(tensor) in _PLAIN or (
+        isinstance(tensor, Tensor) and not is_traceable_wrapper_subclass(tensor)
+    )
+
+
+_PLAIN = (Tensor, nn.Parameter)
 _replacements: dict[str, Replacement] = {}
 
 
-def register(name: str, *ops: str) -> Callable[[Forward], Replacement]:
+def register(
+    name: str, *ops: str, kept: Callable[[nn.Module], Mapping[str, Any]] = lambda module: {}
+) -> Callable[[Forward], Replacement]:
     """Register the decorated function as a replacement that pickled modules refer to by name."""
 
     def decorate(forward: Forward) -> Replacement:
-        replacement = _replacements[name] = Replacement(name, ops, forward)
+        replacement = _replacements[name] = Replacement(name, ops, forward, kept)
         return replacement
 
     return decorate
@@ -63,8 +81,19 @@ def replace(module: nn.Module, replacement: Replacement) -> None:
     module.__class__ = class_of(type(module), replacement)
 
 
+def is_put_back_possible(module: Replaced) -> bool:
+    """Whether *module* still has the class that :func:`replace` gave it.
+
+    Others derive a class from it: parametrizations of torch, FSDP.
+    """
+    own: type = class_of(module._opweave_original, module._opweave_replacement)
+    return type(module) is own
+
+
 def put_back(module: Replaced) -> None:
     """Restore the original class of *module*."""
+    for name in module._opweave_replacement.kept(module):  # type: ignore[arg-type]
+        vars(module).pop(name, None)
     module.__class__ = module._opweave_original  # type: ignore[assignment]
 
 
