@@ -1,6 +1,8 @@
 """Write the greedy tokens of checkpoints under vLLM, and the kernels that ran, as JSON.
 
-python greedy.py OPTIONS CHECKPOINT..., where OPTIONS are arguments of vLLM's LLM as JSON.
+python greedy.py OPTIONS CHECKPOINT..., where OPTIONS are arguments of vLLM's LLM as JSON, and
+"prompts". With ``"max_logprobs": -1`` the logits of each token, or what ``"logprobs_mode"`` names,
+are written too.
 """
 
 import json
@@ -17,7 +19,8 @@ from opweave import ir
 PROMPTS = [[5, 9, 2, 33, 7], [11, 4, 8, 15, 16, 23, 42, 3, 6]]
 
 
-def generate(checkpoint: str, options: dict[str, object]) -> list[list[int]]:
+def generate(checkpoint: str, options: dict[str, Any]) -> tuple[list[list[int]], list[Any]]:
+    """Return the tokens of each prompt, and the logits of each of them if they are wanted."""
     defaults: dict[str, Any] = {
         "dtype": "float32",
         "max_model_len": 64,
@@ -25,23 +28,39 @@ def generate(checkpoint: str, options: dict[str, object]) -> list[list[int]]:
         "max_num_batched_tokens": 64,
         "kv_cache_memory_bytes": 16 << 20,
     }
-    llm = LLM(checkpoint, skip_tokenizer_init=True, **{**defaults, **options})
-    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
-    done = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], sampling, use_tqdm=False)
+    options = {**defaults, **options}
+    prompts = options.pop("prompts", PROMPTS)
+    llm = LLM(checkpoint, skip_tokenizer_init=True, **options)
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=12,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=options.get("max_logprobs"),
+    )
+    done = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
     del llm
     cleanup_dist_env_and_memory()
-    return [list(request.outputs[0].token_ids) for request in done]
+    outputs = [request.outputs[0] for request in done]
+    logits = [
+        [[step[token].logprob for token in sorted(step)] for step in output.logprobs or ()]
+        for output in outputs
+    ]
+    return [list(output.token_ids) for output in outputs], logits
 
 
 if __name__ == "__main__":
     opweave_vllm.register()  # as vLLM does, but before the first record begins
-    tokens, records = [], []
+    tokens, logits, records = [], [], []
     for checkpoint in sys.argv[2:]:
         with ir.record() as record:
-            tokens.append(generate(checkpoint, json.loads(sys.argv[1])))
+            found_tokens, found_logits = generate(checkpoint, json.loads(sys.argv[1]))
+        tokens.append(found_tokens)
+        logits.append(found_logits)
         records.append(str(record))
     found = {
         "tokens": tokens,
+        "logits": logits,
         "records": records,
         "report": opweave_vllm.report(),
         "compiled": compilation_counter.num_aot_compiles,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from greedy import PROMPTS
 from test_greedy import CONFIGS, run
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from opweave.engine import load_model
@@ -31,15 +32,24 @@ def of_vllm(path: Path) -> list[list[int]]:
     return tokens
 
 
-def assert_greedy(path: Path, tokens: list[list[int]]) -> None:
-    """Assert that each of *tokens* has opweave's largest logit, but for rounding."""
-    model = load_model(path, dtype="bfloat16")
-    exact = total = 0
-    for prompt, found in zip(PROMPTS, tokens, strict=True):
+def logits_of(
+    path: Path, prompts: list[list[int]], tokens: list[list[int]], dtype: str
+) -> list[Tensor]:
+    """Return opweave's logits for each of the *tokens* that follow a prompt, in float32."""
+    model, result = load_model(path, dtype=dtype), []
+    for prompt, found in zip(prompts, tokens, strict=True):
         ids = torch.tensor([*prompt, *found[:-1]])
         with torch.inference_mode():
             logits = model.compute_logits(model(ids, torch.arange(len(ids))))
-        logits = logits[len(prompt) - 1 :].float()
+        result.append(logits[len(prompt) - 1 :].float())
+    return result
+
+
+def assert_greedy(path: Path, tokens: list[list[int]]) -> None:
+    """Assert that each of *tokens* has opweave's largest logit, but for rounding."""
+    exact = total = 0
+    given_logits = logits_of(path, PROMPTS, tokens, "bfloat16")
+    for logits, found in zip(given_logits, tokens, strict=True):
         largest, best = logits.max(1)
         given = logits.gather(1, torch.tensor(found)[:, None])[:, 0]
         assert (largest - given).max() < NEAR
