@@ -118,8 +118,15 @@ def launches(gpu: Gpu) -> list[Launch]:
             shapes = _ATTENTION if case.attends else _WEIGHTS if case.streams else _ROWS
             for label, shape in shapes.items():
                 title = ", ".join(filter(None, (name, case.variant, label)))
-                with _recording(gpu, title, found):
-                    op.impls["triton"].plain_fn(*case.inputs(shape))
+                found += launches_of(gpu, op, case.inputs(shape), title)
+    return found
+
+
+def launches_of(gpu: Gpu, op: ir.IrOp, values: Sequence[Any], title: str) -> list[Launch]:
+    """Return the launches of one call of *op*."""
+    found: list[Launch] = []
+    with _recording(gpu, title, found):
+        op.impls["triton"].plain_fn(*values)
     return found
 
 

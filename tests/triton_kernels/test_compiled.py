@@ -6,14 +6,19 @@ After a change that is meant, ``python tests/runs/triton_aot.py --update`` write
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import opweave.kernels.triton
+from opweave import ir
+from opweave.ir.ops.gguf_blocks import GGUF_BLOCKS
 from opweave.kernels.triton.registration import INTERPRETED
 
-from .compiled import GPUS, Usage, launches, problems, read_record, usage
+from .compiled import GPUS, Usage, launches, launches_of, problems, read_record, usage
 
 KERNELS = Path(opweave.kernels.triton.__file__).parent
 
@@ -27,6 +32,33 @@ def test_kernels_take_no_more_than_recorded(gpu: str) -> None:
     for call in launches(GPUS[gpu]):
         found += problems(call.name, gpu, usage(call, GPUS[gpu]), record)
     assert not found, "\n".join(found)
+
+
+def low_bit_calls() -> Iterator[tuple[ir.IrOp, tuple[Any, ...]]]:
+    """Yield calls of every tile with groups, blocks and formats that the record does not have."""
+    w4, q, w8 = ir.ops.linear_w4a16, ir.ops.linear_q, ir.ops.linear_w8a8
+    for tokens in (1, 20, 200):
+        options: dict[str, Any] = {"num_tokens": tokens, "dtype": torch.float16}
+        for hidden, group in ((192, 96), (64, 2), (512, 128), (1000, 1000)):
+            yield w4, w4.generate_inputs(hidden_size=hidden, group_size=group, **options)
+        for format in GGUF_BLOCKS:
+            yield q, q.generate_inputs(format=format, **options)
+        for dtype in (torch.int8, torch.float8_e4m3fn):
+            yield w8, w8.generate_inputs(weight_dtype=dtype, **options)
+            x, weight = torch.zeros(tokens, 96).to(dtype), torch.zeros(64, 96).to(dtype)
+            yield w8, (x, torch.ones(tokens, 3), weight, torch.ones(2, 1), None, torch.float16)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1: kernels are not compiled")
+@pytest.mark.parametrize("gpu", GPUS)
+def test_low_bit_weights_of_every_form_compile(gpu: str) -> None:
+    ir.current_registry().ensure_ready()
+    for op, values in low_bit_calls():
+        for call in launches_of(GPUS[gpu], op, values, op.name):
+            used = usage(call, GPUS[gpu])
+            assert used.shared <= GPUS[gpu].shared_memory, (call.name, call.constants)
 
 
 def test_the_record_has_all_kernels_on_all_gpus() -> None:

@@ -22,6 +22,7 @@ from opweave.kernels.triton.registration import implements
 _kernels = Kernels("linear_low_bit")
 _MIN_DEPTH = 32  # columns: two products of 16, the fewest that a matrix instruction takes
 
+_MAX_GROUPS = 8  # of a step: the scales of more take as many registers as the weights
 _LAYOUTS = {
     "q8_0": (16, 16),
     "q4_0": (16, 16),
@@ -49,6 +50,17 @@ def _has_whole_steps(weight: Tensor, scale: Tensor) -> bool:
     return scale.shape[1] == 1 or group % _MIN_DEPTH == 0 or _MIN_DEPTH % group == 0
 
 
+def _depth(depth: int, group: int) -> int:
+    """Return the columns of a step: whole groups, or a whole part of one.
+
+    >>> [_depth(256, group) for group in (512, 128, 96, 32, 8, 2)]
+    [256, 256, 32, 256, 64, 32]
+    """
+    while depth > _MIN_DEPTH and group % depth and (depth % group or depth > _MAX_GROUPS * group):
+        depth //= 2
+    return depth
+
+
 @implements(
     op_w4a16,
     spaced_rows("x", *FLOATS)
@@ -72,8 +84,7 @@ def linear_w4a16(
     out = new_rows(x, weight.shape[0])
     tile, group = _tile(row_count(x), x.dtype), group_of(weight, scale)
     if scale.shape[1] > 1:
-        while group % tile.depth and tile.depth % group:
-            tile = tile._replace(depth=tile.depth // 2)
+        tile = tile._replace(depth=_depth(tile.depth, group))
     multiply(
         _kernels.linear_w4a16,
         out,
@@ -125,7 +136,7 @@ def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str 
 def _tile(tokens: int, dtype: torch.dtype) -> Tile:
     """Return the tile: long steps read few rows of weights fast, large tiles reuse weights."""
     if dtype is torch.float32:  # without tensor cores: operands take most registers
-        return Tile(16, 32, 64) if tokens <= 16 else Tile(32, 64, 32)
+        return Tile(16, 32, 64) if tokens <= 16 else Tile(32, 32, 32)
     if tokens <= 16:
         return Tile(16, 32, 256)
-    return Tile(64, 64, 128) if tokens <= 64 else Tile(128, 128, 64, warps=8, stages=3)
+    return Tile(64, 64, 128, stages=3) if tokens <= 64 else Tile(128, 128, 64, warps=8, stages=3)
