@@ -96,6 +96,7 @@ def test_bad_input(run: Run, tmp_path: Path) -> None:
     assert_one_line_error(run("bench", "rms_norm", "--shape", "hidden_size=a"), "a number")
     assert_one_line_error(run("bench", "rms_norm", "--plot", "chart.png"), ".svg")
     assert_one_line_error(run("bench", "rms_norm", "--trace", tmp_path / "no"), "cannot read")
+    assert_one_line_error(run("bench", "rms_norm", "--seed", str(2**64)), "for --seed")
     both = ("--trace", tmp_path / "no", "--tokens", "1")
     assert_one_line_error(run("bench", "rms_norm", *both), "Leave out --tokens")
     assert_one_line_error(run("bench"), "OP")

@@ -99,6 +99,10 @@ def test_bad_input(run: Run, trace: Path, tmp_path: Path) -> None:
     assert_one_line_error(
         run("record", CHECKPOINT, "-o", out, "--tokens", "900"), "context of 256 tokens"
     )
+    same = tmp_path / "t.safetensors"
+    assert_one_line_error(run("record", CHECKPOINT, "-o", same, "--data"), "writes the tensors")
+    assert_one_line_error(run("replay", trace, "--seed", str(2**64)), "for --seed")
+    assert_one_line_error(run("replay", trace, "--rounds", "0"), "for --rounds")
     assert_one_line_error(run("replay", out), str(out))
     assert_one_line_error(run("replay", trace, "--op", "rms_nrom"), "Did you mean", "rms_norm")
     assert_one_line_error(run("replay", trace, "--provider", "x"), "'x'", "opweave_c")

@@ -67,6 +67,7 @@ def test_bad_input(run: Run, trace: Path, tmp_path: Path) -> None:
     assert_one_line_error(run("tune", tmp_path / "no.jsonl", "-o", output), "cannot read")
     assert_one_line_error(run("tune", trace, "-o", output, "--budget", "0"), "--budget 0")
     assert_one_line_error(run("tune", trace, "-o", output, "--tokens", "4"), "is for a model")
+    assert_one_line_error(run("tune", trace, "-o", output, "--seed", str(-(2**64))), "for --seed")
     assert_one_line_error(run("tune", trace, "-o", output, "--merge", output), "Leave out")
     assert_one_line_error(run("tune", "-o", output, "--merge", trace), "cannot read")
     output.write_text("{}", encoding="utf-8")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from opweave.config.sources import tuning_file
 from opweave.ir.errors import SettingError, SettingWarning
 from opweave.tuning import Cell, Machine, Measurement, Time, TuningFile
 from opweave.tuning.apply import apply_tuning_file
+from opweave.tuning.errors import TuningFileError
 from warm_python import warm_python
 
 
@@ -85,6 +89,44 @@ def test_a_missing_or_malformed_file_is_an_error(registry: ir.Registry, tmp_path
     for name in ("missing.json", "bad.json"):
         with pytest.raises(SettingError, match=f"a test: .*{name}"):
             apply_tuning_file(registry, tmp_path / name, "a test")
+
+
+CHANGES: list[tuple[tuple[str | int, ...], Any, str]] = [
+    (("machines", 0, "machine", "threads"), [1], "no valid 'machine'"),
+    (("machines", 0, "machine", "device"), None, "no valid 'machine'"),
+    (("machines", 0, "cells", 0, "tokens"), math.inf, "tokens inf should be int"),
+    (("machines", 0, "cells", 0, "tokens"), -1, "tokens -1 should be int, not negative"),
+    (("machines", 0, "cells", 0, "op"), None, "op None should be str"),
+    (("machines", 0, "cells", 0, "results"), [3], "a cell is malformed"),
+    (("machines", 0, "cells", 0, "results", 1, "status"), "fine", "status 'fine' should be one of"),
+    (("machines", 0, "cells", 0, "results", 1, "noise"), math.nan, "noise nan should be"),
+    (("machines", 0, "cells", 0, "results", 1, "microseconds"), -41.0, "microseconds -41.0"),
+    (("machines", 0, "cells", 0, "results", 1, "microseconds"), "41", "microseconds '41'"),
+]
+
+
+@pytest.mark.parametrize(("place", "value", "message"), CHANGES)
+def test_a_malformed_value_is_an_error(
+    place: tuple[str | int, ...], value: Any, message: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "tuning.json")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    *parents, last = place
+    entry = found
+    for each in parents:
+        entry = entry[each]
+    assert last in entry or isinstance(last, int)
+    entry[last] = value
+    path.write_text(json.dumps(found), encoding="utf-8")
+    with pytest.raises(TuningFileError, match=message) as raised:
+        TuningFile.load(path)
+    assert str(path) in str(raised.value)
+
+
+def test_deeply_nested_files(tmp_path: Path) -> None:
+    (tmp_path / "tuning.json").write_text("[" * 10**5, encoding="utf-8")
+    with pytest.raises(TuningFileError, match="nested too deeply"):
+        TuningFile.load(tmp_path / "tuning.json")
 
 
 def test_where_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,9 @@ LINE = '{"op": "a", "provider": "b", "count": 1, "tokens": 1, "arguments": {"x":
         (HEADER + LINE % '{"type": "odd"}', "line 2: argument 'x': expected an object"),
         (HEADER + LINE % '{"type": "values", "dtype": "int8"}', "values lacks shape, stride"),
         (HEADER + LINE % '{"type": "list", "items": [{"type": "scalar"}]}', "scalar lacks value"),
+        (HEADER + LINE % '{"type": ["scalar"]}', "line 2: argument 'x': expected an object"),
+        (HEADER + LINE % ("[" * 10**5), "line 2 is not a JSON object"),
+        (HEADER.replace("null", 'null, "skipped": [1]'), r"'skipped' should be an object"),
         (HEADER.replace("null", '"gone.safetensors"'), "cannot read its tensors"),
     ],
 )

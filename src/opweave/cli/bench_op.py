@@ -14,6 +14,7 @@ from opweave.cli.errors import CliError
 from opweave.cli.files import check_writable, write
 from opweave.cli.flag import Flag
 from opweave.cli.imports import ImportOption, import_modules
+from opweave.cli.number_options import RoundsOption, SeedOption
 from opweave.cli.output import out, print_json
 from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.priorities import PriorityOption, apply_priorities
@@ -39,8 +40,8 @@ def bench_op(
     dtype: str | None = None,
     trace: Path | None = None,
     plot: str | None = None,
-    seed: int = 0,
-    rounds: Annotated[int, Parameter(show=False)] = 15,
+    seed: SeedOption = 0,
+    rounds: RoundsOption = 15,
     ir_op_priority: PriorityOption = None,
     plugin: PluginOption = None,
     import_: ImportOption = None,

@@ -16,6 +16,7 @@ from opweave.cli.files import check_writable
 from opweave.cli.flag import Flag
 from opweave.cli.imports import ImportOption, import_modules
 from opweave.cli.model_options import LoadFormatOption
+from opweave.cli.number_options import RoundsOption, SeedOption
 from opweave.cli.output import err, out, print_json
 from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.priorities import PriorityOption, apply_priorities
@@ -71,6 +72,11 @@ def record(
     """
     check_utf8(prompt)
     check_writable("--output", str(output))
+    if data and output.suffix == ".safetensors":
+        raise CliError(
+            f"--output {str(output)!r} is where --data writes the tensors; give a name with "
+            "another suffix, such as .jsonl."
+        )
     import_modules(import_)
     apply_plugins(plugin)
     apply_priorities(ir_op_priority)
@@ -142,8 +148,8 @@ def replay(
     *,
     provider: str | None = None,
     op: Annotated[list[str] | None, Parameter(negative=())] = None,
-    seed: int = 0,
-    rounds: Annotated[int, Parameter(show=False)] = 15,
+    seed: SeedOption = 0,
+    rounds: RoundsOption = 15,
     ir_op_priority: PriorityOption = None,
     plugin: PluginOption = None,
     import_: ImportOption = None,

@@ -14,6 +14,7 @@ from opweave.cli.files import check_writable
 from opweave.cli.flag import Flag
 from opweave.cli.imports import ImportOption, import_modules
 from opweave.cli.model_options import LoadFormatOption
+from opweave.cli.number_options import RoundsOption, SeedOption
 from opweave.cli.output import err, out, print_json
 from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.progress import progress_bar
@@ -40,8 +41,8 @@ def tune(
     dtype: str = "auto",
     load_format: LoadFormatOption = "auto",
     timeout: float = 120.0,
-    seed: int = 0,
-    rounds: Annotated[int, Parameter(show=False)] = 15,
+    seed: SeedOption = 0,
+    rounds: RoundsOption = 15,
     plugin: PluginOption = None,
     import_: ImportOption = None,
     json: Flag = False,

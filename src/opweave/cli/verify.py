@@ -16,6 +16,7 @@ from opweave.cli.errors import CliError
 from opweave.cli.files import check_writable, write_json
 from opweave.cli.flag import Flag
 from opweave.cli.imports import ImportOption, import_modules
+from opweave.cli.number_options import SeedOption
 from opweave.cli.output import out, print_json
 from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.progress import progress_bar
@@ -51,7 +52,7 @@ def verify_command(
     platform: str | None = None,
     check: Annotated[list[str] | None, Parameter(negative=())] = None,
     import_: ImportOption = None,
-    seed: int = 0,
+    seed: SeedOption = 0,
     input_: Annotated[list[str] | None, Parameter(name="--input", negative=())] = None,
     timeout: float = 300.0,
     in_process: Flag = False,

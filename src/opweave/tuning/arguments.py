@@ -73,11 +73,12 @@ def describe(value: Any, keep: Callable[[Tensor], str] | None = None) -> Descrip
 
 def problem_of(given: Any) -> str:
     """Return what is wrong with a description that was read from a file, or an empty string."""
-    if not isinstance(given, dict) or given.get("type") not in _FIELDS:
+    kind = given.get("type") if isinstance(given, dict) else None
+    if not isinstance(kind, str) or kind not in _FIELDS:
         return f"expected an object with a 'type' of {', '.join(_FIELDS)}; found {given!r:.60}"
-    missing = [name for name in _FIELDS[given["type"]] if name not in given]
+    missing = [name for name in _FIELDS[kind] if name not in given]
     if missing:
-        return f"{given['type']} lacks {', '.join(missing)}"
+        return f"{kind} lacks {', '.join(missing)}"
     if not all(isinstance(given.get(name, []), list) for name in ("shape", "stride", "items")):
         return "shape, stride and items should be lists"
     return next(filter(None, map(problem_of, given.get("items", ()))), "")

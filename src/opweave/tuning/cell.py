@@ -11,6 +11,7 @@ from opweave.tuning.timing import Time, is_faster
 from opweave.tuning.trace import Trace, TracedCall
 
 Key = tuple[str, str, int]
+_STATUSES = ("passed", "failed", "rejected", "crashed")
 
 
 @dataclass(frozen=True)
@@ -77,19 +78,31 @@ class Cell:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Cell:
         """Return the cell in a tuning file; raises KeyError, TypeError or ValueError."""
-        results = tuple(
-            Measurement(
-                str(r["provider"]),
-                str(r["status"]),
-                str(r.get("reason", "")),
-                Time(float(r["microseconds"]), float(r["noise"])) if "microseconds" in r else None,
-            )
-            for r in given["results"]
-        )
-        return cls(
-            str(given["op"]), str(given["family"]), int(given["tokens"]), int(given["calls"]),
-            str(given["default"]), results,
-        )  # fmt: skip
+        tokens, calls = (_checked(given, name, int) for name in ("tokens", "calls"))
+        op, family, default = (_checked(given, name, str) for name in ("op", "family", "default"))
+        results = tuple(map(_result, given["results"]))
+        return cls(op, family, tokens, calls, default, results)
+
+
+def _result(given: Mapping[str, Any]) -> Measurement:
+    provider, status = (_checked(given, name, str) for name in ("provider", "status"))
+    if status not in _STATUSES:
+        raise ValueError(f"status {status!r} should be one of {', '.join(_STATUSES)}")
+    time = None
+    if "microseconds" in given:
+        time = Time(*(_checked(given, name, int, float) for name in ("microseconds", "noise")))
+    return Measurement(provider, status, str(given.get("reason", "")), time)
+
+
+def _checked(given: Mapping[str, Any], name: str, *kinds: type) -> Any:
+    """Return the field *name*, of one of *kinds*; numbers are not negative."""
+    found = given[name]
+    is_known = isinstance(found, kinds) and not isinstance(found, bool)
+    # A comparison with NaN is false.
+    if not is_known or (isinstance(found, int | float) and not found >= 0):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"{name} {found!r:.40} should be {names}, not negative")
+    return found
 
 
 def bucket(tokens: int) -> int:

@@ -55,7 +55,9 @@ class Machine:
     @classmethod
     def parse(cls, given: Any) -> Self | None:
         """Return the machine in a tuning file, or None if it is malformed."""
-        names = [f.name for f in fields(cls)]
-        if not isinstance(given, dict) or not given.keys() >= set(names):
+        kinds = {f.name: int if f.name == "threads" else str for f in fields(cls)}
+        if not isinstance(given, dict) or not all(
+            isinstance(given.get(name), kind) for name, kind in kinds.items()
+        ):
             return None
-        return cls(**{name: given[name] for name in names})
+        return cls(**{name: given[name] for name in kinds})

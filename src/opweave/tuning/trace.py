@@ -111,6 +111,9 @@ class Trace:
                 f"{path}: the first line should be the header of a trace of version {VERSION}, "
                 f"found {header[:60]!r}. Record one with opweave record."
             )
+        skipped = head.get("skipped") or {}
+        if not isinstance(skipped, dict):
+            raise TraceError(f"{path}: 'skipped' should be an object, found {skipped!r:.60}.")
         numbered = enumerate(lines, 2)
         calls = [_call(path, number, line) for number, line in numbered if line.strip()]
         return cls(
@@ -118,7 +121,7 @@ class Trace:
             str(head.get("device", "cpu")),
             str(head.get("device_name", "")),
             {name: str(head[name]) for name in ("opweave", "torch") if name in head},
-            dict(head.get("skipped") or {}),
+            skipped,
             _data(path, head.get("data")),
         )
 
@@ -166,7 +169,7 @@ def data_file(path: Path) -> Path:
 def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise TraceError(f"{path}: line {number} is not a JSON object: {line[:60]!r}.")

@@ -53,8 +53,11 @@ class TuningFile:
         ]
         text = json.dumps({"format": FORMAT, "version": VERSION, "machines": found}, indent=1)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        unfinished.write_text(f"{text}\n", encoding="utf-8")
-        unfinished.replace(path)
+        try:
+            unfinished.write_text(f"{text}\n", encoding="utf-8")
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> TuningFile:
@@ -65,6 +68,8 @@ class TuningFile:
         """
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
+        except RecursionError as error:
+            raise TuningFileError(f"{path}: the JSON is nested too deeply.") from error
         except (OSError, ValueError) as error:
             raise TuningFileError(f"{path}: cannot read the tuning file: {error}.") from error
         if (
@@ -83,7 +88,7 @@ class TuningFile:
             for given in _list(path, entry.get("cells")):
                 try:
                     file.add(Cell.of(given), machine)
-                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
                     raise TuningFileError(
                         f"{path}: a cell is malformed: {type(error).__name__}: {error}."
                     ) from error
