@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import opweave.compile
 from opweave import ir, native
@@ -435,3 +436,22 @@ def test_a_report_before_anything_was_compiled(fresh_python: Any) -> None:
         else:
             raise AssertionError
     """)
+
+
+@pytest.mark.parametrize("calls_ops", [False, True], ids=["recognized", "ops"])
+def test_forward_mode_derivatives(calls_ops: bool) -> None:
+    weight, x, tangent = torch.randn(32, 64), torch.randn(5, 64), torch.randn(5, 64)
+
+    def program(x: Tensor) -> Tensor:
+        linear = ir.ops.linear if calls_ops else torch.nn.functional.linear
+        return linear(x, weight)
+
+    torch.compiler.reset()
+    compiled = torch.compile(program, backend="opweave")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), x @ weight.T)
+        with forward_ad.dual_level():
+            found = forward_ad.unpack_dual(compiled(forward_ad.make_dual(x, tangent)))
+            torch.testing.assert_close(found.primal, x @ weight.T)
+            assert found.tangent is not None
+            torch.testing.assert_close(found.tangent, tangent @ weight.T)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import opweave.compile
 from opweave import ir
@@ -60,7 +61,7 @@ def test_a_saved_graph_runs_in_another_process(
     )
 
 
-def test_a_loaded_graph_refuses_a_donated_input_that_overlaps_another(tmp_path: Path) -> None:
+def test_calls_that_a_loaded_graph_refuses(tmp_path: Path) -> None:
     inputs = given()
     compiled_ahead(inputs).save_compiled_function(str(tmp_path / "program"))
     with open(tmp_path / "program", "rb") as file:
@@ -68,6 +69,10 @@ def test_a_loaded_graph_refuses_a_donated_input_that_overlaps_another(tmp_path: 
     both = torch.randn(5, 8)
     with pytest.raises(opweave.compile.CompileError, match="shares memory with another input"):
         loaded(both[:4], both[1:], inputs[2])
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(inputs[0], torch.ones_like(inputs[0]))
+        with pytest.raises(opweave.compile.CompileError, match="forward-mode derivatives"):
+            loaded(dual, *inputs[1:])
 
 
 def test_an_engine_can_check_that_a_loaded_graph_fits_the_settings(fresh_python: Any) -> None:

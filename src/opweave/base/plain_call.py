@@ -94,7 +94,8 @@ All other facts are handled before a kernel runs. It is asked in every call of a
 
 def differentiates() -> bool:
     """Whether grad mode is on, or forward-mode differentiation is in progress."""
-    return torch.is_grad_enabled() or not _no_forward_ad()
+    return torch.is_grad_enabled() or is_forward_ad()
 
 
-_no_forward_ad: Callable[[], bool] = eval(f"lambda: {FORWARD_AD.inactive}", dict(NAMES))
+is_forward_ad = _any_active((FORWARD_AD,))
+"""Whether forward-mode differentiation is in progress."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
+from opweave.base.plain_call import is_forward_ad
 from opweave.compile import compat, pipeline, precompiled, report_cache
 from opweave.compile.aliases import note_writes, overlaps_another
 from opweave.compile.context import Context
@@ -79,10 +80,12 @@ class CompiledGraph(compat.SerializableCallable):
         remember(self.log)
 
     def __call__(self, *inputs: Any) -> Any:
+        if is_forward_ad():
+            return self._run_op_by_op(inputs, "kernels do not compute forward-mode derivatives")
         moment, run = self._current
         if self._donated:
             if overlaps_another(inputs, self._donated):
-                return self._run_op_by_op(inputs)
+                return self._run_op_by_op(inputs, "a donated input overlaps another one")
             note_writes(inputs, self._donated)
         if not self._holds(moment, inputs):
             return self._call_variant(inputs)
@@ -154,12 +157,12 @@ class CompiledGraph(compat.SerializableCallable):
             self.log.last = compiled[0]
         return result
 
-    def _run_op_by_op(self, inputs: Sequence[Any]) -> Any:
+    def _run_op_by_op(self, inputs: Sequence[Any], reason: str) -> Any:
         """Run the graph in eager mode, where ops copy the activations that they may not overwrite.
 
         AOTAutograd and Inductor do not support every graph that writes to overlapping inputs.
         """
-        logger.info("a donated input overlaps another one: this call runs op by op, uncompiled")
+        logger.info("%s: this call runs op by op, uncompiled", reason)
         return self._pristine(*inputs)
 
     def _size(self, inputs: Sequence[Any]) -> int | None:

@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+from opweave.base.plain_call import is_forward_ad
 from opweave.compile import compat
 from opweave.compile.aliases import note_writes, overlaps_another
 from opweave.compile.errors import CompileError
@@ -35,6 +36,11 @@ class Precompiled(compat.SerializableCallable):
         self.settings = settings
 
     def __call__(self, *inputs: Any) -> Any:
+        if is_forward_ad():
+            raise CompileError(
+                "a graph that was compiled ahead of time does not compute forward-mode "
+                "derivatives. Call the model that was compiled."
+            )
         if self._donated:
             if overlaps_another(inputs, self._donated):
                 raise CompileError(
