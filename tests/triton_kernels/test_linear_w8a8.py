@@ -152,7 +152,7 @@ def test_refusals(device: str) -> None:
     reject = OP.impls["triton"].rejection
     x, weight = codes(device, 3, 96, dtype=INT8), codes(device, 5, 96, dtype=INT8)
     arguments = OP.bind(x, scales(device, 3, 4), weight, scales(device, 5))
-    assert "groups of columns are no multiple of 32" in str(reject(arguments))
+    assert "the size of a group of columns is not a multiple of 32" in str(reject(arguments))
     wide = codes(device, 1, 65537, dtype=INT8)
     arguments = OP.bind(wide, scales(device, 1, 1), wide, scales(device, 1))
     assert "rows have more than 65536 columns" in str(reject(arguments))

@@ -71,8 +71,8 @@ def _depth(group: int, columns: int, width: int) -> int:
     & rules.contiguous("x_scale", "scale")
     & rules.custom(
         _fits,
-        f"shapes do not fit, rows have more than {MAX_WIDTH} columns, or groups of columns are no "
-        f"multiple of {_MIN_DEPTH}",
+        f"shapes do not fit, rows have more than {MAX_WIDTH} columns, or the size of a group of "
+        f"columns is not a multiple of {_MIN_DEPTH}",
     ),
     traits=(),  # not batch-invariant: tiles and splits depend on the number of tokens
 )

@@ -23,7 +23,7 @@ _BLOCK = 1024
 
 
 class Tile(NamedTuple):
-    """What a program computes at once.
+    """The part of the product that a program computes.
 
     Attributes:
         rows: tokens. A matrix instruction takes 16 at least.
