@@ -70,6 +70,7 @@ CHECKED = {
     "size_hint",
     "size_bounds",
     "tensor_length",
+    "is_wrapper",
     "is_x86",
     "depends_on_data",
     "no_transforms",
@@ -503,6 +504,12 @@ def test_tensor_length() -> None:
     assert found == [0, 0, 3, 0, 5, 4]
     with pytest.raises(TypeError):
         compat.tensor_length(None)  # type: ignore[arg-type]
+
+
+def test_is_wrapper() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+    assert compat.is_wrapper(nested)
+    assert not any(map(compat.is_wrapper, (torch.zeros(2), torch.nn.Parameter(torch.zeros(2)), 1)))
 
 
 @pytest.mark.parametrize(

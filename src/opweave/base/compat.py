@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch.autograd import forward_ad
 from torch.library import Library
+from torch.utils import _python_dispatch
 
 # True only while Dynamo traces the calling code. Cheaper than torch.compiler.is_compiling(), and
 # enough: every other tracer shows itself through a mode, a tensor type or functorch.
@@ -169,6 +170,9 @@ def size_hint(size: int | torch.SymInt) -> int | None:
 
 # The first dimension of a tensor, or 0 without dimensions; Tensor.__len__ and shape[0] are slower.
 tensor_length: Callable[[torch.Tensor], int] = getattr(torch._C.TensorBase, "__len__")  # noqa: B009
+
+# Whether a tensor consists of other tensors, such as a nested or a distributed one.
+is_wrapper: Callable[[object], bool] = _python_dispatch.is_traceable_wrapper_subclass
 
 
 def size_bounds(size: int | torch.SymInt | None) -> tuple[float, float] | None:

@@ -94,7 +94,8 @@ class DecodeGraphs:
         Raises:
             RuntimeError: the device cannot record it.
         """
-        before = _addresses(caches)
+        # The tensors stay alive until the end, so that copies have other addresses.
+        before = _tensors(caches)
         # The largest first: smaller graphs then fit into its memory.
         for done, size in enumerate(reversed(self._sizes)):
             if progress is not None:
@@ -103,7 +104,8 @@ class DecodeGraphs:
             results: list[Tensor] = []
             run = partial(self._run_forward, size, forward, context, platform, results)
             self._graphs[size] = _Graph(recorder.record(run), results)
-        if _addresses(caches) != before:
+        after = _tensors(caches)
+        if [tensor.data_ptr() for tensor in after] != [tensor.data_ptr() for tensor in before]:
             raise RuntimeError("an attention backend does not update its cache in place")
 
     def run(self, steps: Sequence[SequenceStep]) -> Tensor | None:
@@ -224,9 +226,9 @@ def _obstacle(config: EngineConfig, caches: LayerCaches) -> str | None:
     return None
 
 
-def _addresses(caches: LayerCaches) -> list[int]:
+def _tensors(caches: LayerCaches) -> list[Tensor]:
     return [
-        value.data_ptr()
+        value
         for backend in caches.backends.values()
         for value in vars(backend).values()
         if isinstance(value, Tensor)

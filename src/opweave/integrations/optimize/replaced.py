@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from opweave.base import compat
 
 Forward = Callable[..., Any]
 
@@ -55,9 +56,7 @@ def is_covered(tensor: Any) -> bool:
 
     False for nested, distributed and other wrapped tensors, which know PyTorch's operators only.
     """
-    return type(tensor) in _PLAIN or (
-        isinstance(tensor, Tensor) and not is_traceable_wrapper_subclass(tensor)
-    )
+    return type(tensor) in _PLAIN or (isinstance(tensor, Tensor) and not compat.is_wrapper(tensor))
 
 
 _PLAIN = (Tensor, nn.Parameter)
