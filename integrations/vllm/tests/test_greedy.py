@@ -71,6 +71,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+def environment(folder: Path, seams: str) -> dict[str, str]:
+    """Return the variables of a vLLM with *seams* and a report, which compiles into *folder*."""
+    return {
+        **os.environ,
+        "OPWEAVE_VLLM_SEAMS": seams,
+        "OPWEAVE_VLLM_REPORT": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
 def run(
     folder: Path,
     seams: str,
@@ -79,14 +91,9 @@ def run(
     **variables: str,
 ) -> dict[str, Any]:
     env = {
-        **os.environ,
-        **variables,
-        "OPWEAVE_VLLM_SEAMS": seams,
-        "OPWEAVE_VLLM_REPORT": "1",
+        **environment(folder, seams),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the report is then of this process
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
-        "HF_HUB_OFFLINE": "1",
+        **variables,
     }
     script = Path(__file__).with_name("greedy.py")
     done = subprocess.run(

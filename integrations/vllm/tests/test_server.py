@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from test_greedy import environment
 
 CHECKPOINT = Path(__file__).parents[3] / "examples" / "models" / "tiny-pydoc"
 PROMPTS = ["Return a list of", "Raises an exception", "x"]
@@ -54,21 +55,18 @@ def runs(op: str, log: str) -> bool:
 
 
 def start(seams: str, port: int, folder: Path, log: IO[str]) -> subprocess.Popen[str]:
-    env = {
-        **os.environ,
-        "OPWEAVE_VLLM_SEAMS": seams,
-        "OPWEAVE_VLLM_REPORT": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
-        "HF_HUB_OFFLINE": "1",
-    }
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(CHECKPOINT)),
         *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "4"),
     ]
     return subprocess.Popen(
-        command, env=env, stdout=log, stderr=log, text=True, start_new_session=True
+        command,
+        env=environment(folder, seams),
+        stdout=log,
+        stderr=log,
+        text=True,
+        start_new_session=True,
     )
 
 

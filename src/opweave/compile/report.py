@@ -201,7 +201,7 @@ class Report:
             )
             found.append(
                 "0 opweave ops in this graph: it calls none and none was recognized, so Inductor "
-                f"compiles it alone. To use opweave's kernels, "
+                "compiles it alone. To use opweave's kernels, "
                 f"{inference if self.is_differentiated else ''}"
                 "write the model with opweave.ir.ops or opweave.layers"
             )

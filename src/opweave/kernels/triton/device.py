@@ -1,4 +1,4 @@
-"""Limits of the GPU that kernels are launched on."""
+"""The GPU that kernels are launched on: its limits, and how many programs keep it busy."""
 
 from __future__ import annotations
 
@@ -29,3 +29,16 @@ def processors(device: torch.device) -> int:
     if INTERPRETED:
         return 16  # so that kernels run with and without splits in tests
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def split_count(programs: int, wanted: int, most: int, where: torch.device) -> int:
+    """Return by how many programs each of *programs* is replaced, a power of two.
+
+    Args:
+        programs: the number of programs without splits.
+        wanted: the programs per multiprocessor that hide the latency of memory.
+        most: the largest useful number of splits.
+        where: the GPU.
+    """
+    splits = wanted * processors(where) // max(programs, 1)
+    return 1 << max(min(splits, most), 1).bit_length() - 1

@@ -21,6 +21,8 @@ _kernels = Kernels("paged_attention")
 _MAX_HEAD_SIZE = 256
 _MAX_GROUP = 32
 _MIN_SPLIT = 128  # keys; smaller splits are not worth a program
+_MAX_SPLITS = 64
+_PER_PROCESSOR = 4  # programs of a multiprocessor
 _WHY = (
     f"shapes do not fit, heads are larger than {_MAX_HEAD_SIZE} or in groups of more than "
     f"{_MAX_GROUP}, rows of a cache are not contiguous, or window or soft_cap is not positive"
@@ -68,7 +70,8 @@ def paged_attention(
     rows, keys = _tile(query, group, sequences, value_size)
     queries = rows // group
     tiles = tokens // queries + sequences
-    splits = _split_count(tiles * key_heads, width * block_size, query.device)
+    most = min(-(-width * block_size // _MIN_SPLIT), _MAX_SPLITS)
+    splits = device.split_count(tiles * key_heads, _PER_PROCESSOR, most, query.device)
     parts, maxima, totals = out, None, None
     if splits > 1:
         parts = query.new_empty((tokens, heads, splits, value_size), dtype=torch.float32)
@@ -141,13 +144,3 @@ def _tile(query: Tensor, group: int, sequences: int, value_size: int) -> tuple[i
     if device.shared_memory(query.device) < device.MANY_BYTES:
         rows, keys = min(rows, 32), min(keys, 32)
     return max(block_of(group), rows), keys
-
-
-def _split_count(programs: int, most_keys: int, where: torch.device) -> int:
-    """Return the number of programs that share the keys of a sequence, a power of two.
-
-    The target is four programs per multiprocessor, to hide memory latency.
-    """
-    wanted = 4 * device.processors(where) // max(programs, 1)
-    useful = -(-most_keys // _MIN_SPLIT)
-    return 1 << max(min(wanted, useful, 64), 1).bit_length() - 1

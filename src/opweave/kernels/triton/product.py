@@ -18,6 +18,7 @@ from opweave.kernels.triton.launch import Kernel, Kernels, launch
 
 _kernels = Kernels("product")
 _MAX_SPLITS = 16
+_PER_PROCESSOR = 2  # programs; more splits hide latency better, but their results are large
 _MIN_STEPS = 2  # tiles of columns; fewer are not worth a program
 _BLOCK = 1024
 
@@ -60,7 +61,8 @@ def multiply(
     """
     count, features = row_count(out), out.shape[-1]
     grid = (-(-count // tile.rows), -(-features // tile.columns))
-    splits = _split_count(grid[0] * grid[1], -(-width // tile.depth), out.device)
+    most = min(-(-width // tile.depth) // _MIN_STEPS, _MAX_SPLITS)
+    splits = device.split_count(grid[0] * grid[1], _PER_PROCESSOR, most, out.device)
     parts = out
     if splits > 1:
         parts = out.new_empty((splits, count, features), dtype=torch.float32)
@@ -94,14 +96,3 @@ def multiply(
             SPLITS=splits,
             BLOCK=_BLOCK,
         )
-
-
-def _split_count(programs: int, steps: int, where: torch.device) -> int:
-    """Return the number of programs that share the columns of a tile, a power of two.
-
-    The target is two programs per multiprocessor: more hide latency better, but the results of
-    many splits are as large as the weights.
-    """
-    wanted = 2 * device.processors(where) // max(programs, 1)
-    useful = steps // _MIN_STEPS
-    return 1 << max(min(wanted, useful, _MAX_SPLITS), 1).bit_length() - 1
