@@ -340,3 +340,38 @@ def test_recognized_ops_are_fused() -> None:
     assert recognized(function, torch.randn(2, H), torch.randn(2, H)) == {"rms_norm": 1}
     (fused,) = opweave.compile.report().fused
     assert fused.composite == "fused_add_rms_norm"
+
+
+# Parts of tuples: code that reads other parts than a spelling does
+
+
+def _parts(read: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: read(*x.chunk(2, dim=-1))
+
+
+def _var_mean(read: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: read(x, *torch.var_mean(x, [1], correction=0, keepdim=True))
+
+
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu of a part times the part": _parts(lambda a, b: functional.silu(a) * a),
+    "silu of the other part times the part": _parts(lambda a, b: functional.silu(b) * b),
+    "the part times silu of the part": _parts(lambda a, b: a * functional.silu(a)),
+    "gelu of a part times the part": _parts(lambda a, b: functional.gelu(a) * a),
+    "gelu of the other part": _parts(lambda a, b: b * functional.gelu(b, approximate="tanh")),
+    "GeGLU with the halves swapped": _parts(lambda a, b: functional.gelu(b) * a),
+    "SwiGLU written out": _parts(lambda a, b: a * (a / (1 + torch.exp(-a)))),
+    "SwiGLU written out, halves swapped": _parts(lambda a, b: b / (1 + torch.exp(-a)) * a),
+    "SwiGLU written out, mixed": _parts(lambda a, b: a / (1 + torch.exp(-b)) * b),
+    "GeGLU written out, halves swapped": _parts(
+        lambda a, b: a * (a * 0.5 * (1 + torch.erf(b * 0.7071067811865476)))
+    ),
+    "the mean in place of the variance": _var_mean(lambda x, v, m: (x - m) * (m + 1e-5).rsqrt()),
+    "the variance in place of the mean": _var_mean(lambda x, v, m: (x - v) * (v + 1e-5).rsqrt()),
+    "variance and mean swapped": _var_mean(lambda x, v, m: (x - v) * (m + 1e-5).rsqrt()),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_another_part_of_a_tuple_is_another_value(name: str) -> None:
+    recognized(PARTS[name], torch.randn(6, H) + 2.0)  # the mean is positive

@@ -163,6 +163,12 @@ def is_mutable(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
+def draws_random_numbers(target: object) -> bool:
+    """Return whether *target* is an operator whose results depend on a random generator."""
+    tag = torch.Tag.nondeterministic_seeded
+    return isinstance(target, torch._ops.OpOverload) and tag in target.tags
+
+
 def let_inductor_call(operator: torch._ops.OpOverload[..., Any]) -> None:
     """Make Inductor call *operator* as a fallback, unless it has a lowering.
 

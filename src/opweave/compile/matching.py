@@ -1,9 +1,15 @@
-"""Find a pattern in a graph, and explain near misses."""
+"""Find a pattern in a graph, and explain near misses.
+
+A match binds values: a node and, for an op with several results, the part that is read. The search
+follows the operands of the pattern's last op. Then :func:`_mismatch` traces the composite with the
+arguments of the match, and compares every operand and result of the trace with the graph,
+independently of the search.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -15,7 +21,7 @@ from torch.fx import Node
 from opweave.base.compat import depends_on_data
 from opweave.compile.nodes import fake_of, ir_call, is_op, kind, operands, strip_views, uses
 from opweave.compile.patterns import Pattern, definition
-from opweave.compile.tracing import Tracer
+from opweave.compile.tracing import Tracer, flat_nodes, signature, variables
 from opweave.ir.priority import NATIVE
 from opweave.ir.traits import ROWWISE
 
@@ -70,18 +76,21 @@ class _Search:
     nodes: dict[Node, Node | None] = field(default_factory=dict)
     scalars: dict[int, Any] = field(default_factory=dict)
 
-    def op(self, wanted: Node, found: object, where: str) -> None:
-        """Match an op of the pattern and, recursively, its operands."""
-        node = _source(found)
-        part = _part(wanted), _part(strip_views(found))
-        wanted = _source(wanted)
-        if wanted in self.nodes and self.nodes[wanted] is node:
+    def value(self, wanted: Node, found: object, where: str) -> None:
+        """Match a value of the pattern and, recursively, the operands of the op it comes from."""
+        source, part = _value(wanted)
+        if not is_op(source):
+            self._tensor(source, found, where)
             return
-        if not isinstance(node, Node) or kind(node) != kind(wanted) or part[0] != part[1]:
-            self._miss(f"{where} is {_name(node)}, not {_name(wanted)}")
-        if wanted in self.nodes:
-            self._miss(f"{where} is {node.name}, not {self.nodes[wanted]}")
-        self._operands(wanted, node)
+        node, found_part = _value(found)
+        if not isinstance(node, Node) or kind(node) != kind(source):
+            self._miss(f"{where} is {_name(node)}, not {_name(source)}")
+        if found_part != part:
+            self._miss(f"{where} is part {found_part} of {node.name}, not part {part}")
+        if source not in self.nodes:
+            self._operands(source, node)
+        elif self.nodes[source] is not node:
+            self._miss(f"{where} is {node.name}, not {self.nodes[source]}")
 
     def _operands(self, wanted: Node, node: Node) -> None:
         orders = [operands(node)]
@@ -103,19 +112,23 @@ class _Search:
     def _each(self, wanted: Node, node: Node, found: list[Any]) -> None:
         for place, (want, have) in enumerate(zip(operands(wanted), found, strict=True)):
             where = f"operand {place} of {node.name}"
-            if isinstance(want, Node) and is_op(_source(want)):
-                self.op(want, have, where)
-            elif isinstance(want, Node):
-                self._tensor(_source(want), have, where)
+            if isinstance(want, Node):
+                self.value(want, have, where)
+            elif isinstance(want, (list, tuple)):
+                self._list(want, have, where)
             elif (wanted, place) in self.pattern.wildcards:
                 self._scalar(self.pattern.wildcards[wanted, place], have, where)
-            # _mismatch() compares lists of sizes, and free integers, for the actual arguments.
-            elif (
-                not isinstance(want, (list, tuple))
-                and (wanted, place) not in self.pattern.free
-                and not _equal(want, have)
-            ):
+            # _mismatch() compares free integers for the actual arguments.
+            elif (wanted, place) not in self.pattern.free and not _equal(want, have):
                 self._miss(f"{where} is {have}, not {want}")
+
+    def _list(self, wanted: Sequence[Any], found: object, where: str) -> None:
+        """Match the tensors in a list; _mismatch() compares sizes for the actual arguments."""
+        if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
+            self._miss(f"{where} is {found}, not {list(wanted)}")
+        for want, have in zip(wanted, found, strict=True):
+            if isinstance(want, Node):
+                self.value(want, have, where)
 
     def _tensor(self, parameter: Node, found: object, where: str) -> None:
         if found is None and self._is_optional(parameter):
@@ -125,7 +138,7 @@ class _Search:
         if not isinstance(found, Node) or not isinstance(fake_of(found), Tensor):
             self._miss(f"{where} is {found}, not a tensor")
         bound = self.nodes.setdefault(parameter, found)
-        if strip_views(bound) is not strip_views(found):
+        if _value(bound) != _value(found):
             self._miss(f"{where} is {found}, not {bound}")
 
     def _is_optional(self, parameter: Node) -> bool:
@@ -148,7 +161,7 @@ def find(pattern: Pattern, anchor: Node, tracer: Tracer) -> Match:
         NoMatchError: there is no match.
     """
     search = _Search(pattern)
-    search.op(pattern.anchor, anchor, "the op")
+    search.value(pattern.anchor, anchor, "the op")
     misses: list[NoMatchError] = []
     for nodes in _bindings(pattern, search.nodes):
         match = Match(pattern, nodes, _values(pattern, nodes, search.scalars))
@@ -230,32 +243,41 @@ def _values(
 def _mismatch(match: Match, tracer: Tracer) -> str:
     """Return how the composite would differ from the matched nodes, or an empty string.
 
-    The search ignored views, which may change shapes. So the composite is traced with the arguments
-    of the match: every op in the trace must have operands of the same shapes and values as its
-    counterpart in the graph.
+    The composite is traced with the arguments of the match. Every op in the trace must have
+    operands of the same values, shapes and dtypes as its counterpart in the graph, and the trace
+    must return the same results.
     """
-    pattern = match.pattern
+    pattern, inner = match.pattern, match.inner
     fakes = tuple(torch.fx.map_arg(list(match.values), fake_of))
     expand = not any(call.op.composite for call in pattern.info.calls.values())
     try:
-        expected = definition(pattern.op, fakes, tracer, pattern.function, expand=expand).ops
+        trace = definition(pattern.op, fakes, tracer, pattern.function, expand=expand)
     except ValueError as error:
         return f"{pattern.op.name} does not take these arguments: {error}"
-    if len(expected) != len(match.inner):
+    if len(trace.ops) != len(inner):
         return f"{pattern.op.name} is another chain of ops for these arguments"
-    for want, have in zip(expected, match.inner, strict=True):
+    given = [n for n in flat_nodes(match.values) if variables([fake_of(n)])]
+    twins: dict[Node, Node] = dict(zip(trace.inputs, given, strict=True))
+    for want, have in zip(trace.ops, inner, strict=True):
         if kind(want) != kind(have):
             return f"{have.name} is {_name(have)}, not {_name(want)}"
         by_row = _is_rowwise(want) and _is_rowwise(have)
         see = partial(_seen, last_dim_only=by_row)
-        wanted, found = operands(want), operands(have)
-        if _is_commutative(have) and [*map(see, wanted)] != [*map(see, found)]:
-            wanted[:2] = wanted[1::-1]
-        for place, (a, b) in enumerate(zip(wanted, found, strict=True)):
-            if see(a) != see(b):
-                return f"operand {place} of {have.name} is {_show(b)}, not {_show(a)}"
-        if see(want) != see(have):
+        expected = [see(value, twins) for value in operands(want)]
+        found = [see(value) for value in operands(have)]
+        if _is_commutative(have) and [*expected[1::-1], *expected[2:]] == found:
+            expected = found
+        if expected != found:
+            pairs = zip(expected, found, operands(want), operands(have), strict=True)
+            differing = [(i, a, b) for i, (x, y, a, b) in enumerate(pairs) if x != y]
+            place, a, b = differing[0]
+            return f"operand {place} of {have.name} is {_show(b)}, not {_show(a)}"
+        if see(fake_of(want)) != see(fake_of(have)):
             return f"{have.name} gives {_show(have)}, not {_show(want)}"
+        twins[want] = have
+    returned = [_twin(node, twins) for node in flat_nodes(trace.nodes[-1].args)]
+    if returned != [_twin(node, match.nodes) for node in pattern.outputs]:
+        return f"{pattern.op.name} returns other results for these arguments"
     return ""
 
 
@@ -284,46 +306,59 @@ def _show(value: Any) -> str:
     return repr(fake)
 
 
-def _seen(value: Any, *, last_dim_only: bool) -> Any:
-    """Return a key for an operand: shape, dtype and device of a tensor, or another value.
+def _seen(
+    value: Any, twins: Mapping[Node, Node | None] | None = None, *, last_dim_only: bool
+) -> Any:
+    """Return a key for an operand or a result.
 
-    With *last_dim_only*, the key ignores how the leading dimensions are arranged.
+    It contains the value, shape, dtype and device of a tensor; the value of a node in a trace is
+    that of its twin in the graph. With *last_dim_only*, the key ignores how the leading dimensions
+    are arranged.
     """
     if isinstance(value, Node):
-        value = fake_of(value)
+        fake = fake_of(value)
+        key = _seen(fake, last_dim_only=last_dim_only)
+        return (_twin(value, twins), key) if isinstance(fake, Tensor) else key
     if isinstance(value, Tensor):
         sizes = (value.numel(), *value.shape[-1:]) if last_dim_only else value.shape
         return tuple(map(_size, sizes)), value.dtype, value.device
     if isinstance(value, (list, tuple)):
-        return tuple(_seen(item, last_dim_only=last_dim_only) for item in value)
-    return _size(value)
+        return tuple(_seen(item, twins, last_dim_only=last_dim_only) for item in value)
+    return signature(value) if isinstance(value, float) else _size(value)
 
 
 def _size(value: Any) -> Any:
-    """Return a symbolic size as its expression: comparing two sizes would add a guard."""
-    return value.node.expr if isinstance(value, torch.SymInt) else value
+    """Return a symbolic number as its expression: comparing two of them would add a guard."""
+    return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
 
 
-def _source(node: Any) -> Any:
-    """Return the op that computes *node*, through views and tuple items."""
+def _value(node: Any) -> tuple[Any, Any]:
+    """Return the node that computes a value, and the part of its results; None for all of them.
+
+    Views are ignored.
+    """
     node = strip_views(node)
     if isinstance(node, Node) and node.target is operator.getitem:
-        return strip_views(node.args[0])
-    return node
+        return strip_views(node.args[0]), node.args[1]
+    return node, None
 
 
-def _part(node: Any) -> Any:
-    node = strip_views(node)
-    return node.args[1] if isinstance(node, Node) and node.target is operator.getitem else None
+def _twin(node: Node, twins: Mapping[Node, Node | None] | None) -> tuple[Any, Any]:
+    """Return the value of the graph for that of a trace; without *twins*, the value itself."""
+    source, part = _value(node)
+    if twins is None:
+        return source, part
+    twin = twins.get(source)
+    return _value(twin) if part is None else (twin, part)
 
 
 def _counterpart(node: Node, nodes: Mapping[Node, Node | None]) -> Node | None:
     """Return the graph's node for *node* of the pattern, through views and tuple items."""
-    found = nodes[_source(node)]
-    part = _part(node)
-    if part is None or found is None:
-        return found
-    items = [u for u in found.users if u.target is operator.getitem and u.args[1] == part]
+    source, part = _value(node)
+    twin = nodes[source]
+    if part is None or twin is None:
+        return twin
+    items = [u for u in twin.users if u.target is operator.getitem and u.args[1] == part]
     return items[0] if items else None
 
 
@@ -337,4 +372,4 @@ def _name(value: object) -> str:
 
 
 def _equal(a: object, b: object) -> bool:
-    return type(a) is type(b) and a == b
+    return signature(a) == signature(b)

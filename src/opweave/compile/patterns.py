@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 from opweave.compile import compat
 from opweave.compile.graph_info import GraphInfo
-from opweave.compile.nodes import ir_call, is_op, operands, replace, uses
+from opweave.compile.nodes import ir_call, is_op, operands, replace, strip_views, uses
 from opweave.compile.tracing import AtenTrace, Function, Tracer, arguments, inline
 from opweave.ir import IrOp
 from opweave.ir.errors import described
@@ -198,6 +198,7 @@ def _pattern(
     graphs = [
         _definition(op, values, tracer, function, expand=expand) for values in (first, second)
     ]
+    _check_comparable(graphs[0])
     nodes = [graph.ops for graph in graphs]
     if [n.target for n in nodes[0]] != [n.target for n in nodes[1]]:
         raise ValueError("its ops depend on the sizes of its arguments")
@@ -232,6 +233,25 @@ def _pattern(
         function,
         frozenset(free),
     )
+
+
+def _check_comparable(graph: GraphInfo) -> None:
+    """Check that equal operands and results imply equal values.
+
+    Raises:
+        ValueError: the graph contains a node whose value depends on something else.
+    """
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            raise ValueError(f"its definition contains the constant tensor {node.target}")
+        if node.op == "call_function" and compat.draws_random_numbers(node.target):
+            raise ValueError(f"{node.target} draws random numbers, and a kernel draws others")
+        if isinstance(node.target, compat.HigherOrderOperator):
+            raise ValueError(f"{node.target} contains a graph of its own")
+    results = {value for n in graph.ops for value in (n, *n.users)}
+    for value in graph.nodes[-1].all_input_nodes:
+        if strip_views(value) not in results:
+            raise ValueError(f"it returns its argument {value}")
 
 
 def definition(

@@ -203,7 +203,7 @@ def _replace(graph: Graph, match: Match, anchor: Node) -> Node:
 
 def erase(nodes: list[Node]) -> None:
     """Erase the replaced nodes; dead code elimination would keep collectives."""
-    for node in reversed(nodes):
+    for node in dict.fromkeys(reversed(nodes)):  # ops of a match may share a node
         for user in [u for u in node.users if not is_op(u) and not u.users]:
             user.graph.erase_node(user)
         if not node.users:
