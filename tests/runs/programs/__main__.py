@@ -8,6 +8,9 @@ ops spelled in plain PyTorch and near misses of them.
 Results, inputs after the call, gradients, and which of them share memory are compared, within the
 program's own sensitivity to rounding. Programs are compiled several at a time.
 
+With ``--near-misses``, programs are the graphs of spellings and composites with one change each,
+and only the passes run.
+
 With ``--state FILE``, an interrupted run continues. A mismatch is printed as the shortest program
 that still shows it; it is torch's own if ``backend="aot_eager"``, or Inductor with opaque ops,
 shows one, too.
@@ -29,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from opweave.compile import report
 from runs.programs.examine import examine
 from runs.programs.kernels import open_library
+from runs.programs.near_misses import examine_near_miss, originals, plan_for_near_misses
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -51,11 +55,54 @@ def main() -> int:
     )
     parser.add_argument("--state", type=Path, help="file that an interrupted run continues from")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--near-misses",
+        action="store_true",
+        help="change one thing in a spelling or composite, and run only the passes",
+    )
     given = parser.parse_args()
-    state: dict[str, Any] = {"next": given.seed, "programs": 0, "generated": 0, "recognized": 0}
-    state["findings"] = []
+    state: dict[str, Any] = {"next": given.seed, "programs": 0, "generated": 0}
+    state |= {"recognized": 0, "fused": 0, "findings": []}
     if given.state and given.state.exists():
         state = json.loads(given.state.read_text(encoding="utf-8"))
+    if given.near_misses:
+        compare_near_misses(given.programs, state, given.state)
+    else:
+        compare_programs(given, state)
+    print(file=sys.stderr)
+    own = [found for found in state["findings"] if not found["torch"]]
+    if given.json:
+        print(json.dumps(state))
+    else:
+        for found in own:
+            print(f"seed {found['seed']}: {found['difference']}", *found["sources"], sep="\n")
+        counts = (
+            f"{state['programs']} programs, {state['generated']} through Inductor",
+            f"{state['recognized']} spellings recognized, {state['fused']} composites fused",
+            f"{len(own)} mismatches and {len(state['findings']) - len(own)} of torch's own",
+        )
+        print(", ".join(counts))
+    return 1 if own else 0
+
+
+def compare_near_misses(programs: int, state: dict[str, Any], path: Path | None) -> None:
+    """Draw near misses until there are *programs*, and add what differs to *state*."""
+    patterns = originals()
+    plan = plan_for_near_misses()
+    while state["programs"] < programs:
+        context, difference = examine_near_miss(state["next"], patterns, plan)
+        state["recognized"] += len(context.recognized_from)
+        state["fused"] += len(context.fused_from)
+        state["findings"] += [difference.to_json()] if difference else []
+        state["next"] += 1
+        state["programs"] += 1
+        if state["programs"] % 100 == 0 and path:
+            save(path, state)
+        print(f"\r{state['programs']} of {programs}", end="", file=sys.stderr)
+
+
+def compare_programs(given: argparse.Namespace, state: dict[str, Any]) -> None:
+    """Draw programs until there are enough, and add what differs to *state*."""
     codegen = {"drawn": None, "never": False, "always": True}[given.codegen]
     torch._dynamo.config.recompile_limit = 64
     with (
@@ -76,20 +123,6 @@ def main() -> int:
             if given.state:
                 save(given.state, state)
             print(f"\r{state['programs']} of {given.programs}", end="", file=sys.stderr)
-    print(file=sys.stderr)
-    own = [found for found in state["findings"] if not found["torch"]]
-    if given.json:
-        print(json.dumps(state))
-    else:
-        for found in own:
-            print(f"seed {found['seed']}: {found['difference']}", *found["sources"], sep="\n")
-        counts = (
-            f"{state['programs']} programs, {state['generated']} through Inductor",
-            f"{state['recognized']} spellings recognized",
-            f"{len(own)} mismatches and {len(state['findings']) - len(own)} of torch's own",
-        )
-        print(", ".join(counts))
-    return 1 if own else 0
 
 
 if __name__ == "__main__":
