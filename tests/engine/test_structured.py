@@ -6,6 +6,8 @@ import json
 import random
 import re
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -14,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
@@ -28,6 +31,7 @@ from opweave.engine import (
 from opweave.engine.sampling.logits_processors import adjusted
 from opweave.engine.sampling.sampler import SamplingRequest
 from opweave.engine.structured.grammar_compiler import GrammarCompiler
+from opweave.engine.structured.json_schema import enforceable
 from opweave.engine.structured.state import GrammarState
 from opweave.engine.structured.vocabulary import vocabulary
 from server.fake_engine import CHECKPOINT, VOCABULARY
@@ -239,6 +243,200 @@ def test_objects_are_closed_on_request() -> None:
             GRAMMARS.advance([(state, token)])
         assert is_open != closes
     assert "additionalProperties" not in schema
+
+
+OBJECT = {
+    "type": "object",
+    "properties": {"a": {"enum": [1]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+ITEMS = {"type": "array", "items": {"enum": [1]}, "maxItems": 2}
+WITHOUT_EFFECT: list[tuple[dict[str, Any], str, Any]] = [
+    *((ITEMS, name, value) for name, value in {
+        "uniqueItems": False,
+        "minItems": 0,
+        "contains": {"title": "any"},
+        "minContains": 2,
+        "maxContains": 0,
+        "unevaluatedItems": True,
+        "additionalItems": True,
+        "propertyNames": {"pattern": "^x"},
+        "minProperties": 3,
+    }.items()),
+    *((OBJECT, name, value) for name, value in {
+        "propertyNames": True,
+        "minProperties": 1,
+        "patternProperties": {},
+        "dependentRequired": {"b": []},
+        "dependentSchemas": {"b": True},
+        "dependencies": {"b": [], "c": {}},
+        "unevaluatedProperties": {},
+        "uniqueItems": True,
+        "format": "email",
+    }.items()),
+    *(({"enum": ["x"]}, name, value) for name, value in {
+        "minLength": 0,
+        "format": "no-such-format",
+        "pattern": "",
+        "contentMediaType": "text/plain",
+        "not": False,
+        "if": {"type": "null"},
+        "then": {"type": "null"},
+        "else": {"type": "null"},
+        "allOf": [True],
+        "$comment": "x",
+        "title": "x",
+        "default": 1,
+        "deprecated": True,
+        "examples": [1],
+        "$anchor": "x",
+        "$dynamicAnchor": "x",
+        "$defs": {"x": {"not": {}}},
+        "unknown": 1,
+    }.items()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "name", "value"), WITHOUT_EFFECT)
+def test_keywords_without_an_effect_are_accepted(
+    schema: dict[str, Any], name: str, value: Any
+) -> None:
+    inner = {**schema, name: value}
+    if name == "contains":
+        inner["minContains"] = 0
+    jsonschema.Draft202012Validator.check_schema(inner)
+    draw = random.Random(1)
+    for whole in (inner, {"anyOf": [{"$ref": "#/$defs/y"}], "$defs": {"y": inner}}):
+        text = text_of(started(json=whole, disable_any_whitespace=True), draw)
+        assert text is not None
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**OBJECT, "propertyNames": {"type": "string", "title": "x"}},
+        {**OBJECT, "unevaluatedProperties": False},
+        {**{k: v for k, v in OBJECT.items() if k[:3] != "add"}, "unevaluatedProperties": False},
+        {"type": "array", "prefixItems": [{"enum": [1]}], "unevaluatedItems": False},
+        {**ITEMS, "unevaluatedItems": {"enum": [2]}},
+        {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 1, "uniqueItems": True},
+    ],
+)
+def test_keywords_that_others_express(schema: dict[str, Any]) -> None:
+    for seed in range(8):
+        state = started(json=schema, disable_any_whitespace=True)
+        text = text_of(state, random.Random(seed))
+        assert text is not None
+        jsonschema.validate(json.loads(text), schema)
+
+
+KEYWORDS = [
+    "type", "required", "properties", "patternProperties", "additionalProperties", "propertyNames",
+    "minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies",
+    "unevaluatedProperties", "unevaluatedItems", "items", "prefixItems", "uniqueItems", "contains",
+    "minContains", "maxContains", "minItems", "maxItems", "format", "not", "if", "then", "else",
+]  # fmt: skip
+ODD = st.sampled_from([
+    None, True, False, 0, 1, 2.5, "x", "(", "object", "array", [], [[]], ["a"], ["a", {}], {},
+    {"a": [[]]}, {"a": ["b"]}, {"enum": [1]}, {"^a$": {"enum": [1]}}, {"a": {"enum": [1]}},
+])  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from(KEYWORDS), ODD, max_size=5), st.randoms())
+def test_a_schema_that_compiles_is_satisfied(schema: dict[str, Any], draw: random.Random) -> None:
+    try:
+        state = started(json=schema, disable_any_whitespace=True)
+    except SamplingParamsError:
+        return
+    text = text_of(state, draw, 60)
+    with suppress(jsonschema.SchemaError):
+        jsonschema.Draft202012Validator.check_schema(schema)
+        if text is not None:
+            jsonschema.validate(json.loads(text), schema)
+
+
+def test_an_unconditional_contains_bounds_the_number_of_items() -> None:
+    schema = {"type": "array", "items": {"enum": [1]}, "contains": True}
+    draw = random.Random(1)
+    for bounds in ({}, {"minContains": 2}, {"maxContains": 1}, {"maxContains": 3, "maxItems": 2}):
+        for _ in range(8):
+            text = text_of(started(json={**schema, **bounds}, disable_any_whitespace=True), draw)
+            assert text is not None
+            jsonschema.validate(json.loads(text), {**schema, **bounds})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "uniqueItems": True},
+        {"type": ["array", "null"], "contains": {"type": "null"}},
+        {"propertyNames": {"pattern": "^a"}},
+        {"dependentRequired": {"a": ["b"]}},
+        {"dependentSchemas": {"a": {"required": ["b"]}}},
+        {"unevaluatedProperties": False, "anyOf": [{"properties": {"a": True}}]},
+        {"unevaluatedItems": False, "contains": {"type": "null"}},
+        {"properties": {"a": {}}, "minProperties": 1},
+        {"not": {"type": "null"}},
+        {"if": {"type": "null"}, "then": False},
+        {"$dynamicRef": "#x", "$dynamicAnchor": "x"},
+    ],
+)
+def test_keywords_with_an_effect_are_enforced_or_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(SamplingParamsError, match="cannot compile the JSON schema"):
+        started(json=schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"ab": True}, "patternProperties": {"^ab$": {"enum": [1]}}},
+        {
+            "properties": {"ab": {"enum": [1, 2]}, 'c"é': {"enum": [3]}},
+            "patternProperties": {'^(ab|c"é)$': {"enum": [1, 3]}},
+            "required": ["ab"],
+        },
+        {"patternProperties": {"^ab$": {"enum": [1]}}, "required": ["ab"]},
+        {
+            "properties": {"ab": {"enum": [1]}, "x": {"enum": [1]}},
+            "patternProperties": {"^ab$": {"enum": [1]}, "^y": False},
+        },
+        {
+            "patternProperties": {r"^(?:a\.b|ab)$": {"enum": [1]}, "^ab$": {"type": "integer"}},
+            "allOf": [{"properties": {"ab": {"enum": [1]}, "a.b": {"enum": [1]}}}],
+        },
+    ],
+)
+@pytest.mark.parametrize("is_compact", [True, False])
+def test_patterns_that_match_only_declared_names(schema: dict[str, Any], is_compact: bool) -> None:
+    schema = {"type": "object", "additionalProperties": False, **schema}
+    spaces = {"disable_any_whitespace": True} if is_compact else {"whitespace_pattern": " ?"}
+    texts = [text_of(started(json=schema, **spaces), random.Random(n)) for n in range(20)]
+    for text in texts:
+        assert text is not None
+        jsonschema.validate(json.loads(text), schema)
+    assert any("ab" in text for text in texts if text)
+
+
+def test_enforced_formats_are_the_documented_ones() -> None:
+    page = Path(__file__).parents[2] / "docs/how-to/structured-output.md"
+    listed = page.read_text(encoding="utf-8").split("values of `format` are enforced: ")[1]
+    names = re.findall("`([a-z0-9-]+)`", listed.split(".")[0])
+    assert len(names) == 10
+    others = ["regex", "json-pointer", "uri-reference", "iri", "idn-email", "idn-hostname"]
+    for name in [*names, *others]:
+        text = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "format": name}))
+        assert LLMatcher(LLTokenizer("byte"), text, log_level=0).is_error() == (name in others)
+        assert ("format" in enforceable({"format": name})) == (name in names)
+
+
+def test_a_schema_that_is_nested_too_deeply() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(330):
+        schema = {"anyOf": [schema]}
+    with pytest.raises(ValueError, match="the schema is nested too deeply"):
+        enforceable(schema)
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,10 @@ _SAMPLING_EFFECTS: dict[str, Any] = {
     "stream_options.include_usage": (_STREAM, {"stream": True}),
     "priority": 3,
     "response_format.type": ({"response_format": {"type": "json_object"}}, {}),
+    "response_format.schema": (
+        {"response_format": {"type": "json_object", "schema": {"required": ["a"]}}},
+        {"response_format": {"type": "json_object"}},
+    ),
     "response_format.json_schema.schema": (_json_schema({}), _json_schema({"type": "null"})),
     "structured_outputs.json": _form(json={}),
     "structured_outputs.json_object": _form(json_object=True),

@@ -75,6 +75,21 @@ def test_response_formats(real: Running, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object", "schema": SCHEMA},
+        {"type": "json_object", "schema": {k: v for k, v in SCHEMA.items() if k != "type"}},
+        {"type": "json_object", "json_schema": {"schema": SCHEMA}},
+        {"type": "json_schema", "schema": SCHEMA},
+    ],
+)
+def test_the_schema_of_a_response_format(real: Running, form: Any, stream: bool) -> None:
+    for text in chat(real, stream, response_format=form, extra_body=SPACES):
+        jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("style", ["structured_outputs", "guided"])
 def test_forms_of_vllm(real: Running, stream: bool, style: str) -> None:
     def ask(**form: Any) -> list[str]:
@@ -121,6 +136,17 @@ FORMATS = [
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "not supported"),
     ({"structured_outputs": {"regex": "a"}, "guided_json": {}}, "guided_json", "give one of them"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema.schema"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format", "has a schema"),
+    (
+        {"response_format": {"type": "json_object", "schema": {}, "json_schema": {"schema": {}}}},
+        "response_format",
+        "give one of them",
+    ),
+    (
+        {"response_format": {"type": "json_object", "schema": {"type": "x"}}},
+        "response_format",
+        "Invalid type: x",
+    ),
     ({"response_format": {"type": "xml"}}, "response_format", "'json_object' or 'json_schema'"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},

@@ -228,6 +228,31 @@ def test_calls_that_the_model_must_make(real: Running, stream: bool) -> None:
         assert message["finish"] == "tool_calls"
 
 
+@pytest.mark.parametrize("parameters", [{}, {"parameters": None}, {"parameters": {}}])
+def test_a_function_without_parameters(real: Running, parameters: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "now", **parameters}}]
+    named = {"type": "function", "function": {"name": "now"}}
+    for choice in ("required", named):
+        options = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+        for message in ask(real, False, n=2, seed=4, max_tokens=120, **options):
+            assert calls_of(message) == [("now", {})]
+            assert message["finish"] == "tool_calls"
+
+
+def test_the_model_may_leave_out_the_arguments(start: Start) -> None:
+    server = start(ScriptedEngine('<tool_call>{"name": "now"}</tool_call>'), None, template("x"))
+    tools: Any = [{"type": "function", "function": {"name": "now"}}]
+    assert calls_of(ask(server, False, tools=tools)[0]) == [("now", {})]
+
+
+def test_schemas_of_parameters_may_have_keywords_without_an_effect(real: Running) -> None:
+    schema = {**WEATHER, "propertyNames": True, "patternProperties": {"^city$": True}}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": schema}}]
+    options = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    (message,) = ask(real, False, seed=4, max_tokens=100, **options)
+    assert checked(message) == ["get_weather"]
+
+
 @pytest.mark.parametrize(
     ("options", "param", "message"),
     [

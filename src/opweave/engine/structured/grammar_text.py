@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from opweave.engine.dependencies import require
+from opweave.engine.structured.json_schema import enforceable
 from opweave.engine.structured.params import StructuredOutputsParams
-
-# Values of these keywords are data, not schemas.
-_DATA = {"const", "enum", "default", "examples"}
-# Values of these keywords map names to schemas.
-_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
@@ -20,7 +15,7 @@ def grammar_text(params: StructuredOutputsParams) -> str:
 
     Raises:
         MissingDependencyError: llguidance is not installed.
-        ValueError: the grammar's notation is not understood.
+        ValueError: the grammar's notation is not understood, or a schema is nested too deeply.
     """
     llguidance = require("llguidance")
     matcher = llguidance.LLMatcher
@@ -29,9 +24,9 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         if schema is False:
             raise ValueError("nothing satisfies the schema false")
         schema = {} if schema is True else schema
+        schema = enforceable(schema, is_closed=params.disable_additional_properties)
         text: str = matcher.grammar_from_json_schema(
-            json.dumps(_closed(schema) if params.disable_additional_properties else schema),
-            overrides=_json_options(params),
+            json.dumps(schema), overrides=_json_options(params)
         )
     elif params.kind == "regex":
         text = f"start: /{llguidance.regex_to_lark(params.regex, 'dws')}/"
@@ -49,22 +44,3 @@ def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
     if params.whitespace_pattern is not None:
         options["whitespace_pattern"] = params.whitespace_pattern
     return options
-
-
-def _closed(schema: Any) -> Any:
-    """Forbid additional properties in every object whose schema names some."""
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    closed: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name in _DATA:
-            closed[name] = value
-        elif name in _NAMED and isinstance(value, Mapping):
-            closed[name] = {key: _closed(each) for key, each in value.items()}
-        else:
-            closed[name] = _closed(value)
-    if "properties" in schema or "patternProperties" in schema:
-        closed.setdefault("additionalProperties", False)
-    return closed

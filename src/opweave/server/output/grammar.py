@@ -9,6 +9,7 @@ from typing import Any
 
 from opweave.engine import StructuredOutputsParams
 from opweave.engine.structured.grammar_text import grammar_text
+from opweave.engine.structured.json_schema import enforceable
 from opweave.server.output.call_format import CallLayout
 from opweave.server.output.reasoning import BEGIN, END
 
@@ -38,7 +39,8 @@ def answer_grammar(
 
     Raises:
         MissingDependencyError: llguidance is not installed.
-        ValueError: the notation of a grammar in *form* is unknown.
+        ValueError: the notation of a grammar in *form* is unknown, or a schema is nested too
+            deeply.
     """
     rules, grammars, bodies = [], [], []
     if layout is not None:
@@ -63,8 +65,8 @@ def _calls(
 ) -> list[str]:
     rules = []
     for number, (name, schema) in enumerate(functions):
-        given = schema if isinstance(schema, dict) else {}
-        spaced = {"x-guidance": {"whitespace_pattern": _SPACES}, **given}
+        options = {"x-guidance": {"whitespace_pattern": _SPACES}}
+        spaced = {**options, **(enforceable(schema) if isinstance(schema, dict) else {})}
         head, tail = _literal(layout.head(name), special), _literal(layout.tail, special)
         rules += [
             f"call_{number}: {head} arguments_{number} {tail}",

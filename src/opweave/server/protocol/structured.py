@@ -31,6 +31,22 @@ class ResponseFormat(RequestFields):
 
     type: Text | None
     json_schema: JsonSchema | None = None
+    schema_: Schema | None = Field(None, alias="schema")
+
+    @property
+    def any_schema(self) -> Schema | None:
+        """The schema, which clients write in ``json_schema.schema`` or in ``schema``.
+
+        Raises:
+            ApiError: it is written in both.
+        """
+        inner = None if self.json_schema is None else self.json_schema.schema_
+        if inner is not None and self.schema_ is not None:
+            raise ApiError(
+                "response_format has json_schema.schema and schema; give one of them.",
+                param="response_format",
+            )
+        return self.schema_ if inner is None else inner
 
 
 class StructuredOutputs(RequestFields):
@@ -105,19 +121,28 @@ def form_error(error: Exception, field: str) -> ApiError:
 
 
 def _of(form: ResponseFormat) -> dict[str, Any]:
+    if form.type not in (None, "text", "json_object", "json_schema"):
+        raise unsupported(
+            "response_format.type",
+            f"response_format.type={form.type!r}",
+            "It may be 'text', 'json_object' or 'json_schema'.",
+        )
+    schema = form.any_schema
     if form.type in (None, "text"):
-        return {}
-    if form.type == "json_object":
-        return {"json_object": True}
-    if form.type == "json_schema":
-        if form.json_schema is None or form.json_schema.schema_ is None:
+        if schema is not None:
             raise ApiError(
-                "response_format of type 'json_schema' needs json_schema.schema.",
+                f"response_format has a schema, but type={form.type!r}; for JSON that satisfies "
+                "the schema, the type is 'json_schema'.",
                 param="response_format",
             )
-        return {"json": form.json_schema.schema_}
-    raise unsupported(
-        "response_format.type",
-        f"response_format.type={form.type!r}",
-        "It may be 'text', 'json_object' or 'json_schema'.",
-    )
+        return {}
+    if form.type == "json_object":
+        if isinstance(schema, dict):
+            return {"json": {"type": "object", **schema}}
+        return {"json": False} if schema is False else {"json_object": True}
+    if schema is None:
+        raise ApiError(
+            "response_format of type 'json_schema' needs json_schema.schema.",
+            param="response_format",
+        )
+    return {"json": schema}

@@ -10,6 +10,9 @@ from typing import Any
 from opweave.server.errors import ApiError
 from opweave.server.output.grammar import Function
 
+# As in OpenAI's API, a function without a description of its parameters has none.
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
 
 @dataclass(frozen=True)
 class ToolUse:
@@ -97,4 +100,4 @@ def _function(index: int, tool: Mapping[str, Any]) -> Function:
         )
     if schema is not None and not isinstance(schema, dict):
         raise ApiError(f"tools.{index}.function.parameters must be a JSON schema.", param="tools")
-    return name, {"type": "object", **(schema or {})}
+    return name, {"type": "object", **schema} if schema else _NO_PARAMETERS

@@ -85,6 +85,11 @@ STRUCTURED = (
     supported("response_format.type", "text, json_object or json_schema."),
     supported("response_format.json_schema", "The answer is JSON that satisfies a schema."),
     supported("response_format.json_schema.schema", "The JSON schema.", is_open=True),
+    supported(
+        "response_format.schema",
+        "The JSON schema, with type json_object or json_schema.",
+        is_open=True,
+    ),
     harmless("response_format.json_schema.name", "Not used."),
     harmless("response_format.json_schema.description", "Not used."),
     harmless("response_format.json_schema.strict", "The schema is always enforced."),
