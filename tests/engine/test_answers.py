@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from opweave.engine import (
     AsyncEngine,
     CompletionOutput,
     EngineCore,
+    EngineError,
     InvalidArgumentError,
     NonFiniteLogitsError,
     RequestOutput,
@@ -244,6 +246,56 @@ def test_what_a_failed_request_computed_is_not_found(checkpoint: Checkpoints) ->
     good = run(core)["good"][-1]
     assert good.error is None
     assert good.num_cached_tokens == 0
+    core.check_idle()
+
+
+@pytest.mark.parametrize("part", ["detokenizer", "logprobs", "bad_words"])
+def test_an_exception_in_one_request_leaves_the_others(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    core = EngineCore(checkpoint("llama")[0], SMALL)
+    params = sampled(max_tokens=6, logprobs=1, ignore_eos=True)
+    core.add_request(core.prepare("good", PROMPTS[1], params))
+    alone = run(core)["good"][-1].outputs[0]
+    bad = core.prepare("bad", PROMPTS[2], replace(params, n=2, bad_words=["x"]))
+    for name, request in (("good", core.prepare("good", PROMPTS[1], params)), ("bad", bad)):
+        assert request.request_id == name
+        core.add_request(request)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("by chance")
+
+    core.step()
+    broken = bad.outputs[1]
+    target = {
+        "detokenizer": (broken._detokenizer._decoder, "push"),
+        "logprobs": (bad, "score_prompt"),
+        "bad_words": (broken._bad_words, "forbidden"),
+    }[part]
+    monkeypatch.setattr(*target, fail)
+    outputs = run(core)
+    assert outputs["bad"][-1].finished
+    assert isinstance(outputs["bad"][-1].error, EngineError)
+    assert "ZeroDivisionError: by chance" in str(outputs["bad"][-1].error)
+    last = outputs["good"][-1]
+    assert (last.error, last.outputs[0].token_ids) == (None, alone.token_ids)
+    core.check_idle()
+
+
+def test_a_failed_detokenizer_does_not_prevent_the_end(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = EngineCore(checkpoint("llama")[0], SMALL)
+    request = core.prepare("a", PROMPTS[1], sampled(max_tokens=2, ignore_eos=True))
+    core.add_request(request)
+
+    def fail() -> str:
+        raise ZeroDivisionError("by chance")
+
+    monkeypatch.setattr(request.outputs[0]._detokenizer._decoder, "finish", fail)
+    (*_, last) = run(core)["a"]
+    assert last.finished
+    assert "ZeroDivisionError" in str(last.error)
     core.check_idle()
 
 

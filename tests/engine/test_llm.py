@@ -376,6 +376,25 @@ def test_scores_that_are_no_numbers_are_an_error(checkpoint: Checkpoints) -> Non
         llm.generate("a", GREEDY)
 
 
+def test_a_failed_request_leaves_the_answers_of_its_batch(
+    checkpoint: Checkpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = LLM(checkpoint("llama")[0])
+    alone = llm.generate([[60, 61], [70, 71]], GREEDY)
+    model_of(llm).model.embed_tokens.weight.data[7] = float("nan")
+    bad = replace(GREEDY, logit_bias={7: 100.0})
+    one, failed, other = llm.generate([[60, 61], [50, 51], [70, 71]], [GREEDY, bad, GREEDY])
+    for found, expected in zip((one, other), alone, strict=True):
+        assert (found.error, found.outputs[0].token_ids) == (None, expected.outputs[0].token_ids)
+    assert isinstance(failed.error, NonFiniteLogitsError)
+    assert failed.finished
+    assert failed.outputs[0].finish_reason is None
+    assert "1 of 3 requests failed" in caplog.text
+    with pytest.raises(NonFiniteLogitsError):  # no answer is left
+        llm.generate([[50, 51], [52, 53]], bad)
+    llm._core.check_idle()
+
+
 def test_a_checkpoint_without_a_tokenizer(
     checkpoint: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -196,6 +196,21 @@ def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(
     llm._core.check_idle()
 
 
+def test_a_grammar_without_a_next_token_leaves_the_other_requests(llm: LLM) -> None:
+    dead_end = form(grammar='start: "a" X\nX: /b/ & /c/')
+    params = [MIXED[1], dead_end, MIXED[3]]
+    one, failed, other = llm.generate(PROMPTS[1:4], params)
+    assert isinstance(failed.error, SamplingParamsError)
+    assert "the answer cannot go on" in str(failed.error)
+    for output, prompt, asked in ((one, PROMPTS[1], MIXED[1]), (other, PROMPTS[3], MIXED[3])):
+        (alone,) = llm.generate(prompt, asked)
+        assert output.error is None
+        assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+    with pytest.raises(SamplingParamsError, match="the answer cannot go on"):
+        llm.generate("x", dead_end)
+    llm._core.check_idle()
+
+
 def test_logprobs_are_the_models_own(llm: LLM) -> None:
     (answer,) = llm.generate("Return the", form(choice=["zebra"], logprobs=1))[0].outputs
     assert answer.logprobs is not None

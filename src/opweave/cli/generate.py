@@ -95,11 +95,14 @@ def generate(
         )
     if json:
         print_json(_to_json(model, outputs, record))
-        return
+    else:
+        for output in outputs:
+            print_text(f"{output.prompt or ''}{output.outputs[0].text}\n")
+        if explain:
+            out.print(selection_table(record))
     for output in outputs:
-        print_text(f"{output.prompt or ''}{output.outputs[0].text}\n")
-    if explain:
-        out.print(selection_table(record))
+        if output.error is not None:
+            raise output.error
 
 
 def _prompts(
@@ -154,6 +157,7 @@ def _to_json(model: Path, outputs: list[RequestOutput], record: ir.Record) -> di
                 "token_ids": output.outputs[0].token_ids,
                 "text": output.outputs[0].text,
                 "finish_reason": output.outputs[0].finish_reason,
+                "error": None if output.error is None else str(output.error),
                 "timings": asdict(output.timings),
             }
             for output in outputs

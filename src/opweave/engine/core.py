@@ -28,7 +28,6 @@ from opweave.engine.runner.compilation import check_backend
 from opweave.engine.runner.step import SequenceStep
 from opweave.engine.sampling.logprobs import named
 from opweave.engine.sampling.sampling_params import SamplingParams
-from opweave.engine.sampling.sampling_request import Sampled
 from opweave.engine.scheduler import Scheduled, Scheduler
 from opweave.engine.structured.grammar_compiler import GrammarCompiler
 from opweave.engine.tokenization.tokenizer import tokenizer_of
@@ -213,8 +212,9 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """Compute the next tokens of as many requests as fit.
 
-        Requests whose logits are not finite fail, and the others are computed again. After any
-        other error, all are computed again.
+        Requests whose logits are not finite fail, and the others are computed again. A request
+        whose own state raises an exception fails, too: its masks, log-probabilities or text. After
+        an error of the executor, all are computed again.
 
         Returns:
             The next output of each request that got a token, if it streams or has finished.
@@ -224,7 +224,15 @@ class EngineCore:
             return []
         # Sequences with one new token come first, and those with cached tokens before new ones.
         scheduled.sort(key=lambda s: (s.num_tokens > 1, s.request.num_computed_tokens == 0))
-        steps = [self._step_of(item) for item in scheduled]
+        steps = []
+        for item in scheduled:
+            try:
+                steps.append(self._step_of(item))
+            except Exception as error:
+                self.scheduler.undo(scheduled)
+                request = self._outputs[item.request.request_id][0]
+                self._lose(request, _failure(request, error))
+                return [request.next_output()]
         asking = [item for item, step in zip(scheduled, steps, strict=True) if step.sampling]
         complete = [item.is_complete for item in asking]
         starts = [item.request.num_computed_tokens for item in asking]
@@ -245,15 +253,24 @@ class EngineCore:
             if is_complete and not output.ends_at(found.token_id)
         )
         changed: dict[str, ActiveRequest] = {}
+        failures: dict[str, EngineError] = {}
         for item, start, is_complete, found in zip(asking, starts, complete, sampled, strict=True):
             request, output = self._outputs[item.request.request_id]
-            scores = [named(each, self.tokenizer) for each in found.prompt_logprobs]
-            request.score_prompt(start, scores)
+            try:
+                scores = [named(each, self.tokenizer) for each in found.prompt_logprobs]
+                request.score_prompt(start, scores)
+                if is_complete:
+                    output.append(found.token_id, named(found.logprobs, self.tokenizer))
+            except Exception as error:
+                failures[request.request_id] = _failure(request, error)
+                changed[request.request_id] = request
+                continue
             if is_complete:
-                self._append(request, output, found)
+                self._count(request, output)
                 changed[request.request_id] = request
         for request in changed.values():
-            if (failure := request.grammar_failure) is not None:
+            failure = failures.get(request.request_id) or request.grammar_failure
+            if failure is not None:
                 self._lose(request, failure)
         self._counter.step(time.perf_counter() - began, sum(s.num_tokens for s in scheduled))
         for logger in self._loggers:
@@ -333,8 +350,8 @@ class EngineCore:
             targets,
         )
 
-    def _append(self, request: ActiveRequest, output: DetokenizedOutput, sampled: Sampled) -> None:
-        output.append(sampled.token_id, named(sampled.logprobs, self.tokenizer))
+    def _count(self, request: ActiveRequest, output: DetokenizedOutput) -> None:
+        """Account for a new token: start the other outputs, or end this one."""
         is_first = output.num_tokens == 1
         computes_prompt = output is request.outputs[0]
         self._counter.token(
@@ -372,3 +389,10 @@ class EngineCore:
         del self._outputs[output.request.request_id]
         self.scheduler.remove(output.request.request_id)
         self._counter.finish(output.finish_reason or "error", output.timings())
+
+
+def _failure(request: ActiveRequest, error: Exception) -> EngineError:
+    _log.error("request %s failed", request.request_id, exc_info=error)
+    failure = EngineError(f"The request failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import Context
 from functools import cached_property, partial
@@ -31,6 +32,8 @@ from opweave.engine.request.io_processor import IOProcessors
 from opweave.engine.request.outputs import RequestOutput
 from opweave.engine.request.prompts import Prompt, as_list, params_for
 from opweave.engine.sampling.sampling_params import SamplingParams
+
+_log = logging.getLogger(__name__)
 
 
 class LLM:
@@ -94,6 +97,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate outputs for *prompts*, batched; the results are in the same order.
 
+        A request that fails while it runs leaves the others: its output has the ``error``, which is
+        also logged. Only if all requests fail, the first error is raised. Arguments are checked
+        before anything runs.
+
         Args:
             prompts: one or several prompts, each a text or a list of token ids.
             sampling_params: for all prompts, or one for each; None:
@@ -106,7 +113,7 @@ class LLM:
 
         Raises:
             PromptError: a prompt is empty, too long, or has token ids outside the vocabulary.
-            NonFiniteLogitsError: the model's logits are not finite.
+            NonFiniteLogitsError: the logits of all requests are not finite.
         """
         texts = as_list(prompts)
         params = params_for(len(texts), sampling_params, self.default_sampling_params())
@@ -132,6 +139,11 @@ class LLM:
                         report(sum(g.num_done for g in requests), most)
         finally:
             self._give_up(requests)
+        errors = [request.error for request in requests if request.error is not None]
+        if errors and len(errors) == len(requests):
+            raise errors[0]
+        if errors:
+            _log.error("%d of %d requests failed: %s", len(errors), len(requests), errors[0])
         return [request.output() for request in requests]
 
     def chat(
@@ -180,7 +192,7 @@ class LLM:
             UnexpectedKeywordError: (a TypeError) neither this method nor the template has a
                 variable of that name.
             InvalidArgumentError: both *add_generation_prompt* and *continue_final_message* are set.
-            NonFiniteLogitsError: the model's logits are not finite.
+            NonFiniteLogitsError: as for :meth:`generate`.
 
         Example::
 
@@ -221,10 +233,14 @@ class LLM:
         Raises:
             UnknownPluginError: (a LookupError) there is no such plugin.
             InvalidArgumentError: no I/O processor is named, or it is for encoders.
-            PromptError, NonFiniteLogitsError: as for :meth:`generate`.
+            PromptError: as for :meth:`generate`.
+            NonFiniteLogitsError: the logits of a prompt are not finite.
         """
         processor = self._processors.get(io_processor, embeds=False)
         outputs = self.generate(processor.prompts(request), processor.sampling_params(request))
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
         return processor.result(request, outputs)
 
     def stream(
@@ -261,6 +277,8 @@ class LLM:
                 is_finished = self._step([request], context)
                 is_new = is_finished or request.num_done > known
                 known, output = request.num_done, request.output()
+            if output.error is not None:
+                raise output.error
             if is_new:
                 yield output
 
@@ -302,9 +320,6 @@ class LLM:
         """Compute a step unless *requests* have finished; return whether they have."""
         if not _are_finished(requests):
             context.run(self._core.step)
-        for request in requests:
-            if request.error is not None:
-                raise request.error
         return _are_finished(requests)
 
     def _give_up(self, requests: Sequence[ActiveRequest]) -> None:

@@ -129,7 +129,8 @@ class DetokenizedOutput:
         """End the output, unless it has ended. None: it failed."""
         if self._finished:
             return
-        self._detokenizer.finish()
+        if reason is not None:  # the detokenizer may be the part that failed
+            self._detokenizer.finish()
         # The text that was held back may contain a stop string.
         self.finish_reason = "stop" if reason and self._detokenizer.is_stopped else reason
         self._finished = self._elapsed()
