@@ -142,6 +142,15 @@ def test_a_prefix_draws_requests_until_the_others_have_much_less_to_do() -> None
     assert router.choose(other, 1, range(2)) == 0
 
 
+def test_a_prefix_with_another_salt_draws_no_requests() -> None:
+    router, ids = ReplicaRouter(3), list(range(128))
+    chosen = [router.choose(ids, 1, range(3), salt) for salt in ("ann", "bob", None)]
+    assert sorted(chosen) == [0, 1, 2]
+    for replica in range(3):
+        router.release(replica, 1)
+    assert [router.choose(ids, 1, range(3), salt) for salt in (None, "bob", "ann")] == chosen[::-1]
+
+
 def test_a_prefix_is_not_looked_for_where_none_is_kept() -> None:
     router = ReplicaRouter(2, finds_prefixes=False)
     assert [router.choose(list(range(300)), 1, range(2)) for _ in range(4)] == [0, 1, 0, 1]

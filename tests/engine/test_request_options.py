@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from array import array
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from transformers import AutoTokenizer
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
 from models.tiny_checkpoints import write_tokenizer
+from opweave.config import CacheConfig, EngineConfig
 from opweave.engine import (
     LLM,
     Checkpoint,
@@ -221,3 +224,49 @@ def test_options_that_leave_no_token(llm: LLM) -> None:
     assert answer(llm, allowed_token_ids=[token], bad_words=["zz"], max_tokens=1).text == "z"
     with pytest.raises(NoTokenLeftError, match="No token is left to choose"):
         answer(llm, allowed_token_ids=[token], bad_words=["zz"])
+
+
+def test_a_cache_salt_keeps_prefixes_apart() -> None:
+    llm = LLM(CHECKPOINT, config=EngineConfig(dtype="float32", cache=CacheConfig(block_size=16)))
+    ids, params = [5, 6, 7, 8] * 20, SamplingParams(temperature=0, max_tokens=4, n=2)
+
+    def cached(*prompts: Any) -> list[int]:
+        outputs = llm.generate(list(prompts), params)
+        assert all(output.prompt_token_ids == ids for output in outputs)
+        assert len({tuple(o.token_ids) for output in outputs for o in output.outputs}) == 1
+        return [output.num_cached_tokens for output in outputs]
+
+    def salted(salt: str | None, **prompt: Any) -> dict[str, Any]:
+        return {**(prompt or {"prompt_token_ids": ids}), "cache_salt": salt}
+
+    assert cached(ids) == [0]
+    assert cached(salted("ann")) == [0]
+    assert cached(salted("bob"), salted("ann", prompt=ids), salted(None), ids) == [0, 64, 64, 64]
+    # A salt with the bytes of the first block does not continue the block of another user.
+    (output,) = llm.generate(
+        {
+            "prompt_token_ids": ids[16:],
+            "cache_salt": array("q", ids[:16]).tobytes().decode(),
+        },
+        params,
+    )
+    assert output.num_cached_tokens == 0
+    assert llm.generate({"prompt": PROMPT}, params)[0].prompt == PROMPT
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        ({"prompt": "x", "cache_salt": ""}, "cache_salt='' must be a non-empty string"),
+        ({"prompt": "x", "cache_salt": 5}, "cache_salt=5 must be a non-empty string"),
+        ({"prompt": "x", "cash_salt": "a"}, "'cash_salt'"),
+        ({"prompt": "x", "prompt_token_ids": [5]}, "prompt or prompt_token_ids"),
+        ({"prompt_token_ids": "x"}, "prompt_token_ids='x'"),
+        ({"cache_salt": "a"}, "prompt or prompt_token_ids"),
+    ],
+)
+def test_dicts_that_are_not_prompts(llm: LLM, prompt: Any, shown: str) -> None:
+    with pytest.raises(PromptError, match=re.escape(shown)):
+        llm.generate([prompt])
+    with pytest.raises(PromptError, match=re.escape(shown)):
+        next(llm.stream(prompt))

@@ -28,6 +28,7 @@ from opweave.engine import (
 )
 from opweave.engine.metrics.stats import SECONDS, TOKENS, Histogram
 from opweave.engine.request.outputs import FinishReason
+from opweave.engine.request.prompts import Prompt, split_prompt
 from opweave.engine.tokenization.detokenizer import Detokenizer
 from opweave.engine.tokenization.incremental_decoder import IncrementalDecoder
 
@@ -45,6 +46,7 @@ class Call:
     params: Any
     request_id: str
     priority: int
+    cache_salt: str | None = None
 
 
 class FakeEngine:
@@ -80,14 +82,15 @@ class FakeEngine:
 
     async def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         request_id: str,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self.calls.append(Call(ids, params, request_id, priority))
+        content, salt = split_prompt(prompt)
+        ids = self.tokenizer.encode(content) if isinstance(content, str) else list(content)
+        self.calls.append(Call(ids, params, request_id, priority, salt))
         if not ids or not all(0 <= i < VOCABULARY for i in ids):
             raise PromptError("The prompt is empty, or holds a token that the model has not.")
         if not self.is_running:
@@ -109,7 +112,7 @@ class FakeEngine:
 
     async def generate_deltas(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         request_id: str,

@@ -160,6 +160,7 @@ _SAMPLING_EFFECTS: dict[str, Any] = {
     "stream": True,
     "stream_options.include_usage": (_STREAM, {"stream": True}),
     "priority": 3,
+    "cache_salt": "ann",
     "response_format.type": ({"response_format": {"type": "json_object"}}, {}),
     "response_format.schema": (
         {"response_format": {"type": "json_object", "schema": {"required": ["a"]}}},
@@ -267,6 +268,7 @@ EFFECTS: dict[str, dict[str, Any]] = {
         "input": "Yield",
         "instructions": "Be brief.",
         "metadata": {"a": "b"},
+        "cache_salt": "ann",
         "max_output_tokens": 3,
         "temperature": 0.5,
         "top_p": 0.5,
@@ -279,7 +281,7 @@ EFFECTS: dict[str, dict[str, Any]] = {
             {"tools": _FLAT_TOOLS, "tool_choice": "required"},
         ),
     },
-    "process": {"model": "another", "data": 2, "priority": 3},
+    "process": {"model": "another", "data": 2, "priority": 3, "cache_salt": "ann"},
     "tokenize": {
         **_CONVERSATION_EFFECTS,
         "model": "another",
@@ -411,7 +413,10 @@ class Client:
             for line in text.splitlines()
             if line not in ("", "data: [DONE]") and not line.startswith("event: ")
         ]
-        asked = [(list(call.prompt), call.params, call.priority) for call in engine.calls]
+        asked = [
+            (list(call.prompt), call.params, call.priority, call.cache_salt)
+            for call in engine.calls
+        ]
         return answer.status_code, parts, asked
 
 
@@ -456,6 +461,15 @@ def test_supported_fields_have_an_effect(
     client = Client(endpoint, server, embedder)
     assert client.outcome(with_) != client.outcome(without)
     assert "x-opweave-ignored" not in client.send(with_).headers
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat", "responses", "process"])
+@pytest.mark.parametrize("salt", ["", 5])
+def test_a_cache_salt_is_a_text_that_is_not_empty(
+    endpoint: str, salt: object, server: Running, embedder: Running
+) -> None:
+    answer = Client(endpoint, server, embedder).send({"cache_salt": salt})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_salt")
 
 
 @pytest.mark.parametrize(("endpoint", "row"), cases("refused"))

@@ -161,7 +161,7 @@ class EngineCore:
 
         Args:
             request_id: a name that is unique among unfinished requests.
-            prompt: a text, or token ids.
+            prompt: a text, token ids, or a dict with one of them and a ``cache_salt``.
             params: the sampling parameters.
             priority: the scheduling priority, an integer; with the priority policy, lower ones are
                 scheduled first.

@@ -102,7 +102,9 @@ class LLM:
         before anything runs.
 
         Args:
-            prompts: one or several prompts, each a text or a list of token ids.
+            prompts: one or several prompts, each a text, a list of token ids, or a dict with
+                ``prompt`` or ``prompt_token_ids`` and a ``cache_salt``: cached prefixes are shared
+                only among prompts of the same salt.
             sampling_params: for all prompts, or one for each; None:
                 :meth:`default_sampling_params`.
             progress: called with the number of tokens generated so far and the maximum; unused

@@ -35,7 +35,7 @@ async def chat_generation(
     check_length(text, server, param="messages", reading=reading)
     plan = AnswerPlan(server.output_style, use, text, body.form_field)
     params = plan.constrained(params, server.engine.tokenizer)
-    prompts = [Prompt(text, await tokenize(text, server, reading))]
+    prompts = [Prompt(text, await tokenize(text, server, reading), body.cache_salt)]
     check_context(
         prompts,
         params,

@@ -20,6 +20,7 @@ from opweave.engine import (
     SamplingParamsError,
 )
 from opweave.engine.request.accumulator import OutputAccumulator, merge_deltas
+from opweave.engine.request.prompts import DictPrompt
 from opweave.server.deadline import Deadline
 from opweave.server.errors import ApiError
 from opweave.server.merge_streams import close, merge_streams
@@ -139,8 +140,11 @@ class GenerationJob:
             await close(stream)
 
     def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
+        prompt = self.prompts[index]
         return self.server.engine.generate_deltas(
-            self.prompts[index].ids,
+            prompt.ids
+            if prompt.cache_salt is None
+            else DictPrompt(prompt_token_ids=prompt.ids, cache_salt=prompt.cache_salt),
             self.params,
             request_id=f"{self.kind}-{self._name}-{index}",
             priority=self.priority,

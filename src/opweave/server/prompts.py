@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar, cast
 
@@ -69,10 +69,17 @@ DEFAULT_READING = Reading()
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt; its text is None if the client sent tokens."""
+    """One prompt.
+
+    Attributes:
+        text: its text; None if the client sent tokens.
+        ids: its tokens.
+        cache_salt: shares cached prefixes only with prompts of the same salt.
+    """
 
     text: str | None
     ids: list[int]
+    cache_salt: str | None = None
 
 
 async def read_prompts(
@@ -82,6 +89,7 @@ async def read_prompts(
     param: str,
     n: int = 1,
     reading: Reading = DEFAULT_READING,
+    cache_salt: str | None = None,
 ) -> list[Prompt]:
     """Return the prompts of a request, in order.
 
@@ -91,6 +99,7 @@ async def read_prompts(
         param: the request field of the prompts.
         n: the number of answers per prompt.
         reading: how to tokenize and truncate prompts.
+        cache_salt: of all prompts.
 
     Raises:
         ApiError: the list is empty or too long, or a prompt cannot fit into the context.
@@ -103,10 +112,11 @@ async def read_prompts(
     for text in texts:
         check_length(text, server, param=param, reading=reading)
     read = iter(await tokenize_all(texts, server, reading))
-    return [
+    prompts = [
         reading.prompt(one, next(read)) if isinstance(one, str) else Prompt(None, reading.cut(one))
         for one in several
     ]
+    return [replace(prompt, cache_salt=cache_salt) for prompt in prompts]
 
 
 async def render(

@@ -76,7 +76,7 @@ class KVCacheManager:
         if not self.shares_prefixes:
             return 0
         hashes = request.block_hashes
-        extend_hashes(hashes, request.token_ids, self.block_size)
+        extend_hashes(hashes, request.token_ids, self.block_size, request.cache_salt)
         count = min(len(hashes), (request.num_tokens - 1) // self.block_size)
         for retention, pool in zip(self._retentions, self._pools, strict=True):
             if isinstance(retention, EveryToken):
@@ -151,7 +151,7 @@ class KVCacheManager:
         if not self.shares_prefixes:
             return
         full = request.num_computed_tokens // self.block_size
-        extend_hashes(request.block_hashes, request.token_ids, self.block_size)
+        extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.cache_salt)
         for group, (pool, table) in enumerate(zip(self._pools, holding.tables, strict=True)):
             for index in range(holding.named[group], full):
                 pool.name(table[index], request.block_hashes[index])

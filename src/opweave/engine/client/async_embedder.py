@@ -20,6 +20,7 @@ from opweave.engine.loading.checkpoint import Progress
 from opweave.engine.metrics.stats import EngineStats, StatCounter
 from opweave.engine.priorities import PriorityLists
 from opweave.engine.request.outputs import EmbeddingOutput, RequestOutput, RequestTimings
+from opweave.engine.request.prompts import Prompt
 from opweave.engine.sampling.sampling_params import SamplingParams
 from opweave.engine.tokenization.tokenizer import Tokenizer
 
@@ -82,7 +83,7 @@ class AsyncEmbedder(AsyncClient):
 
     async def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         request_id: str,
@@ -97,7 +98,7 @@ class AsyncEmbedder(AsyncClient):
 
     async def embed(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: PoolingParams | None = None,
         *,
         request_id: str,

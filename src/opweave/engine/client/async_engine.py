@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from opweave.engine.metrics.stats import EngineStats
 from opweave.engine.priorities import PriorityLists, private_context
 from opweave.engine.request.active_request import ActiveRequest
 from opweave.engine.request.outputs import EmbeddingOutput, RequestOutput
+from opweave.engine.request.prompts import Prompt
 from opweave.engine.sampling.sampling_params import SamplingParams
 from opweave.engine.tokenization.tokenizer import Tokenizer
 
@@ -94,7 +95,7 @@ class AsyncEngine(StreamingClient):
 
     def generate_deltas(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         request_id: str,
@@ -109,7 +110,7 @@ class AsyncEngine(StreamingClient):
 
     async def embed(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: PoolingParams | None = None,
         *,
         request_id: str,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
 from opweave.engine.embedding.pooling_params import PoolingParams
 from opweave.engine.metrics.stats import EngineStats
 from opweave.engine.request.outputs import EmbeddingOutput, RequestOutput
+from opweave.engine.request.prompts import Prompt
 from opweave.engine.sampling.sampling_params import SamplingParams
 from opweave.engine.tokenization.tokenizer import Tokenizer
 
@@ -49,7 +50,7 @@ class EngineClient(Protocol):
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         request_id: str,
@@ -60,7 +61,7 @@ class EngineClient(Protocol):
         Closing the iterator, or cancelling the task that reads it, aborts the request.
 
         Args:
-            prompt: a text, or token ids.
+            prompt: a text, token ids, or a dict with one of them and a ``cache_salt``.
             params: the sampling parameters.
             request_id: a name for the request.
             priority: the scheduling priority; lower numbers go first.
@@ -74,7 +75,7 @@ class EngineClient(Protocol):
 
     def generate_deltas(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         request_id: str,
@@ -89,7 +90,7 @@ class EngineClient(Protocol):
 
     async def embed(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: PoolingParams | None = None,
         *,
         request_id: str,

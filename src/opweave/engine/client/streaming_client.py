@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -14,6 +14,7 @@ from opweave.engine.client.async_client import AsyncClient
 from opweave.engine.errors import InvalidArgumentError
 from opweave.engine.request.accumulator import OutputAccumulator, merge_deltas
 from opweave.engine.request.outputs import RequestOutput
+from opweave.engine.request.prompts import Prompt
 from opweave.engine.sampling.sampling_params import SamplingParams
 
 _ABORTED_WITHIN = 2.0  # seconds; the current step finishes first
@@ -74,7 +75,7 @@ class StreamingClient(AsyncClient, ABC):
 
     async def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         request_id: str,
@@ -90,7 +91,7 @@ class StreamingClient(AsyncClient, ABC):
     @abstractmethod
     def generate_deltas(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         request_id: str,

@@ -6,7 +6,7 @@ from itertools import count
 
 from opweave.engine.request.active_request import ActiveRequest
 from opweave.engine.request.detokenized_output import DetokenizedOutput
-from opweave.engine.request.prompts import Prompt, PromptReader
+from opweave.engine.request.prompts import Prompt, PromptReader, split_prompt
 from opweave.engine.request.request import Request, check_priority
 from opweave.engine.sampling.bad_words import BadWords
 from opweave.engine.sampling.randomness import derived_seed
@@ -71,8 +71,9 @@ class RequestFactory:
         """Return a new request; see :meth:`EngineCore.prepare`."""
         check_params(params)
         check_priority(priority)
+        content, salt = split_prompt(prompt)
         tokenizer, size = self.prompts.tokenizer, self.prompts.vocab_size
-        tokens = self.tokens(prompt, params, add_special_tokens=add_special_tokens)
+        tokens = self.tokens(content, params, add_special_tokens=add_special_tokens)
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         bad_words, allowed = BadWords(params.bad_words, tokenizer), params.allowed_token_ids
         params.check_vocabulary(size, eos, bad_words.single)
@@ -83,7 +84,7 @@ class RequestFactory:
         outputs = [
             DetokenizedOutput(
                 index,
-                Request(self._sequence_id(request_id), tokens, priority=priority),
+                Request(self._sequence_id(request_id), tokens, priority=priority, cache_salt=salt),
                 params,
                 derived_seed(seed, index),
                 Detokenizer.of(tokenizer, tokens, params),
@@ -97,7 +98,7 @@ class RequestFactory:
         ]
         # The prefix cache stores no logits, so prompt logprobs need the whole prompt computed.
         outputs[0].request.uses_prefix = params.prompt_logprobs is None
-        text = prompt if isinstance(prompt, str) else None
+        text = content if isinstance(content, str) else None
         return ActiveRequest(request_id, text, outputs, streams=streams, deltas=deltas)
 
     def _sequence_id(self, request_id: str) -> str:

@@ -4,13 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypedDict, cast
 
 from opweave.engine.errors import PromptError
 from opweave.engine.sampling.sampling_params import SamplingParams
 from opweave.engine.tokenization.tokenizer import Side, Tokenizer
 
-Prompt = str | Sequence[int]  # text, or token ids
-_KINDS = "a string, a list of strings, a list of token ids, or a list of such lists"
+
+class DictPrompt(TypedDict, total=False):
+    """A prompt with options; it has either *prompt* or *prompt_token_ids*.
+
+    Attributes:
+        prompt: a text, or token ids.
+        prompt_token_ids: token ids.
+        cache_salt: a non-empty string; the prefix cache is shared only with prompts of the same
+            salt. None: with prompts without a salt.
+    """
+
+    prompt: str | Sequence[int]
+    prompt_token_ids: Sequence[int]
+    cache_salt: str | None
+
+
+Prompt = str | Sequence[int] | DictPrompt
+_KINDS = (
+    "a string, a list of strings, a list of token ids, a list of such lists, or dicts with prompt "
+    "or prompt_token_ids"
+)
+_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 @dataclass(frozen=True)
@@ -35,7 +56,7 @@ class PromptReader:
         """Return the tokens of one prompt.
 
         Args:
-            prompt: a text, or token ids.
+            prompt: a text, token ids, or a dict with one of them.
             add_special_tokens: add the tokenizer's special tokens to a text.
             keep: truncate the prompt to this many tokens: the last ones, or the first ones if no
                 answer follows; None: no truncation.
@@ -44,8 +65,9 @@ class PromptReader:
             PromptError: the prompt is neither text nor token ids, is empty, has ids outside the
                 vocabulary, or leaves no room for an answer.
         """
+        content, _ = split_prompt(prompt)
         ids = truncated(
-            prompt if isinstance(prompt, str) else as_ids(prompt),
+            content if isinstance(content, str) else as_ids(content),
             self.tokenizer,
             keep,
             side="left" if self.answers else "right",
@@ -99,6 +121,30 @@ def truncated(
     return prompt[-keep:] if side == "left" else prompt[:keep]
 
 
+def split_prompt(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
+    """Return the text or the token ids of a prompt, and its cache salt.
+
+    Raises:
+        PromptError: a dict has other fields, or values of other types.
+    """
+    if not isinstance(prompt, dict):
+        return prompt, None
+    if unknown := sorted(map(repr, prompt.keys() - set(_FIELDS))):
+        raise PromptError(
+            f"A prompt has the fields {', '.join(unknown)}; its fields may be {', '.join(_FIELDS)}."
+        )
+    content, ids, salt = (cast(Any, prompt).get(name) for name in _FIELDS)
+    if (content is None) == (ids is None):
+        raise PromptError(f"The prompt is {prompt!r}; it must have prompt or prompt_token_ids.")
+    if ids is not None and not _are_ids(ids):
+        raise PromptError(f"prompt_token_ids={ids!r} must be a list of token ids.")
+    if content is not None and not isinstance(content, str) and not _are_ids(content):
+        raise PromptError(f"prompt={content!r} must be a string or a list of token ids.")
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise PromptError(f"cache_salt={salt!r} must be a non-empty string.")
+    return content if ids is None else ids, salt
+
+
 def as_ids(prompt: object) -> list[int]:
     """Return *prompt* as a list of token ids.
 
@@ -114,16 +160,18 @@ def as_list(prompts: object) -> list[Prompt]:
     """Return one or several prompts as a list of prompts.
 
     Raises:
-        PromptError: an item is neither a string nor token ids.
+        PromptError: an item is not a prompt.
     """
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, str | dict):
+        prompts = [prompts]
     if not isinstance(prompts, list | tuple):
         raise PromptError(f"Prompts must be {_KINDS}, not {type(prompts).__name__}.")
     if prompts and _are_ids(prompts):
         prompts = [prompts]
     for prompt in prompts:
-        if not isinstance(prompt, str) and not _are_ids(prompt):
+        if isinstance(prompt, dict):
+            split_prompt(cast(DictPrompt, prompt))
+        elif not isinstance(prompt, str) and not _are_ids(prompt):
             raise PromptError(f"A prompt is {prompt!r}; prompts must be {_KINDS}.")
     return list(prompts)
 

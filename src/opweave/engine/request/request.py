@@ -25,6 +25,7 @@ class Request:
         request_id: a unique name.
         prompt_token_ids: at least one token.
         priority: the scheduling priority; with the priority policy, lower numbers go first.
+        cache_salt: shares cached prefixes only with requests of the same salt.
 
     Attributes:
         token_ids: the prompt's tokens, followed by the generated ones.
@@ -38,10 +39,15 @@ class Request:
     """
 
     def __init__(
-        self, request_id: str, prompt_token_ids: Sequence[int], *, priority: int = 0
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         self.request_id, self.priority, self.arrival = request_id, priority, next(_arrivals)
-        self.token_ids = list(prompt_token_ids)
+        self.token_ids, self.cache_salt = list(prompt_token_ids), cache_salt
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None

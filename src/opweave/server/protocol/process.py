@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from opweave.server.protocol.base import RequestBody, ResponseBody
-from opweave.server.protocol.sampling import Priority
+from opweave.server.protocol.sampling import CacheSalt, Priority
 
 
 class ProcessRequest(RequestBody):
@@ -15,6 +15,7 @@ class ProcessRequest(RequestBody):
 
     data: Any
     priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class ProcessResponse(ResponseBody):

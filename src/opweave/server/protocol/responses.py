@@ -7,6 +7,7 @@ from typing import Any
 
 from opweave.server.errors import ApiError, unsupported
 from opweave.server.protocol.base import Int, RequestBody, RequestFields, Text
+from opweave.server.protocol.sampling import CacheSalt
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
@@ -33,6 +34,7 @@ class ResponsesRequest(RequestBody):
     tool_choice: Text | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
+    cache_salt: CacheSalt | None = None
 
     def as_chat(self) -> dict[str, Any]:
         """Return the body of the equivalent chat completion.
@@ -50,6 +52,7 @@ class ResponsesRequest(RequestBody):
             "tools": [_tool(each, f"tools.{i}") for i, each in enumerate(self.tools or [])] or None,
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
+            "cache_salt": self.cache_salt,
         }
         return {name: value for name, value in values.items() if value is not None}
 

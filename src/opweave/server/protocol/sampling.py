@@ -26,6 +26,7 @@ _HOTTEST = 2.0  # as in OpenAI's API; SamplingParams has no limit
 
 
 Priority = Annotated[Int, Field(ge=-(2**31), lt=2**31)]
+CacheSalt = Annotated[Text, Field(min_length=1)]
 
 
 def _token(key: object) -> object:
@@ -81,6 +82,7 @@ class SamplingFields(FormFields):
     return_tokens_as_token_ids: bool | None = None
     request_id: Text | None = None
     priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
 
     @property
     def includes_usage(self) -> bool:

@@ -8,7 +8,13 @@ from functools import cached_property
 
 from opweave.server.request_fields.check import FieldTable
 from opweave.server.request_fields.conversation import ABILITIES, CONVERSATION, STORAGE
-from opweave.server.request_fields.generation import COMMON, REQUEST, SAMPLING, STRUCTURED
+from opweave.server.request_fields.generation import (
+    CACHE_SALT,
+    COMMON,
+    REQUEST,
+    SAMPLING,
+    STRUCTURED,
+)
 from opweave.server.request_fields.responses import RESPONSES
 from opweave.server.request_fields.row import Row, harmless, refused, supported
 
@@ -79,11 +85,13 @@ _EMBEDDINGS = (
     refused("endianness", "Numbers are little-endian.", off=("native", "little")),
     harmless("request_id", "Responses have no id; send the header X-Request-Id for the log."),
     harmless("priority", "Requests are answered in their order."),
+    harmless("cache_salt", "Embeddings do not use a prefix cache."),
 )
 _PROCESS = (
     *COMMON,
     supported("data", "Goes to the I/O processor.", is_open=True),
     supported("priority", "With --scheduling-policy priority, a lower number goes first."),
+    CACHE_SALT,
 )
 _TOKENIZE = (
     *COMMON,

@@ -10,11 +10,8 @@ _NO_REPETITION = "Repeated text does not end an answer; use repetition_penalty."
 COMMON = (
     supported("model", "The name of a served model. Missing or empty: the served model."),
     harmless("user", "Not used."),
-    refused(
-        "cache_salt",
-        "Requests share the prefix cache; start the server with --no-prefix-caching.",
-    ),
 )
+CACHE_SALT = supported("cache_salt", "Cached prefixes are shared only with the same salt.")
 
 SAMPLING = (
     supported("max_tokens", "The maximum number of tokens of an answer."),
@@ -60,6 +57,7 @@ REQUEST = (
     supported("stream_options.include_usage", "The last event has the token counts."),
     supported("stream_options.continuous_usage_stats", "Every event has the token counts so far."),
     harmless("stream_options.include_obfuscation", "Events are not padded."),
+    CACHE_SALT,
     supported("priority", "With --scheduling-policy priority, a lower number goes first."),
     supported("request_id", "The end of the id of the response."),
     supported(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from opweave.server.request_fields.generation import CACHE_SALT
 from opweave.server.request_fields.row import harmless, refused, supported
 
 _CHAT = "Use /v1/chat/completions."
@@ -26,6 +27,7 @@ RESPONSES = (
     supported("tool_choice", "none, auto, required, or the function to call.", is_open=True),
     supported("parallel_tool_calls", "Whether there may be several calls; true by default."),
     supported("metadata", "Returned in the response.", is_open=True),
+    CACHE_SALT,
     refused("top_logprobs", _CHAT, off=(0,)),
     refused("include", "Additional output data is not supported.", off=([],)),
     refused("reasoning", "Use chat_template_kwargs of /v1/chat/completions.", off=({},)),
@@ -43,10 +45,6 @@ RESPONSES = (
     refused("structured_outputs", "Use text.format."),
     refused("request_id", "The server generates the ids of responses."),
     refused("priority", _CHAT, off=(0,)),
-    refused(
-        "cache_salt",
-        "Requests share the prefix cache; start the server with --no-prefix-caching.",
-    ),
     refused("mm_processor_kwargs", "The model takes text only.", off=({},)),
     refused("vllm_xargs", "vLLM's extensions are not supported.", off=({},)),
     refused("kv_transfer_params", "Disaggregated serving is not supported.", off=({},)),

@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from fastapi import APIRouter, Request, Response
 from opweave.engine import EmbeddingOutput, RequestOutput, SamplingParams
 from opweave.engine.request.io_processor import IOProcessor
 from opweave.engine.request.prompts import Prompt as Given
-from opweave.engine.request.prompts import as_list
+from opweave.engine.request.prompts import as_list, split_prompt
 from opweave.ir.errors import OpweaveError
 from opweave.server.deadline import Deadline
 from opweave.server.disconnect import unless_gone
@@ -76,7 +77,12 @@ async def _answered(
     server: ServerState,
     deadline: Deadline,
 ) -> _Outputs:
-    prompts = await read_prompts(cast(Input, given), server, param="data")
+    contents, salts = zip(*map(split_prompt, given), strict=True) if given else ((), ())
+    read = await read_prompts(cast(Input, list(contents)), server, param="data")
+    prompts = [
+        replace(prompt, cache_salt=salt or body.cache_salt)
+        for prompt, salt in zip(read, salts, strict=True)
+    ]
     if processor.embeds:
         return await embed(prompts, server, deadline, param="data")
     # The processor's choice, or the checkpoint's default, which is only a limit.

@@ -35,7 +35,7 @@ from opweave.engine.parallel.data_parallel.router import ReplicaRouter
 from opweave.engine.parallel.executor.agreement import Agreement
 from opweave.engine.priorities import engine_priorities
 from opweave.engine.request.outputs import EmbeddingOutput, RequestOutput
-from opweave.engine.request.prompts import as_ids
+from opweave.engine.request.prompts import Prompt, as_ids, split_prompt
 from opweave.engine.sampling.sampling_params import SamplingParams, check_params
 from opweave.engine.sampling.seeds import RequestSeeds
 from opweave.engine.tokenization.tokenizer import Tokenizer, tokenizer_of
@@ -143,7 +143,7 @@ class DataParallelEngine(StreamingClient):
 
     def generate_deltas(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         request_id: str,
@@ -153,13 +153,14 @@ class DataParallelEngine(StreamingClient):
             check_params(params)
             seeded = replace(params, seed=self._seeds.of(params))
             ask = Submission(request_id, prompt, seeded, priority)
-            return partial(self._send, ask, self._tokens(prompt), params.n)
+            _, salt = split_prompt(prompt)
+            return partial(self._send, ask, self._tokens(prompt), params.n, salt)
 
         return self._outputs(request_id, prepare)
 
     async def embed(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: PoolingParams | None = None,
         *,
         request_id: str,
@@ -189,14 +190,17 @@ class DataParallelEngine(StreamingClient):
 
     # In the event loop
 
-    def _tokens(self, prompt: str | Sequence[int]) -> Sequence[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else as_ids(prompt)
+    def _tokens(self, prompt: Prompt) -> Sequence[int]:
+        content, _ = split_prompt(prompt)
+        return self.tokenizer.encode(content) if isinstance(content, str) else as_ids(content)
 
-    def _send(self, ask: Submission, tokens: Sequence[int], answers: int) -> None:
+    def _send(
+        self, ask: Submission, tokens: Sequence[int], answers: int, cache_salt: str | None = None
+    ) -> None:
         if not (able := self._replicas.able):  # the last replica has just died
             self._fail([ask.request_id], self._why_not())
             return
-        chosen = self._router.choose(tokens, answers, able)
+        chosen = self._router.choose(tokens, answers, able, cache_salt)
         self._owed[ask.request_id] = self._replicas.members[chosen], answers
         self._replicas.ask(chosen, ask)
 

@@ -11,6 +11,7 @@ from opweave.config import EngineConfig
 from opweave.engine.embedding.pooling_params import PoolingParams
 from opweave.engine.metrics.stats import EngineStats
 from opweave.engine.request.outputs import EmbeddingOutput, RequestOutput
+from opweave.engine.request.prompts import Prompt
 from opweave.engine.sampling.sampling_params import SamplingParams
 
 
@@ -41,13 +42,13 @@ class Submission:
 
     Attributes:
         request_id: the name of the request.
-        prompt: a text, or token ids.
+        prompt: a text, token ids, or a dict with one of them.
         params: sampling or pooling parameters.
         priority: the scheduling priority; lower numbers go first.
     """
 
     request_id: str
-    prompt: str | Sequence[int]
+    prompt: Prompt
     params: SamplingParams | PoolingParams
     priority: int = 0
 

@@ -37,15 +37,22 @@ class ReplicaRouter:
         """The number of unfinished outputs of each replica."""
         return tuple(self._loads)
 
-    def choose(self, token_ids: Sequence[int], answers: int, able: Collection[int]) -> int:
+    def choose(
+        self,
+        token_ids: Sequence[int],
+        answers: int,
+        able: Collection[int],
+        cache_salt: str | None = None,
+    ) -> int:
         """Return one of *able*, and add *answers* to its load.
 
         Args:
             token_ids: the prompt.
             answers: the number of outputs of the request.
             able: the replicas that take requests; at least one.
+            cache_salt: of the prompt; prefixes with other salts do not count.
         """
-        hashes = self._hashes(token_ids)
+        hashes = self._hashes(token_ids, cache_salt)
         least = min(self._loads[each] for each in able)
         near = [each for each in able if self._loads[each] <= least + _SLACK]
         chosen = max(near, key=lambda r: (self._length(r, hashes), -self._loads[r], -self._last[r]))
@@ -62,13 +69,13 @@ class ReplicaRouter:
         """Forget the prefixes of a replica whose cache is lost."""
         self._known[replica].clear()
 
-    def _hashes(self, token_ids: Sequence[int]) -> list[bytes]:
+    def _hashes(self, token_ids: Sequence[int], cache_salt: str | None) -> list[bytes]:
         hashes: list[bytes] = []
         if self._finds_prefixes:
             with suppress(
                 OverflowError, TypeError
             ):  # invalid tokens: the replica reports the error
-                extend_hashes(hashes, token_ids, _BLOCK)
+                extend_hashes(hashes, token_ids, _BLOCK, cache_salt)
         return hashes
 
     def _length(self, replica: int, hashes: Sequence[bytes]) -> int:
