@@ -473,6 +473,18 @@ def test_a_cache_salt_is_a_text_that_is_not_empty(
 
 
 @pytest.mark.parametrize(("endpoint", "row"), cases("refused"))
+def test_alternatives_to_a_refused_field_are_supported(endpoint: str, row: Row) -> None:
+    paths = {each.path: name for name, each in ENDPOINTS.items()}
+    named = re.search(r" of (/[\w/]+)|[Uu]se (/[\w/]+)", row.note)
+    elsewhere = named and (named[1] or named[2])
+    rows = ENDPOINTS[paths[elsewhere] if elsewhere else endpoint].table.rows
+    for field in re.findall(r"\b(?:[Uu]se|in) ([a-z]+(?:[_.][a-z_]+)+|n|logprobs)\b", row.note):
+        assert rows[field].status == "supported"
+    if elsewhere and not named[1]:  # "Use /v1/...": that endpoint has the field
+        assert rows[row.path].status == "supported"
+
+
+@pytest.mark.parametrize(("endpoint", "row"), cases("refused"))
 def test_refused_fields_are_errors_unless_they_ask_for_nothing(
     endpoint: str, row: Row, server: Running, embedder: Running
 ) -> None:

@@ -14,14 +14,20 @@ import httpx
 import pytest
 
 from opweave.cli import main
+from opweave.cli.app import app
 from opweave.cli.serve import serve_app
 from opweave.cli.vllm_options import REPLACEMENTS
-from opweave.server import AddressError, ServerConfig, ServerConfigError, listen_unix
+from opweave.engine.sampling.sampling_params import MAX_LOGPROBS
+from opweave.platforms import Platform
+from opweave.server import AddressError, ServerConfig, ServerConfigError, create_app, listen_unix
+from opweave.server.request_fields import ENDPOINTS
 from opweave.server.tls import check_certificate
 from server.command import Command
-from server.fake_engine import CHECKPOINT
+from server.conftest import running
+from server.fake_engine import CHECKPOINT, FakeEngine
 
 ARGUMENTS = [str(CHECKPOINT), "--dtype=float32", "--log-level=WARNING"]
+HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
 BODY = {"prompt": "Return the", "max_tokens": 3, "temperature": 0}
 
 
@@ -149,6 +155,54 @@ def test_replacements_exist_and_are_needed() -> None:
         assert option not in own
         for name in re.findall(r"--[a-z.-]*[a-z]", hint):
             assert name in own | {"--compilation-config.mode"}, hint
+
+
+def test_replacements_name_routes_fields_and_parts_that_exist() -> None:
+    routes = set(create_app(FakeEngine(), ServerConfig()).openapi()["paths"]) | {"/docs"}
+    platform_parts = {name for name in dir(Platform) if name.endswith("_cls")}
+    for option, hint in REPLACEMENTS.items():
+        assert set(re.findall(r"(?<!\w)/[a-z0-9/]+", hint)) <= routes, hint
+        for command in re.findall(r"[Rr]un opweave (\w+)", hint):
+            assert command in set(app), hint
+        for field in re.findall(r"the field (\w+)", hint):
+            for endpoint in ("completions", "chat"):
+                assert ENDPOINTS[endpoint].table.rows[field].status == "supported", hint
+        for part in re.findall(r"platform plugin names the (\w+)", hint):
+            assert f"get_{part}_cls" in platform_parts, hint
+        if limit := re.search(r"up to (\d+)", hint):
+            assert (option, int(limit[1])) == ("--max-logprobs", MAX_LOGPROBS)
+
+
+def test_replacements_deny_only_features_without_a_page() -> None:
+    pages = [page.stem for page in HOW_TO.glob("*.md")]
+    denied = {re.split(r"\W", hint)[0] for hint in REPLACEMENTS.values() if "not supported" in hint}
+    assert denied
+    for feature in denied:
+        stem = feature.lower()[:8]
+        assert not [page for page in pages if stem in page], f"{feature} has a page"
+
+
+def test_replacements_are_right_about_keys_and_origins() -> None:
+    config = ServerConfig(api_keys=("secret",), cors_origins=("https://one.example",))
+    key = {"Authorization": "Bearer secret"}
+    with running(FakeEngine(), config) as server, httpx.Client(base_url=server.url) as client:
+        assert "needs an API key" in REPLACEMENTS["--disable-fastapi-docs"]
+        assert client.get("/docs").status_code == 401
+        assert client.get("/docs", headers=key).status_code == 200
+        assert client.get("/metrics").status_code == 200
+        preflight = client.options(
+            "/v1/completions",
+            headers={
+                "Origin": "https://one.example",
+                "Access-Control-Request-Method": "DELETE",
+                "Access-Control-Request-Headers": "X-Odd",
+            },
+        )
+        assert preflight.status_code == 200
+        assert "DELETE" in preflight.headers["access-control-allow-methods"]
+        assert "X-Odd" in preflight.headers["access-control-allow-headers"]
+        assert "access-control-allow-credentials" not in preflight.headers
+        assert "does not allow cookies" in REPLACEMENTS["--allow-credentials"]
 
 
 def test_a_share_of_memory_that_means_nothing_here_is_told(tmp_path: Path) -> None:

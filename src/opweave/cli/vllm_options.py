@@ -10,11 +10,13 @@ _NO_LORA = "LoRA adapters are not supported; merge them into the checkpoint."
 _NO_MEDIA = "The server takes text only."
 _NO_DRAFTS = "Speculative decoding is not supported."
 _NO_PIPELINE = "Use --tensor-parallel-size or --data-parallel-size."
-_QUANTIZED = "Quantized checkpoints are not supported."
+_QUANTIZED = (
+    "Leave it out: the checkpoint says how it is quantized. To quantize one, run opweave quantize."
+)
 
 # The option, and a sentence that follows "Unknown option: --name."
 REPLACEMENTS = {
-    "--allow-credentials": "Use --cors ORIGIN.",
+    "--allow-credentials": "--cors does not allow cookies; clients send --api-key in a header.",
     "--allowed-headers": "Use --cors ORIGIN, which allows all headers.",
     "--allowed-local-media-path": _NO_MEDIA,
     "--allowed-methods": "Use --cors ORIGIN, which allows all methods.",
@@ -24,7 +26,7 @@ REPLACEMENTS = {
     "--chat-template-content-format": "It is detected from the chat template; leave it out.",
     "--code-revision": _NO_CODE,
     "--disable-access-log-for-endpoints": "Use --log-level WARNING.",
-    "--disable-fastapi-docs": "Leave it out: /docs is public.",
+    "--disable-fastapi-docs": "Leave it out: with --api-key, /docs needs an API key.",
     "--disable-frontend-multiprocessing": "Leave it out: one process serves HTTP.",
     "--disable-log-requests": "Prompts are not logged unless --log-prompts is given.",
     "--disable-log-stats": "Leave it out: statistics are at /metrics, not in the log.",
@@ -51,14 +53,14 @@ REPLACEMENTS = {
     "--kv-cache-memory-bytes": "Use --kv-cache-memory BYTES.",
     "--limit-mm-per-prompt": _NO_MEDIA,
     "--logits-processor-pattern": "Requests cannot bring code; write a plugin.",
-    "--logits-processors": "Write a plugin that names a sampler of its own.",
+    "--logits-processors": "A platform plugin names the sampler.",
     "--lora-modules": _NO_LORA,
     "--max-logprobs": "Requests may ask for up to 20; leave it out.",
     "--max-log-len": "Use --log-prompts, which logs whole prompts.",
     "--max-loras": _NO_LORA,
     "--max-parallel-loading-workers": "Leave it out: tensors are read sequentially.",
     "--max-seq-len-to-capture": "Use --compilation-config.",
-    "--middleware": "Write a plugin with a router.",
+    "--middleware": "Plugins add routes, not middleware; put a proxy before the server.",
     "--mm-processor-kwargs": _NO_MEDIA,
     "--num-gpu-blocks-override": "Use --kv-cache-memory BYTES.",
     "--num-speculative-tokens": _NO_DRAFTS,

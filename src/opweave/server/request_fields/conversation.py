@@ -30,7 +30,7 @@ CONVERSATION = (
     refused("messages.content.input_audio", _TEXT_ONLY),
     refused("messages.content.file", _TEXT_ONLY),
     refused("messages.audio", _TEXT_ONLY),
-    refused("messages.function_call", "Use tool_calls."),
+    refused("messages.function_call", "Use messages.tool_calls."),
     refused("messages.refusal", "Send it as content."),
     supported("messages.name", "Goes to the chat template."),
     supported("messages.tool_call_id", "Goes to the chat template."),
