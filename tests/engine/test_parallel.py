@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 
 from conftest import FreshPython
 from engine.test_equality import FAMILIES
@@ -32,7 +34,7 @@ from opweave.engine import (
 )
 from opweave.engine.errors import InvalidArgumentError
 from opweave.engine.loading.loader import load_model
-from opweave.engine.parallel.executor import RankedExecutor, is_follower
+from opweave.engine.parallel.executor import RankedExecutor, is_follower, launch
 from opweave.engine.parallel.executor.agreement import Agreement
 from opweave.engine.parallel.executor.follower import AGREED
 from opweave.engine.parallel.executor.launch import Launch
@@ -363,6 +365,49 @@ def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_follower(1)
     with pytest.raises(InvalidArgumentError, match=r"2 processes.*tensor_parallel_size is 4"):
         is_follower(4)
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "networks", "variable", "shown"),
+    [
+        ("10.0.0.1", "127.0.1.1", ("a", "b"), "", "rank 0: its host name 'node' resolves to the"),
+        ("10.0.0.1", None, ("a", "b"), "", "GLOO_SOCKET_IFNAME"),
+        ("127.0.1.1", "127.0.1.1", ("a", "b"), "eth0", "MASTER_ADDR='127.0.1.1' is the loopback"),
+        ("10.0.0.1", "127.0.1.1", ("a", "b"), "eth0", None),
+        ("10.0.0.1", "0.0.0.0", ("a", "b"), "", None),
+        ("127.0.0.1", "127.0.1.1", ("a", "a"), "", None),
+    ],
+)
+def test_other_machines_are_not_sent_a_loopback_address(
+    address: str,
+    host: str | None,
+    networks: tuple[str, str],
+    variable: str,
+    shown: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def resolve(name: str, *_: Any, type: int) -> list[Any]:
+        assert name == "node"
+        if host is None:
+            raise socket.gaierror("unknown")
+        return [(socket.AF_INET, type, 6, "", (host, 0))]
+
+    def outcome(rank: int) -> str | None:
+        try:
+            Launch(rank, 2, 0, 1, address).check_addresses(store, 10.0, "cpu:gloo")
+        except InvalidArgumentError as error:
+            return str(error)
+        return None
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "node")
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(launch, "_network", iter(networks).__next__)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", variable)
+    store = HashStore()
+    with ThreadPoolExecutor(2) as ranks:
+        outcomes = list(ranks.map(outcome, range(2)))
+    assert outcomes[0] == outcomes[1]  # no rank waits for the other one
+    assert outcomes[0] is None if shown is None else shown in str(outcomes[0])
 
 
 def test_torchrun(checkpoint: Checkpoints, fresh_python: FreshPython) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import secrets
+import socket
+import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
 from typing import Any, Self, cast
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -67,10 +72,62 @@ class Launch:
                 f"--nnodes M --nproc-per-node N with M x N = {tensor_parallel_size}."
             )
 
-    def store(self, timeout: float) -> Store:
-        """Return the rendezvous store; wait for all processes."""
-        found = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        return PrefixStore("opweave", cast("tuple[Any, ...]", found)[0])
+    def store(self, timeout: float, backend: str) -> Store:
+        """Return the rendezvous store; wait for all processes.
+
+        Args:
+            timeout: in seconds.
+            backend: the backend of ``torch.distributed``.
+
+        Raises:
+            InvalidArgumentError: as :meth:`check_addresses` raises it.
+        """
+        met = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        store = PrefixStore("opweave", cast("tuple[Any, ...]", met)[0])
+        self.check_addresses(store, timeout, backend)
+        return store
+
+    def check_addresses(self, store: Store, timeout: float, backend: str) -> None:
+        """Check that ranks on different machines can connect to each other.
+
+        All ranks raise the same error, so none waits for a rank that has given up.
+
+        Raises:
+            InvalidArgumentError: a rank would advertise a loopback address to other machines.
+            RankFailedError: a rank does not come within *timeout* seconds.
+        """
+        keys = [f"host/{rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], json.dumps([_network(), self._loopback(backend)]))
+        self._wait(store, keys, timeout)
+        networks, problems = zip(*(json.loads(store.get(key)) for key in keys), strict=True)
+        if len(set(networks)) > 1 and any(problems):
+            rank, problem = next(item for item in enumerate(problems) if item[1])
+            raise InvalidArgumentError(f"other machines cannot reach rank {rank}: {problem}")
+
+    def _loopback(self, backend: str) -> str:
+        """Return why other machines could not reach this rank, or an empty string."""
+        if self.rank == 0 and _is_loopback(address := socket.gethostbyname(self.address)):
+            return (
+                f"MASTER_ADDR={self.address!r} is the loopback address {address} on its machine. "
+                "Pass torchrun an address of its network: --master-addr 10.0.0.1."
+            )
+        if "gloo" not in backend or os.environ.get("GLOO_SOCKET_IFNAME"):
+            return ""
+        if _is_loopback(address := _gloo_address()):
+            return (
+                f"its host name {socket.gethostname()!r} resolves to the loopback address "
+                f"{address}. Set GLOO_SOCKET_IFNAME on that machine to its network interface, such "
+                "as eth0, or correct its /etc/hosts."
+            )
+        return ""
+
+    def _wait(self, store: Store, keys: list[str], timeout: float) -> None:
+        try:
+            store.wait(keys, timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise RankFailedError(
+                f"not all of {self.size} ranks came within {timeout:g} s: {error}"
+            ) from error
 
     def accept(self, store: Store, timeout: float) -> dict[int, Connection]:
         """Return connections to the other ranks, for rank 0.
@@ -82,12 +139,7 @@ class Launch:
         with Listener((self.address, 0), backlog=self.size, authkey=key) as listener:
             host, port = cast("tuple[str, int]", listener.address)
             store.set(_ADDRESS, json.dumps([host, port, key.hex()]))
-            try:
-                store.wait([f"coming/{rank}" for rank in others], timedelta(seconds=timeout))
-            except RuntimeError as error:
-                raise RankFailedError(
-                    f"not all of {self.size} ranks came within {timeout:g} s: {error}"
-                ) from error
+            self._wait(store, [f"coming/{rank}" for rank in others], timeout)
             found: dict[int, Connection] = {}
             for _ in others:
                 connection = listener.accept()
@@ -134,3 +186,33 @@ def _launch_of(tensor_parallel_size: int) -> Launch | None:
     if launch is not None:
         launch.check_size(tensor_parallel_size)
     return launch
+
+
+def _network() -> str:
+    """Return a name of this process's network; loopback addresses do not leave it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:  # not on Linux
+        return f"{socket.gethostname()} {uuid.getnode()}"
+
+
+def _gloo_address() -> str:
+    """Return the address that gloo advertises without ``GLOO_SOCKET_IFNAME``.
+
+    It is the first address of the host name to which a socket can be bound, else loopback; see
+    ``createDefaultDevice`` in torch's ProcessGroupGloo.cpp.
+    """
+    try:
+        entries = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except socket.gaierror:  # the host name has no address
+        entries = []
+    for family, kind, protocol, _, address in entries:
+        with socket.socket(family, kind, protocol) as probe, suppress(OSError):
+            probe.bind(address)
+            return str(address[0])
+    return "127.0.0.1"
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -83,7 +83,7 @@ class RankedExecutor(Executor):
             processes = {rank: Process(_port(store)) for rank in range(1, size)}
             peers = Peers({rank: each.connection for rank, each in processes.items()}, processes)
         else:
-            store, local = launch.store(timeout), launch.local_size
+            store, local = launch.store(timeout, platform.dist_backend), launch.local_size
             if launch.rank:
                 sys.exit(follow(launch.connect(store), lambda: store))
             peers = Peers(launch.accept(store, timeout), {})
