@@ -16,13 +16,24 @@ from opweave.engine import LLM
 Checkpoints = Callable[[str], tuple[Path, Any]]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek"])
-def test_a_token_has_the_same_bits_in_any_batch(kind: str, checkpoint: Checkpoints) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("llama", "float32"),
+        ("llama", "bfloat16"),
+        ("llama", "float16"),
+        ("gemma3", "float32"),
+        ("deepseek", "float32"),
+    ],
+)
+def test_a_token_has_the_same_bits_in_any_batch(
+    kind: str, dtype: str, checkpoint: Checkpoints
+) -> None:
     """Chunks, steps, and prefixes that are recomputed or found give a token the same bits."""
     path, params = checkpoint(kind)[0], replace(GREEDY, logprobs=1)
 
     def scores(prompts: list[list[int]], **options: Any) -> list[Any]:
-        answers = LLM(path, config=config(**options)).generate(prompts, params)
+        answers = LLM(path, dtype=dtype, config=config(**options)).generate(prompts, params)
         return [answer.outputs[0].logprobs for answer in answers]
 
     with ir.require("batch_invariant"):

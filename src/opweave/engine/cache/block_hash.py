@@ -1,4 +1,4 @@
-"""Hashes of blocks of tokens; equal hashes mean equal salts and equal tokens up to there."""
+"""Hashes of blocks of tokens; equal hashes mean that the salt and all tokens up to there match."""
 
 from __future__ import annotations
 

@@ -48,8 +48,9 @@ class DataParallelEngine(StreamingClient):
 
     Each replica is a Ray actor on any machine with free resources, and holds the whole model on as
     many ranks as the configuration says. A request goes to the replica with the lowest load, or to
-    one that probably has its prefix cached. Seeds are drawn here, so that tokens do not depend on
-    the replica.
+    one that probably has its prefix cached. Seeds are drawn here, so that sampling does
+    not depend on the replica. In float32, or with batch invariance, the tokens are those of one
+    engine; otherwise the logits also depend on the batch, and thus on the replica.
 
     If a replica dies, its requests fail with :class:`~opweave.engine.errors.EngineDeadError`, and
     it is replaced. The other replicas go on.
