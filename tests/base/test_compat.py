@@ -32,6 +32,7 @@ CHECKED = {
     "function_mode_enabled",
     "functorch_interpreter",
     "any_autocast_enabled",
+    "no_autocast",
     "is_certain",
     "jit_tracing_state",
     "below_autograd",
@@ -295,8 +296,11 @@ def test_any_autocast_enabled() -> None:
     assert not compat.any_autocast_enabled()
     with torch.autocast("cpu", torch.bfloat16):
         assert compat.any_autocast_enabled()
-        with torch.autocast("cpu", enabled=False):
-            assert not compat.any_autocast_enabled()
+        for disabled in (torch.autocast("cpu", enabled=False), compat.no_autocast()):
+            with disabled:
+                assert not compat.any_autocast_enabled()
+                assert not torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled("cpu")
 
 
 def test_jit_tracing_state() -> None:

@@ -146,3 +146,30 @@ def test_native_that_cannot_be_traced_runs_under_it() -> None:
     (found,) = compiled(function)(X, W)
     assert torch.equal(found, torch.mm(X.bfloat16(), W.bfloat16()))
     assert opweave.compile.report().nodes[0].stage.startswith("kept as a call")
+
+
+def test_ops_that_autocast_does_not_change() -> None:
+    """Their definitions and kernels are lowered as without autocast, as eager mode runs them."""
+
+    @ir.register_op(autocast=False)
+    def attend(x: Tensor, weight: Tensor) -> Tensor:
+        scores = x.float() @ weight.float()
+        return scores.masked_fill(scores < 0, torch.finfo(torch.float32).min).to(x.dtype)
+
+    @ir.register_op
+    def attend_twice(x: Tensor, weight: Tensor) -> Tensor:
+        return ir.ops.attend(torch.mm(x, weight), weight)
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", dtype=BF16):
+            inner = ir.ops.attend(x, w), ir.ops.attend_twice(x, w)
+        return *inner, ir.ops.attend(x, w), ir.ops.attend_twice(x, w)
+
+    assert check(function) == [torch.float32, BF16, torch.float32, torch.float32]
+    with torch.autocast("cpu", dtype=BF16):
+        assert check(function) == [torch.float32, BF16, torch.float32, BF16]
+    attend.register_impl("vendor")(lambda x, weight: torch.mm(x, weight) * 2)
+    with ir.priority(attend=["vendor"]), torch.autocast("cpu", dtype=BF16):
+        result = compiled(ir.ops.attend)(X, W)
+        assert torch.equal(result, ir.ops.attend(X, W))
+    assert torch.equal(result, torch.mm(X, W) * 2)

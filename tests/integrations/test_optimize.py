@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 import opweave
+from opweave.integrations.optimize.attention import attention
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -83,6 +84,41 @@ def test_families_of_transformers(family: str, dtype: torch.dtype) -> None:
     assert ran >= {"linear", *FAMILIES[family][2]}
     opweave.restore(model)
     assert torch.equal(logits(model, ids), before)
+
+
+@pytest.mark.filterwarnings("ignore::opweave.ir.errors.GradientFallbackWarning")
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_autocast(dtype: torch.dtype, autocast: torch.dtype) -> None:
+    """Results have the dtypes of the model as it was, with and without gradients."""
+    for family in ("Llama", "Bert", "Phi3"):
+        model, ids = make(family, dtype), prompt()
+        with torch.autocast("cpu", autocast):
+            before = model(ids)[0]
+            opweave.optimize(model)
+            with torch.no_grad():
+                after = model(ids)[0]
+            differentiable = model(ids)[0]
+        for result in (after, differentiable):
+            assert result.dtype == before.dtype
+            room = 0.06 * before.abs().max().item()
+            torch.testing.assert_close(result, before, atol=room, rtol=0)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_attention_under_autocast_returns_the_dtype_of_sdpa(mixed: bool) -> None:
+    query = torch.randn(1, 4, 3, 16)
+    key = query.bfloat16() if mixed else query
+    with torch.autocast("cpu", torch.bfloat16):
+        result, _ = attention(nn.Identity(), query, key, key, None)
+    assert result.dtype == torch.bfloat16
 
 
 def test_greedy_tokens_and_explanation() -> None:

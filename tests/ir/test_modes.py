@@ -24,6 +24,7 @@ from ir.helpers import (
 )
 from opweave import ir
 from opweave.ir.errors import ProviderRejectedError, UnknownOpError
+from opweave.ir.tolerance import Tolerance
 
 # Modes and subclasses
 
@@ -275,3 +276,47 @@ def test_kernels_are_passed_over_under_autocast(registry: ir.Registry) -> None:
         assert op.dispatch(x, w).provider == "vendor"
     finally:
         torch.set_autocast_enabled("cuda", False)
+
+
+# Their products keep the dtype of the operands, so autocast changes it, as for torch's functions.
+CASTING = {"conv_nd", "fused_experts", "linear", "patch_matmul"}
+
+
+def cast(values: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    return tuple(
+        v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for v in values
+    )
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [n for n in ir.ops.__all__ if n != "all_reduce_rms_norm"])
+def test_every_op_runs_under_autocast(name: str, autocast: torch.dtype) -> None:
+    """With the values that it documents; all_reduce_rms_norm, which needs ranks, is a composite."""
+    op = op_of(name)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        values = op.generate_inputs(dtype=dtype)
+        casts = name in CASTING
+        with ir.priority({part: ["native"] for part in ir.ops.__all__}):  # composites call others
+            expected = op.native(*copy.deepcopy(cast(values, autocast) if casts else values))
+            with torch.autocast("cpu", autocast):
+                results = op(*copy.deepcopy(values))
+        room = op.get_tolerance(autocast) if casts else Tolerance(0, 0)
+        for a, b in zip(tuple_of(results), tuple_of(expected), strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a.double(), b.double(), atol=room.atol, rtol=room.rtol)
+
+
+@pytest.mark.parametrize("name", ["causal_attention", "linear_w8a16"])
+def test_autocast_does_not_change_ops_that_are_computed_in_float32(name: str) -> None:
+    op = op_of(name)
+    values, recorded = inputs(op, dtype=torch.bfloat16), inputs(op, grad=True, dtype=torch.bfloat16)
+    kernel, expected = op.dispatch(*values).provider, op(*values)
+    batched = torch.vmap(lambda x: op(x, *recorded[1:]))
+    differentiable, batch = op.native(*recorded), batched(recorded[0][None])
+    with torch.autocast("cpu", torch.float16):
+        assert op.dispatch(*values).provider == kernel != "native", "its kernels are not rejected"
+        for call in (op, op.torch_op, op.using(f"{kernel}!")):
+            assert_equal(call(*values), expected)
+        for call in (op, op.torch_op):
+            assert_equal(call(*recorded), differentiable)
+        assert_equal(batched(recorded[0][None]), batch)

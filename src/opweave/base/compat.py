@@ -70,6 +70,12 @@ function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_ena
 # Whether torch.autocast is on for any kind of device.
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
+
+def no_autocast() -> AbstractContextManager[None]:
+    """Disable torch.autocast for all kinds of devices, without recording it in a graph."""
+    return cast("AbstractContextManager[None]", torch._C._DisableAutocast())
+
+
 # The innermost functorch transform (vmap, grad, ...), or None. Its tensors look like plain Tensors.
 functorch_interpreter: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 

@@ -29,6 +29,7 @@ from opweave.base.compat import (
     HigherOrderOperator,
     OpOverload,
     OpOverloadPacket,
+    no_autocast,
     unwrapped,
 )
 from opweave.compile import mutation_compat
@@ -42,6 +43,7 @@ __all__ = [
     "OpOverloadPacket",
     "SerializableCallable",
     "TorchDispatchMode",
+    "no_autocast",
 ]
 
 InductorConfig = Mapping[str, Any]

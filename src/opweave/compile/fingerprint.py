@@ -35,7 +35,7 @@ def contribute(digest: Callable[[], str]) -> None:
 
 def of_op(op: IrOp) -> str:
     """Return a digest of an op's definition and all its implementations."""
-    parts = [op.name, op.schema.torch, repr(op.activations), str(op.composite)]
+    parts = [op.name, op.schema.torch, repr(op.activations), str(op.composite), str(op.autocast)]
     parts += [of_function(op.native), of_function(op.fake)]
     parts += [of_impl(impl) for impl in op.impls.values()]
     return digest_of(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, count
@@ -210,7 +211,8 @@ class _CallsNative(TorchFunctionMode):
         target, given = find_target(function), kwargs or {}
         if target is None:
             return function(*args, **given)
-        with self:  # torch disables the mode here, but native functions may call other ops
+        state = nullcontext() if target.op.autocast else compat.no_autocast()
+        with self, state:  # torch disables the mode here, but native functions may call other ops
             return target.op.native(
                 *args, **{k: v for k, v in given.items() if k not in ANNOTATIONS}
             )

@@ -144,6 +144,9 @@ class Path:
         """Run a call that the fast path does not handle, or that comes before it is generated."""
         if self.op.ensure_prepared(self):
             return self.function(self.op, *args, **kwargs)
+        if not self.op.autocast and compat.any_autocast_enabled():
+            with compat.no_autocast():
+                return self.function(self.op, *args, **kwargs)
         values = self.op.bind(*args, **kwargs)
         if self.kind is not Kind.KERNEL and _needs_dispatcher(values):
             if not needs_gradient(values):

@@ -71,6 +71,7 @@ class IrOp(Callee):
         self.name, self.native, self.schema = spec.name, spec.native, spec.schema
         self.activations, self.keeps_strides = spec.activations, spec.keeps_strides
         self.allow_inplace, self.composite = spec.allow_inplace, spec.composite
+        self.autocast = spec.autocast
         self.site, self.owner = spec.site, spec.owner
         self.fake: Function = native
         traits = spec.native_traits

@@ -265,6 +265,7 @@ def register_op(
     composite: bool = False,
     native_traits: Iterable[str] = (),
     keeps_strides: Sequence[str] = (),
+    autocast: bool = True,
     override: bool = False,
 ) -> Callable[[NativeFunction], IrOp]: ...
 
@@ -279,6 +280,7 @@ def register_op(
     composite: bool = False,
     native_traits: Iterable[str] = (),
     keeps_strides: Sequence[str] = (),
+    autocast: bool = True,
     override: bool = False,
 ) -> IrOp | Callable[[NativeFunction], IrOp]:
     """Declare an op with the decorated PyTorch function as its native implementation.
@@ -297,6 +299,9 @@ def register_op(
         keeps_strides: activations, such as a cache, whose output has the strides of the input,
             gaps included (contiguous if elements overlap). Kernels may reuse them in any layout;
             other activations are reused only if they are contiguous.
+        autocast: whether ``torch.autocast`` applies to the operators of the native implementation;
+            kernels are then rejected under it. False for an op that is computed in dtypes of its
+            own, such as float32: native and kernels run with autocast disabled.
         override: replace an earlier op of the same name and its implementations, for example when
             a notebook cell runs again.
 
@@ -317,6 +322,7 @@ def register_op(
             composite=composite,
             native_traits=native_traits,
             keeps_strides=keeps_strides,
+            autocast=autocast,
         )
         return _current.add(op, override=override)
 

@@ -222,13 +222,13 @@ def select_native(op: IrOp, policy: Policy, why: str) -> Selection:
 
 
 def select_here(op: IrOp, values: Sequence[Any], policy: Policy) -> Selection:
-    """Choose as :func:`select` does, but replace a kernel by native under ``torch.autocast``.
+    """Choose as :func:`select` does, but replace a kernel by native if autocast applies to it.
 
     Raises:
         IrError: see :func:`select` and :func:`native_for`.
     """
     selection = select(op, values, policy)
-    return native_for(selection) if autocasts(tensors_in(values)) else selection
+    return native_for(selection) if op.autocast and autocasts(tensors_in(values)) else selection
 
 
 def native_for(selection: Selection) -> Selection:

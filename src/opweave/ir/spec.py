@@ -28,6 +28,7 @@ class OpSpec:
         composite: whether native is written in other ops, so that the compiler can recognize it.
         keeps_strides: the activations whose outputs have the strides of the input.
         native_traits: the promises of native, see :mod:`opweave.ir.traits`.
+        autocast: whether ``torch.autocast`` applies to calls; if not, they run with it disabled.
         site: where it was declared.
         owner: the plugin that declared it, if any.
     """
@@ -40,6 +41,7 @@ class OpSpec:
     composite: bool
     keeps_strides: frozenset[str]
     native_traits: frozenset[str]
+    autocast: bool
     site: Site
     owner: Owner | None
 
@@ -54,6 +56,7 @@ class OpSpec:
         composite: bool = False,
         native_traits: Iterable[str] = (),
         keeps_strides: Sequence[str] = (),
+        autocast: bool = True,
     ) -> OpSpec:
         """Check and return the declaration of an op; see :func:`opweave.ir.register_op`.
 
@@ -88,6 +91,7 @@ class OpSpec:
             composite,
             frozenset(keeps_strides),
             check_traits({DIFFERENTIABLE, *native_traits}),
+            autocast,
             caller_site(),
             current_owner(),
         )

@@ -122,7 +122,8 @@ class TorchOps:
                 return torch_op(*args, **kwargs)
         using = kwargs.get("using", "") if annotated else ""
         policy = policy_for(self.op, call_site(using), differentiable=True)
-        with entered(kwargs.get("autocast", "") if annotated else ""):
+        autocast = kwargs.get("autocast", "") if annotated else ""
+        with entered(autocast) if self.op.autocast else compat.no_autocast():
             selection = select_here(self.op, values, policy)
             warn_of_fallback(selection)
             with selection.impl.noting():

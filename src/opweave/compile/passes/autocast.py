@@ -2,7 +2,8 @@
 
 AOTAutograd traces the casts of torch's own operators and drops the autocast regions, but IR ops
 stay opaque. So each call becomes ``op_annotated(..., autocast="cpu=bfloat16")``, and is later
-lowered to its native implementation under that state, as in eager mode.
+lowered to its native implementation under that state, as in eager mode. Ops that autocast does not
+apply to need no annotation.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def _carry(info: GraphInfo, now: Overrides, context: Context) -> None:
 
 
 def _annotate(call: IrCall, now: Overrides, context: Context) -> None:
+    if not call.op.autocast:
+        return
     devices = {tensor.device.type for tensor in tensors_in(call.fakes)}
     text = to_text({d: dtype for d in devices if (dtype := _dtype(d, now)) is not None})
     if call.autocast and now and text != call.autocast:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from opweave import ir
@@ -64,7 +65,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention with the signature that transformers calls.
 
-    Calls that the ops do not support (masks, dropout, position biases, a paged cache) run SDPA.
+    Calls that the ops do not support (masks, dropout, position biases, a paged cache, tensors that
+    autocast casts) run SDPA.
 
     Args:
         module: the calling layer.
@@ -81,7 +83,10 @@ def attention(
     q, k = query.shape[2], key.shape[2]
     # Of a longer cache without a mask, transformers sees the first keys alone; the op sees all.
     covered = attention_mask is None and dropout == 0.0 and (q in (1, k) or not causal)
-    if not covered or any(kwargs.get(name) is not None for name in special):
+    dtypes, device = {query.dtype, key.dtype, value.dtype}, query.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtypes.add(torch.get_autocast_dtype(device))  # SDPA casts to it
+    if not covered or len(dtypes) > 1 or any(kwargs.get(name) is not None for name in special):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(

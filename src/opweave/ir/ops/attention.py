@@ -15,7 +15,7 @@ from opweave.ir.ops.sequences import boundaries, sequence_lengths
 from opweave.ir.registry import register_op
 
 
-@register_op
+@register_op(autocast=False)
 def causal_attention(
     query: Tensor,
     key: Tensor,
@@ -52,7 +52,7 @@ def causal_attention(
     return _attend(query, key, value, visible, scale, soft_cap)
 
 
-@register_op
+@register_op(autocast=False)
 def bidirectional_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
 ) -> Tensor:
@@ -78,7 +78,7 @@ def bidirectional_attention(
     return _attend(query, key, value, visible, scale, None)
 
 
-@register_op
+@register_op(autocast=False)
 def varlen_attention(
     query: Tensor,
     key: Tensor,

@@ -26,7 +26,7 @@ from opweave.ir.registry import register_op
 _ACTIVATIONS = ("silu", "swish")
 
 
-@register_op(allow_inplace=True)
+@register_op(allow_inplace=True, autocast=False)
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -81,7 +81,7 @@ def causal_conv1d(
     return y, write_states(x_state, slot_idx, last)
 
 
-@register_op(allow_inplace=True)
+@register_op(allow_inplace=True, autocast=False)
 def causal_conv1d_update(
     x: Tensor,
     weight: Tensor,

@@ -12,7 +12,7 @@ from opweave.ir.registry import register_op
 from opweave.ir.traits import BATCH_INVARIANT
 
 
-@register_op(native_traits={BATCH_INVARIANT})
+@register_op(native_traits={BATCH_INVARIANT}, autocast=False)
 def dual_chunk_rotary_embedding(
     x_query: Tensor,
     x_key: Tensor,

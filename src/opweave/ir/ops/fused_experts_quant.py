@@ -32,7 +32,7 @@ ExpertFunction = Callable[[int, Tensor], Tensor]
 _misfit = partial(misfit, "fused_experts_quant")
 
 
-@register_op
+@register_op(autocast=False)
 def fused_experts_quant(
     x: Tensor,
     w13: Tensor,

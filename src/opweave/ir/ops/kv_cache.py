@@ -24,6 +24,7 @@ from opweave.ir.traits import BATCH_INVARIANT
     allow_inplace=True,
     keeps_strides=["key_cache", "value_cache"],
     native_traits={BATCH_INVARIANT},
+    autocast=False,
 )
 def reshape_and_cache(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
@@ -58,6 +59,7 @@ def reshape_and_cache(
     keeps_strides=["key_cache", "value_cache"],
     composite=True,
     native_traits={BATCH_INVARIANT},
+    autocast=False,
 )
 def rope_reshape_and_cache(
     query: Tensor,

@@ -15,7 +15,7 @@ from opweave.ir.ops.linear import linear
 from opweave.ir.registry import register_op
 
 
-@register_op
+@register_op(autocast=False)
 def linear_w4a16(
     x: Tensor,
     weight: Tensor,
@@ -92,7 +92,7 @@ def groups_rows(scale: Tensor, weight: Tensor) -> bool:
     )
 
 
-@register_op
+@register_op(autocast=False)
 def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> Tensor:
     """``x @ dequantized(weight).T + bias`` with blocks of a GGUF file, in float32, rounded once.
 

@@ -23,7 +23,7 @@ _DTYPES = (torch.int8, torch.float8_e4m3fn)
 _SCALES = (torch.float32, torch.float64)
 
 
-@register_op
+@register_op(autocast=False)
 def linear_w8a8(
     x: Tensor,
     x_scale: Tensor,

@@ -27,7 +27,7 @@ from opweave.ir.traits import BATCH_INVARIANT
 
 
 # Batch invariant because a required trait applies to linear and varlen_attention too.
-@register_op(composite=True, native_traits={BATCH_INVARIANT})
+@register_op(composite=True, native_traits={BATCH_INVARIANT}, autocast=False)
 def mla_attention_prefill(
     query: Tensor,
     kv_c: Tensor,
@@ -70,7 +70,8 @@ def mla_attention_prefill(
     return out
 
 
-@register_op  # not a composite: its slices depend on model sizes, so it cannot be recognized
+# Not a composite: its slices depend on model sizes, so it cannot be recognized.
+@register_op(autocast=False)
 def mla_attention_decode(
     query: Tensor,
     kv_cache: Tensor,

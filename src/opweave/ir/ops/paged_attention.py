@@ -26,7 +26,7 @@ from opweave.ir.registry import register_op
 from opweave.ir.rule import plain
 
 
-@register_op
+@register_op(autocast=False)
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -88,7 +88,7 @@ def paged_attention(
     return _attend(query[None], keys[None], values[None], visible, scale, soft_cap)[0]
 
 
-@register_op(composite=True)
+@register_op(composite=True, autocast=False)
 def attention_quant(
     query: Tensor,
     key_cache: Tensor,

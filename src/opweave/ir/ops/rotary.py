@@ -19,7 +19,7 @@ from opweave.ir.registry import register_op
 from opweave.ir.traits import BATCH_INVARIANT
 
 
-@register_op(native_traits={BATCH_INVARIANT})
+@register_op(native_traits={BATCH_INVARIANT}, autocast=False)
 def apply_rotary_emb(
     x: Tensor,
     cos: Tensor,
@@ -47,7 +47,7 @@ def apply_rotary_emb(
     return _rotate(x, cos.unsqueeze(-2), sin.unsqueeze(-2), is_neox_style, enable_fp32_compute)
 
 
-@register_op(allow_inplace=True, native_traits={BATCH_INVARIANT})
+@register_op(allow_inplace=True, native_traits={BATCH_INVARIANT}, autocast=False)
 def rotary_embedding(
     x_query: Tensor,
     x_key: Tensor,
@@ -86,7 +86,7 @@ def rotary_embedding(
     return query.reshape(x_query.shape), key.reshape(x_key.shape)
 
 
-@register_op(allow_inplace=True, native_traits={BATCH_INVARIANT})
+@register_op(allow_inplace=True, native_traits={BATCH_INVARIANT}, autocast=False)
 def rotary_embedding_single(
     x: Tensor,
     positions: Tensor,
@@ -112,7 +112,7 @@ def rotary_embedding_single(
     return _rotate(_heads(x, positions, head_size), cos, sin, is_neox_style, False).reshape(x.shape)
 
 
-@register_op(allow_inplace=True, composite=True, native_traits={BATCH_INVARIANT})
+@register_op(allow_inplace=True, composite=True, native_traits={BATCH_INVARIANT}, autocast=False)
 def qk_norm_rope(
     x_query: Tensor,
     x_key: Tensor,

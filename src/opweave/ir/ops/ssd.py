@@ -22,7 +22,7 @@ from opweave.ir.ops.state_slots import (
 from opweave.ir.registry import register_op
 
 
-@register_op(allow_inplace=True)
+@register_op(allow_inplace=True, autocast=False)
 def ssd_chunk_scan(
     x: Tensor,
     dt: Tensor,
