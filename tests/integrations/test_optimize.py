@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,6 +179,94 @@ def test_a_model_stays_what_it_was() -> None:
     assert opweave.optimize(model).outcomes == (), "a second call has nothing to do"
     double = logits(model.double(), ids)  # other dtypes run, too
     torch.testing.assert_close(double, expected, atol=1e-5, rtol=1e-5)
+
+
+LOADING = """
+import sys, torch
+
+config, model, ids = (torch.load(path, weights_only=False) for path in sys.argv[1:4])
+with torch.no_grad():
+    torch.save((type(model)(config).eval()(ids)[0].shape, model(ids)[0]), sys.argv[4])
+"""
+
+
+def test_another_process_loads_a_model(tmp_path: Path) -> None:
+    """One that does not import opweave; also the configuration alone names a known attention."""
+    model, ids = make("Qwen3"), prompt()
+    opweave.optimize(model)
+    paths = [tmp_path / name for name in ("config", "model", "ids", "logits")]
+    for value, path in zip((model.config, model, ids), paths, strict=False):
+        torch.save(value, path)
+    subprocess.run([sys.executable, "-c", LOADING, *map(str, paths)], check=True)
+    shape, result = torch.load(paths[-1])
+    assert torch.equal(result, logits(model, ids))
+    assert shape == result.shape
+    model.config.save_pretrained(tmp_path)
+    assert "opweave" not in (tmp_path / "config.json").read_text()
+
+
+TOWER = {**SIZES, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def clip(text: str, vision: str) -> Any:
+    config = transformers.CLIPConfig(
+        text_config=TOWER, vision_config={**TOWER, "image_size": 16, "patch_size": 8}
+    )
+    kinds = {"text_config": text, "vision_config": vision}
+    return transformers.CLIPModel._from_config(config, attn_implementation=kinds).eval()
+
+
+def llava(text: str, vision: str) -> Any:
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**SIZES),
+        vision_config=transformers.CLIPVisionConfig(**TOWER, image_size=16, patch_size=8),
+        image_token_index=5,
+    )
+    kinds = {"text_config": text, "vision_config": vision}
+    model = transformers.LlavaForConditionalGeneration._from_config(
+        config, attn_implementation=kinds
+    )
+    return model.eval()
+
+
+@pytest.mark.parametrize(("text", "vision"), [("eager", "sdpa"), ("sdpa", "eager"), ("sdpa",) * 2])
+@pytest.mark.parametrize("build", [clip, llava])
+def test_each_part_of_a_model_has_an_attention_of_its_own(
+    build: Callable[[str, str], Any], text: str, vision: str
+) -> None:
+    torch.manual_seed(0)
+    model = build(text, vision)
+    parts = model.config.text_config, model.config.vision_config
+
+    def run() -> Any:
+        ids = prompt().where(prompt() != 5, 6)
+        ids[:, 2:6] = 5  # four image tokens
+        with torch.no_grad():
+            outputs = model(input_ids=ids, pixel_values=torch.ones(2, 3, 16, 16))
+        return outputs[0]
+
+    before = run()
+    for _ in range(2):  # a second round finds the model as it was
+        report = opweave.optimize(model)
+        expected = ["opweave" if kind == "sdpa" else kind for kind in (text, vision)]
+        assert [part._attn_implementation for part in parts] == expected
+        count = sum("causal_attention" in ops for ops in report.replaced.values())
+        assert count == 1 + expected.count("opweave"), "that of the whole model, too"
+        torch.testing.assert_close(run(), before, atol=1e-5, rtol=1e-5)
+        opweave.restore(model)
+        assert [part._attn_implementation for part in parts] == [text, vision]
+        assert torch.equal(run(), before)
+
+
+def test_a_wrapped_model_of_transformers() -> None:
+    model, ids = make("Llama"), prompt()
+    wrapper = nn.Sequential(model)
+    expected = logits(model, ids)
+    report = opweave.optimize(wrapper)
+    assert report.replaced["0"] == ("causal_attention", "bidirectional_attention")
+    torch.testing.assert_close(logits(wrapper, ids), expected, atol=1e-5, rtol=1e-5)
+    opweave.restore(wrapper)
+    assert torch.equal(logits(wrapper, ids), expected)
 
 
 @pytest.mark.filterwarnings("ignore::opweave.ir.errors.GradientFallbackWarning")

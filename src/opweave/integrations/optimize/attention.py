@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -11,45 +10,70 @@ from torch import Tensor, nn
 from opweave import ir
 
 NAME = "opweave"
+_SDPA = "sdpa"
 
 
-def has_interface(model: nn.Module) -> bool:
-    """Whether *model* gets its attention from transformers' registry, and currently uses SDPA.
+def install(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Make the parts of *model* that use SDPA use opweave's attention.
 
-    False for models with sparse attention: they apply the indexer's mask for SDPA only, and expect
-    other attention functions to use the indexer's results.
+    The parts of a model, such as its text and vision towers, have configurations of their own,
+    which name their attention. Models with sparse attention are left alone: they apply the
+    indexer's mask for SDPA only, and expect other attention functions to use the indexer's results.
+
+    Returns:
+        The name and the first module of each part, by configuration.
     """
-    if "transformers" not in sys.modules or not hasattr(model, "set_attn_implementation"):
-        return False
     if any(getattr(module, "indexer", None) is not None for module in model.modules()):
-        return False
-    config: Any = getattr(model, "config", None)
-    return getattr(config, "_attn_implementation", None) == "sdpa"
+        return []
+    parts = _parts(model, _SDPA)
+    for config, _, _ in parts:
+        config._attn_implementation = {"": _registered()}  # leaves the nested configurations
+    return [(name, module) for _, name, module in parts]
 
 
-def install(model: Any) -> None:
-    """Make *model* use opweave's attention."""
-    _register()
-    model.set_attn_implementation(NAME)
+def remove(model: nn.Module) -> None:
+    """Make the parts of *model* that use opweave's attention use SDPA again."""
+    for config, _, _ in _parts(model, NAME):
+        config._attn_implementation = {"": _SDPA}
 
 
-def remove(model: Any) -> None:
-    """Make *model* use SDPA again."""
-    model.set_attn_implementation("sdpa")
+def _parts(model: nn.Module, implementation: str) -> list[tuple[Any, str, nn.Module]]:
+    """Return the configurations that name *implementation*, with their first modules.
+
+    Only those of modules that look up their attention in transformers' registry.
+    """
+    parts: dict[int, tuple[Any, str, nn.Module]] = {}
+    looks_up: dict[str, bool] = {}  # by name; modules do as the model of transformers around them
+    fixed: set[int] = set()
+    for name, module in model.named_modules():
+        looks_up[name] = looks_up.get(name.rpartition(".")[0], False)
+        if callable(can_set := getattr(module, "_can_set_attn_implementation", None)):
+            looks_up[name] = can_set()
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) == implementation:
+            parts.setdefault(id(config), (config, name, module))
+            if not looks_up[name]:
+                fixed.add(id(config))
+    return [part for key, part in parts.items() if key not in fixed]
 
 
-def is_installed(model: Any) -> bool:
-    """Whether *model* uses opweave's attention."""
-    config = getattr(model, "config", None)
-    return getattr(config, "_attn_implementation", None) == NAME
+class _Name(str):
+    """The name of opweave's attention, which registers it where it is unpickled."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _registered, ()
 
 
-def _register() -> None:
+def _registered() -> _Name:
+    """Register opweave's attention with transformers, and return its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
+    return _Name(NAME)
 
 
 def attention(

@@ -53,10 +53,9 @@ def optimize(model: nn.Module) -> OptimizeReport:
         outcomes.append(ModuleOutcome(name, type(module).__name__, ops, reason))
         if chosen:
             replace(module, chosen)
-    if attention.has_interface(model):
-        attention.install(model)
-        attends = ("causal_attention", "bidirectional_attention")
-        outcomes.append(ModuleOutcome("", f"attention of {type(model).__name__}", attends))
+    attends = ("causal_attention", "bidirectional_attention")
+    for name, module in attention.install(model):
+        outcomes.append(ModuleOutcome(name, f"attention of {type(module).__name__}", attends))
     return OptimizeReport(tuple(outcomes))
 
 
@@ -77,8 +76,7 @@ def restore(model: nn.Module) -> None:
             )
     for _, module in replaced:
         put_back(module)
-    if attention.is_installed(model):
-        attention.remove(model)
+    attention.remove(model)
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Replacement], int]]:
