@@ -407,6 +407,236 @@ def test_modules_that_differ_later_are_left_alone(module: nn.Module, reason: str
         assert torch.equal(value, before[name]), name
 
 
+def rms(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+class Plain(nn.Module):
+    """An RMS norm; the classes below are equal to it on a random input of three dimensions."""
+
+    def __init__(self, size: int = 16) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms(x, self.eps) * self.weight
+
+
+class Buffered(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Attribute(Plain):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Indirect(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = {"scale": 1.0}
+
+    def _scale(self) -> float:
+        return self.options["scale"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self._scale()
+
+
+class Absolute(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return rms(x, self.eps) * self.weight.abs()
+
+
+class Images(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return rms(x, self.eps) * (self.weight if x.ndim != 4 else 2 * self.weight)
+
+
+class Single(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return rms(x, self.eps) * (self.weight if x.ndim > 1 else 2 * self.weight)
+
+
+class Empty(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.numel() else x.new_zeros(3)
+
+
+class Strided(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 if x.is_contiguous() else 2)
+
+
+class Double(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return rms(x.double(), self.eps).to(x.dtype) * self.weight
+
+
+class Finite(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.nan_to_num(x, nan=0.0))
+
+
+class FixedEpsilon(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return rms(x, 1e-6) * self.weight
+
+
+class TwoEpsilons(Plain):
+    variance_epsilon = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms(x, self.variance_epsilon) * self.weight
+
+
+class Called(Plain):
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x)
+
+
+class StopsGradients(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach())
+
+
+class AnyWidth(nn.Module):
+    """A norm without weights that checks the width; ``Norm`` in the name makes it a candidate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps, self.dim = 1e-6, 16
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[-1] == self.dim
+        return rms(x, self.eps)
+
+
+class Learned(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Followed(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.after = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(super().forward(x))
+
+
+class Swish(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
+class LearnedActivation(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act_fn = Swish()
+
+
+AnyWidth.__name__ = "AnyWidthNorm"
+KEPT: dict[type[nn.Module], str] = {
+    Buffered: "buffers",
+    Attribute: "reads the attribute 'scale'",
+    Indirect: "reads the attribute 'options'",
+    Absolute: "other weights",
+    Images: "differs from rms_norm",
+    Single: "differs from rms_norm",
+    Empty: "returns",
+    Strided: "differs from rms_norm",
+    Double: "float64",
+    Finite: "infinite or NaN",
+    FixedEpsilon: "another eps",
+    TwoEpsilons: "another",
+    Called: "__call__",
+    StopsGradients: "gradients differ",
+    AnyWidth: "does not run on a tensor",
+}
+
+
+@pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.__name__)
+def test_modules_that_depend_on_more_are_left_alone(kind: type[nn.Module]) -> None:
+    module = kind()
+    before = dict(vars(module))
+    state = copy.deepcopy(module.state_dict())
+    report = opweave.optimize(nn.Sequential(module))
+    assert KEPT[kind] in report.kept["0"]
+    assert type(module) is kind
+    assert vars(module) == before
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", [Learned, Followed, LearnedActivation])
+def test_gated_mlps_with_more_parts_are_left_alone(kind: type[nn.Module]) -> None:
+    assert set(opweave.optimize(kind()).replaced) == {"gate_up_proj", "down_proj"}
+
+
+def test_modules_that_are_plain_are_replaced() -> None:
+    assert opweave.optimize(Plain()).replaced == {"": ("rms_norm",)}
+
+
+def test_norms_take_the_widths_of_the_module() -> None:
+    model = nn.RMSNorm(64, eps=1e-6, elementwise_affine=False)
+    assert opweave.optimize(model).replaced == {"": ("rms_norm",)}
+    with pytest.raises(RuntimeError, match="64"):
+        model(torch.randn(2, 32))
+    plain, narrow = Plain(), torch.randn(2, 1)
+    expected = plain(narrow)
+    opweave.optimize(plain)
+    assert torch.equal(plain(narrow), expected), "broadcast"
+
+
+def test_settings_that_are_changed_afterwards() -> None:
+    for module in (Plain(), nn.RMSNorm(16, eps=1e-6), nn.LayerNorm(16)):
+        original, x = copy.deepcopy(module), torch.randn(2, 16)
+        assert opweave.optimize(module).replaced
+        for change in ({"eps": 0.5}, {"eps": 1}, {"weight": nn.Parameter(torch.randn(16))}):
+            for each in (module, original):
+                for name, value in change.items():
+                    setattr(each, name, value)
+            with torch.no_grad():
+                torch.testing.assert_close(module(x), original(x))
+
+
+def test_gated_mlps_whose_parts_are_changed_afterwards() -> None:
+    gelu, dropout = Gated(), Gated()
+    gelu.act_fn = nn.GELU()
+    x = torch.randn(3, 16)
+    for model in (gelu, dropout):
+        assert opweave.optimize(model).replaced[""]
+    gelu.act_fn.approximate = "tanh"
+    dropout.dropout.p = 1.0
+    original = copy.deepcopy(gelu)
+    opweave.restore(original)
+    with torch.no_grad():
+        torch.testing.assert_close(gelu(x), original(x), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(dropout(x), dropout.down_proj.bias.expand(3, -1))
+    dropout.dropout = nn.ReLU()
+    original = copy.deepcopy(dropout)
+    opweave.restore(original)
+    with torch.no_grad():
+        torch.testing.assert_close(dropout(x), original(x))
+
+
 def test_gated_mlps_that_are_changed_afterwards() -> None:
     model, x = Gated(), torch.randn(3, 16)
     attributes = set(vars(model))

@@ -18,7 +18,7 @@ from opweave.integrations.optimize.replaced import Replacement, is_covered, regi
 _BOTH, _LAST = "gate_up_proj", "down_proj"
 _ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation", "hidden_act")
 
-_KEPT = "_opweave_activation"
+_KEPT, _FORM = "_opweave_activation", "_opweave_activation_form"
 
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu_and_mul": nn.functional.silu,
@@ -34,13 +34,19 @@ def _gated(gate: str, x: Tensor) -> Any:
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:
-    return {_KEPT: _activation_of(module)}
+    activation = _activation_of(module)
+    return {_KEPT: activation, _FORM: _form_of(activation)}
+
+
+def _form_of(activation: Any) -> Any:
+    """Return the setting of ``nn.GELU``, the only one of the supported activations."""
+    return getattr(activation, "approximate", None)
 
 
 def _packed(gate: str) -> Replacement:
     op = gate.replace("_tanh", "")
 
-    @register(f"packed_{gate}", op, kept=_kept)
+    @register(f"packed_{gate}", op, kept=_kept, settings=_ACTIVATIONS)
     def forward(self: Any, x: Any = None, *others: Any, **named: Any) -> Any:
         if named or others or not is_covered(x) or not _is_unchanged(self):
             return None
@@ -55,8 +61,10 @@ _REPLACEMENTS = {gate: _packed(gate) for gate in _GATES}
 def candidates(module: nn.Module) -> tuple[list[Replacement], int]:
     """Return the replacements to try, and the width of the input; none for other modules."""
     both, last = (getattr(module, name, None) for name in (_BOTH, _LAST))
-    gate = _gate_of(module) if isinstance(both, nn.Linear) and isinstance(last, nn.Linear) else ""
-    return ([_REPLACEMENTS[gate]], both.in_features) if gate and both else ([], 0)
+    if not isinstance(both, nn.Linear) or not isinstance(last, nn.Linear) or not _is_plain(module):
+        return [], 0
+    gate = _gate_of(module)
+    return ([_REPLACEMENTS[gate]], both.in_features) if gate else ([], 0)
 
 
 def _activation_of(module: nn.Module) -> Any:
@@ -66,13 +74,36 @@ def _activation_of(module: nn.Module) -> Any:
 
 
 def _is_unchanged(module: Any) -> bool:
-    """Whether *module* still has its activation of :func:`_kept`, and no hook of it must run."""
+    """Whether *module* still has its activation of :func:`_kept`, and nothing else that acts.
+
+    Dropout acts in training mode; hooks of the activation and of dropout must run.
+    """
     activation = _activation_of(module)
-    if isinstance(activation, nn.Module) and (
-        activation._forward_hooks or activation._forward_pre_hooks
-    ):
+    if activation is not getattr(module, _KEPT, None):
         return False
-    return activation is getattr(module, _KEPT, None)
+    if _form_of(activation) != getattr(module, _FORM, None):
+        return False
+    for name, child in module.named_children():
+        if name in (_BOTH, _LAST):
+            continue
+        if child._forward_hooks or child._forward_pre_hooks:
+            return False
+        is_inactive = type(child) is nn.Dropout and not (child.training and child.p)
+        if child is not activation and not is_inactive:
+            return False
+    return True
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether *module* has two linear layers, an activation without state, and maybe dropout."""
+    activation = _activation_of(module)
+    is_stateless = not isinstance(activation, nn.Module) or not [*activation.state_dict()]
+    others = [child for name, child in module.named_children() if name not in (_BOTH, _LAST)]
+    return (
+        is_stateless
+        and not module._parameters
+        and all(child is activation or type(child) is nn.Dropout for child in others)
+    )
 
 
 def _gate_of(module: nn.Module) -> str:

@@ -31,9 +31,10 @@ def optimize(model: nn.Module) -> OptimizeReport:
     work. A second call is a no-op.
 
     Before a module is replaced, its old and its new ``forward`` run on random inputs in its dtype.
-    If they differ by more than the op's tolerance, the module is not replaced, and the report gives
-    the reason. Calls that the ops do not support, such as inputs in another dtype than the
-    module's, run the old ``forward``.
+    If they differ by more than the op's tolerance, or if ``forward`` reads buffers or attributes
+    that the op does not, the module is not replaced, and the report gives the reason. Calls that
+    the ops do not support, such as inputs in another dtype than the module's, run the old
+    ``forward``.
 
     Args:
         model: any module.
@@ -106,8 +107,8 @@ def _choose(
         for candidate in candidates:
             kept = candidate.kept(module)
             vars(module).update(kept)
-            problem = difference(module, candidate, width, like) or _cannot_derive(
-                module, candidate
+            problem = _cannot_derive(module, candidate) or difference(
+                module, candidate, width, like
             )
             if not problem:
                 return candidate, ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from opweave import ir
@@ -26,15 +27,27 @@ def epsilon_of(module: nn.Module) -> float | None:
     return None
 
 
+# Attributes that ``forward`` may read: the epsilon, and those that are fixed with the parameters.
+_SETTINGS = (*_EPSILONS, "normalized_shape", "elementwise_affine", "with_scale")
+_UNWEIGHTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def _covers(self: Any, x: Any, others: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Whether the arguments are one tensor, in the dtype of the weight."""
-    weight = getattr(self, "weight", None)
-    is_alone = is_covered(x) and not others and not named
-    return is_alone and (weight is None or (is_covered(weight) and x.dtype == weight.dtype))
+    """Whether the arguments are one tensor, in the dtype and with the width of the weight."""
+    weight: Any = getattr(self, "weight", None)
+    return (
+        is_covered(x)
+        and not others
+        and not named
+        and is_covered(weight)
+        and x.dtype == weight.dtype
+        and x.shape[-1:] == weight.shape
+        and epsilon_of(self) is not None
+    )
 
 
-def _rms_norm(name: str, weight_of: Callable[[Any], Tensor | None]) -> Replacement:
-    @register(name, "rms_norm")
+def _rms_norm(name: str, weight_of: Callable[[Any], Tensor]) -> Replacement:
+    @register(name, "rms_norm", settings=_SETTINGS)
     def forward(self: Any, x: Any = None, *others: Any, **named: Any) -> Any:
         if not _covers(self, x, others, named):
             return None
@@ -46,10 +59,19 @@ def _rms_norm(name: str, weight_of: Callable[[Any], Tensor | None]) -> Replaceme
 ROUNDED_FIRST = _rms_norm("rms_norm", lambda module: module.weight)
 ROUNDED_LAST = _rms_norm("rms_norm_rounded_last", lambda module: module.weight.float())
 OFF_BY_ONE = _rms_norm("rms_norm_off_by_one", lambda module: 1.0 + module.weight.float())
-UNWEIGHTED = _rms_norm("rms_norm_unweighted", lambda module: None)
 
 
-@register("layer_norm", "layer_norm")
+@register("rms_norm_unweighted", "rms_norm", settings=_SETTINGS)
+def unweighted(self: Any, x: Any = None, *others: Any, **named: Any) -> Any:
+    if others or named or not is_covered(x) or x.dtype not in _UNWEIGHTED_DTYPES:
+        return None
+    sizes, epsilon = getattr(self, "normalized_shape", None), epsilon_of(self)
+    if epsilon is None or (sizes is not None and x.shape[-1:] != sizes):
+        return None
+    return ir.ops.rms_norm(x, None, epsilon)
+
+
+@register("layer_norm", "layer_norm", settings=_SETTINGS)
 def layer_norm(self: Any, x: Any = None, *others: Any, **named: Any) -> Any:
     if not _covers(self, x, others, named):
         return None
@@ -64,7 +86,7 @@ def candidates(module: nn.Module) -> tuple[list[Replacement], int]:
     if not parameters and "Norm" in type(module).__name__:
         width = getattr(module, "normalized_shape", None) or getattr(module, "dim", None)
         width = width[-1] if isinstance(width, tuple) and width else width
-        return [UNWEIGHTED], width if isinstance(width, int) else 64
+        return [unweighted], width if isinstance(width, int) else 64
     weight = parameters.pop("weight", None)
     if weight is None or weight.ndim != 1:
         return [], 0

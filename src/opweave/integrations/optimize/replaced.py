@@ -24,12 +24,14 @@ class Replacement:
         forward: a function of the module and the arguments of its ``forward``; returns None for
             unsupported arguments.
         kept: returns attributes that a module with this replacement gets.
+        settings: attributes, besides parameters and children, that ``forward`` reads in each call.
     """
 
     name: str
     ops: tuple[str, ...]
     forward: Forward
     kept: Callable[[nn.Module], Mapping[str, Any]] = lambda module: {}
+    settings: tuple[str, ...] = ()
 
 
 class Replaced:
@@ -64,12 +66,15 @@ _replacements: dict[str, Replacement] = {}
 
 
 def register(
-    name: str, *ops: str, kept: Callable[[nn.Module], Mapping[str, Any]] = lambda module: {}
+    name: str,
+    *ops: str,
+    kept: Callable[[nn.Module], Mapping[str, Any]] = lambda module: {},
+    settings: tuple[str, ...] = (),
 ) -> Callable[[Forward], Replacement]:
     """Register the decorated function as a replacement that pickled modules refer to by name."""
 
     def decorate(forward: Forward) -> Replacement:
-        replacement = _replacements[name] = Replacement(name, ops, forward, kept)
+        replacement = _replacements[name] = Replacement(name, ops, forward, kept, settings)
         return replacement
 
     return decorate
