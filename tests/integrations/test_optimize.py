@@ -594,6 +594,12 @@ def test_modules_that_are_plain_are_replaced() -> None:
     assert opweave.optimize(Plain()).replaced == {"": ("rms_norm",)}
 
 
+def test_inference_tensors_have_no_gradients_to_compare() -> None:
+    with torch.inference_mode():
+        module = Plain()
+    assert opweave.optimize(module).replaced == {"": ("rms_norm",)}
+
+
 def test_norms_take_the_widths_of_the_module() -> None:
     model = nn.RMSNorm(64, eps=1e-6, elementwise_affine=False)
     assert opweave.optimize(model).replaced == {"": ("rms_norm",)}
