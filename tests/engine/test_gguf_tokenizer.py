@@ -13,7 +13,7 @@ from gguf import GGUFWriter
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from opweave.engine import TokenizerError
+from opweave.engine import CheckpointError, TokenizerError
 from opweave.engine.loading.checkpoint import Checkpoint
 from opweave.engine.tokenization.tokenizer import Tokenizer as Ours
 
@@ -75,7 +75,8 @@ def write(path: Path, add: Callable[[GGUFWriter], None], architecture: str = "ll
     writer.add_head_count(1)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_sliding_window(4)
-    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+    for name in ("token_embd", "blk.0.attn_q", "blk.0.attn_k", "blk.0.ffn_down"):
+        writer.add_tensor(f"{name}.weight", np.zeros((4, 4), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -204,6 +205,10 @@ def test_every_end_of_an_answer(tmp_path: Path) -> None:
             "has no list tokenizer.ggml.merges",
         ),
         (
+            lambda w: w.add_array("tokenizer.ggml.model", [1, 2]),
+            "tokenizer.ggml.model='.1 2.'; it must be a text",
+        ),
+        (
             lambda w: (w.add_tokenizer_model("llama"), w.add_token_list(["a", "b"])),
             "has no tokenizer.ggml.scores",
         ),
@@ -225,11 +230,46 @@ def test_every_end_of_an_answer(tmp_path: Path) -> None:
             ),
             r"bos_token_id=2, but 2 tokens",
         ),
+        (
+            lambda w: (
+                w.add_tokenizer_model("gpt2"),
+                w.add_token_list([1, 2]),
+                w.add_token_merges(["a b"]),
+            ),
+            r"has no list of texts tokenizer.ggml.tokens",
+        ),
+        (
+            lambda w: (
+                w.add_tokenizer_model("llama"),
+                w.add_token_list(["a", "b"]),
+                w.add_token_scores([0.0, 1.0]),
+                w.add_token_types([1, 1, 1]),
+            ),
+            "has no tokenizer.ggml.token_type with a number for each of the 2 tokens",
+        ),
+        (
+            lambda w: (
+                w.add_tokenizer_model("llama"),
+                w.add_token_list(["a", "b"]),
+                w.add_token_scores([0.0, 1.0]),
+                w.add_array("tokenizer.ggml.add_space_prefix", [1, 2]),
+            ),
+            "add_space_prefix='.1 2.'; it must be a boolean",
+        ),
+        (
+            lambda w: (
+                w.add_tokenizer_model("llama"),
+                w.add_token_list(["a", "b"]),
+                w.add_token_scores([0.0, 1.0]),
+                w.add_array("tokenizer.ggml.bos_token_id", [1, 2]),
+            ),
+            "bos_token_id='.1 2.'; it must be an integer",
+        ),
     ],
 )
 def test_damaged_and_unsupported(
     add: Callable[[GGUFWriter], None], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(TokenizerError, match=message) as raised:
+    with pytest.raises((TokenizerError, CheckpointError), match=message) as raised:
         Ours(Checkpoint(write(tmp_path / "model.gguf", add)))
     assert "\n" not in str(raised.value)

@@ -17,7 +17,7 @@ from torch import Tensor
 from opweave.engine.dependencies import require
 from opweave.engine.errors import CheckpointError
 from opweave.engine.loading.gguf.config import ROPE_FACTORS
-from opweave.engine.loading.gguf.file import GgufFile
+from opweave.engine.loading.gguf.file import GgufFile, GgufTensor
 from opweave.ir.ops.gguf_blocks import GGUF_BLOCKS
 from opweave.layers.linear import LinearMethod
 from opweave.layers.linear.low_bit import BlockMethod
@@ -55,12 +55,14 @@ class GgufTensors:
         self._contents = contents
         self._places = dict(self._find(model))
         used = {place.name for place in self._places.values()}
-        if unknown := sorted(contents.tensors.keys() - used - {ROPE_FACTORS}):
+        factors = {ROPE_FACTORS} if contents.architecture == "llama" else set()
+        if unknown := sorted(contents.tensors.keys() - used - factors):
             more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
             raise CheckpointError(
                 f"{contents.path} has tensors that {type(model).__name__} does not use: "
                 f"{', '.join(map(shown_name, unknown[:8]))}{more}."
             )
+        self._check_kinds()
         self.methods = dict(self._methods())
         self._log_formats()
 
@@ -70,15 +72,15 @@ class GgufTensors:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {
-            name: tuple(map(int, reversed(self._entry(name).shape)))[place.expert is not None :]
+            name: self._entry(name).shape[place.expert is not None :]
             for name, place in self._places.items()
         }
 
     def tensor(self, name: str) -> Tensor:
         entry, data = self._entry(name), self._data(name)
-        kind = entry.tensor_type.name
+        kind = entry.kind.name
         if kind not in _PLAIN or kind == "BF16":
-            data = require("gguf.quants").dequantize(data, entry.tensor_type)
+            data = require("gguf.quants").dequantize(data, entry.kind)
         found = torch.from_numpy(np.array(data))
         if kind == "BF16":
             found = found.bfloat16()
@@ -89,7 +91,7 @@ class GgufTensors:
     def parameters(self, module: str, method: LinearMethod) -> dict[str, Tensor]:
         return {"weight": torch.from_numpy(np.array(self._data(f"{module}.weight")))}
 
-    def _entry(self, name: str) -> Any:
+    def _entry(self, name: str) -> GgufTensor:
         return self._contents.tensors[self._places[name].name]
 
     def _data(self, name: str) -> Any:
@@ -100,15 +102,16 @@ class GgufTensors:
             heads = {"attn_q.": "head_count", "attn_k.": "head_count_kv"}
             for part, key in heads.items():
                 if part in place.name:
-                    default = self._contents.number("attention.head_count")
-                    return _halves(data, self._contents.number(f"attention.{key}", default))
+                    default = self._contents.size("attention.head_count", per_layer=True)
+                    count = self._contents.size(f"attention.{key}", default, per_layer=True)
+                    return _halves(data, count)
         return data
 
     def _find(self, model: CheckpointModel) -> Iterator[tuple[str, _Place]]:
         gguf, tensors = require("gguf", "gguf"), self._contents.tensors
         kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
         names = gguf.get_tensor_name_map(
-            kinds[self._contents.architecture], self._contents.number("block_count")
+            kinds[self._contents.architecture], self._contents.size("block_count")
         )
         for name in model.places():
             found = _EXPERT.search(name)
@@ -122,14 +125,30 @@ class GgufTensors:
                 if single in tensors:
                     yield name, _Place(single)
 
+    def _check_kinds(self) -> None:
+        """Raise CheckpointError for a type that is neither floating-point nor dequantized."""
+        gguf, quants = require("gguf", "gguf"), require("gguf.quants")
+        kinds = {
+            place.name: self._contents.tensors[place.name].kind for place in self._places.values()
+        }
+        for kind in sorted({kind for kind in kinds.values() if kind.name not in _PLAIN}):
+            try:
+                quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+            except NotImplementedError as error:
+                name = next(name for name in kinds if kinds[name] == kind)
+                raise CheckpointError(
+                    f"{self.file} has the tensor {name} of type {kind.name}, which is not "
+                    "supported for weights."
+                ) from error
+
     def _methods(self) -> Iterator[tuple[str, LinearMethod]]:
         for name in self._places:
-            format = self._entry(name).tensor_type.name.lower()
+            format = self._entry(name).kind.name.lower()
             if name.endswith(".weight") and format in GGUF_BLOCKS:
                 yield name.removesuffix(".weight"), BlockMethod(format)
 
     def _log_formats(self) -> None:
-        kinds = Counter(self._entry(name).tensor_type.name for name in self._places)
+        kinds = Counter(self._entry(name).kind.name for name in self._places)
         kept = {*_PLAIN, *map(str.upper, GGUF_BLOCKS)}
         if others := {k: n for k, n in kinds.items() if k not in kept}:
             _log.warning(

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from opweave.engine.errors import TokenizerError
 from opweave.engine.loading.gguf.file import GgufFile
 from opweave.engine.loading.gguf.splits import splits_of
@@ -54,8 +57,8 @@ def tokenizer_config(file: GgufFile) -> dict[str, Any]:
         if (token := _id(file, key)) is not None:
             config[f"{name}_token"] = tokens[token]
     template = file.metadata.get("tokenizer.chat_template")
-    named = file.metadata.get("tokenizer.chat_templates") or []
-    if template is not None and named:
+    named = file.metadata.get("tokenizer.chat_templates")
+    if template is not None and isinstance(named, list) and named:
         others = {name: file.metadata.get(f"tokenizer.chat_template.{name}") for name in named}
         config["chat_template"] = {"default": template, **others}
     elif template is not None:
@@ -67,8 +70,8 @@ def end_tokens(file: GgufFile) -> list[int]:
     """Return the ids that end an answer."""
     named = (_id(file, key) for key in ("eos", "eot", "eom"))
     ids = {token for token in named if token is not None}
-    types, tokens = file.metadata.get(_TYPES) or [], _tokens(file)
-    ids |= {i for i, kind in enumerate(types) if kind == _CONTROL and tokens[i] in _ENDS}
+    tokens = _tokens(file)
+    ids |= {i for i, kind in enumerate(_types(file)) if kind == _CONTROL and tokens[i] in _ENDS}
     return sorted(ids)
 
 
@@ -76,24 +79,50 @@ def _tokens(file: GgufFile) -> list[str]:
     tokens = file.metadata.get(_TOKENS)
     if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
         raise TokenizerError(f"{file.path} has no list of texts {_TOKENS}.")
-    types = file.metadata.get(_TYPES)
-    if types is not None and len(types) != len(tokens):
-        raise TokenizerError(
-            f"{file.path} has {len(types)} entries of {_TYPES} for {len(tokens)} tokens."
-        )
     return tokens
+
+
+def _types(file: GgufFile) -> list[int]:
+    """Return the type of each token; an empty list if the file does not say."""
+    types = file.metadata.get(_TYPES)
+    return [] if types is None else _numbers(file, _TYPES, "iu").tolist()
+
+
+def _numbers(file: GgufFile, key: str, kinds: str) -> NDArray[Any]:
+    """Return the array *key*, which has a number for each token.
+
+    Args:
+        file: with that key.
+        key: of the metadata.
+        kinds: of dtypes that the numbers may have, as numpy abbreviates them.
+    """
+    numbers, count = file.metadata.get(key), len(_tokens(file))
+    if isinstance(numbers, np.ndarray) and numbers.dtype.kind in kinds and len(numbers) == count:
+        return numbers
+    raise TokenizerError(f"{file.path} has no {key} with a number for each of the {count} tokens.")
 
 
 def _id(file: GgufFile, kind: str) -> int | None:
     """Return the id of the *kind* of token, or None."""
-    token, count = file.metadata.get(f"tokenizer.ggml.{kind}_token_id"), len(_tokens(file))
-    if token is None or token == 2**32 - 1:  # which is llama.cpp's "none"
+    # llama.cpp writes the largest number, or -1, for a token that does not exist.
+    token = file.get(f"tokenizer.ggml.{kind}_token_id", int, -1)
+    count = len(_tokens(file))
+    if token in (-1, 2**32 - 1):
         return None
-    if not isinstance(token, int) or not 0 <= token < count:
+    if not 0 <= token < count:
         raise TokenizerError(
             f"{file.path} has tokenizer.ggml.{kind}_token_id={token}, but {count} tokens."
         )
-    return token
+    return int(token)
+
+
+def _flag(file: GgufFile, key: str, default: bool) -> bool:
+    value = file.metadata.get(f"tokenizer.ggml.{key}", default)
+    if not isinstance(value, int):
+        raise TokenizerError(
+            f"{file.path} has tokenizer.ggml.{key}={str(value)[:80]!r}; it must be a boolean."
+        )
+    return bool(value)
 
 
 def _is_gemma(file: GgufFile) -> bool:
@@ -101,7 +130,7 @@ def _is_gemma(file: GgufFile) -> bool:
 
 
 def _added(file: GgufFile) -> Iterator[dict[str, Any]]:
-    types = file.metadata.get(_TYPES) or []
+    types = _types(file)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     named = {_id(file, kind) for kind in ("bos", "eos", "unknown", "padding")}
     for token, text in enumerate(_tokens(file)):
@@ -120,7 +149,7 @@ def _post_processor(file: GgufFile) -> dict[str, Any] | None:
     special = {}
     for kind, place, absent in (("bos", 0, default), ("eos", 2, False)):
         token = _id(file, kind)
-        if token is None or not file.metadata.get(f"tokenizer.ggml.add_{kind}_token", absent):
+        if token is None or not _flag(file, f"add_{kind}_token", absent):
             continue
         text = _tokens(file)[token]
         sequence.insert(place, {"SpecialToken": {"id": text, "type_id": 0}})
@@ -165,10 +194,8 @@ def _sentence_piece(file: GgufFile) -> dict[str, Any]:
     The pair with the best score is merged first; the score is that of the result.
     """
     tokens: Sequence[str] = _tokens(file)
-    scores = file.metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
-        raise TokenizerError(f"{file.path} has no tokenizer.ggml.scores, one for each token.")
-    prefix = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    scores = _numbers(file, "tokenizer.ggml.scores", "f").tolist()
+    prefix = _flag(file, "add_space_prefix", True)
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     restored = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     begin = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
