@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import regex
 from gguf import GGUFWriter
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
@@ -112,6 +114,48 @@ def test_bpe_of_bytes(kind: str, tmp_path: Path) -> None:
         assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, False)
     assert ours.special_ids == {0, 1}
     assert (ours.bos_token_id, ours.eos_token_ids) == (0, {1})
+
+
+# llama.cpp's LLAMA_VOCAB_PRE_TYPE_DEFAULT, each applied to the parts that the ones before left.
+DEFAULT = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
+
+
+def parts_of(text: str) -> list[str]:
+    parts = [text]
+    for pattern in DEFAULT:
+        parts = [p for part in parts for p in regex.split(f"({pattern})", part) if p]
+    return parts
+
+
+@pytest.mark.parametrize("kind", [None, "default"])
+def test_files_that_do_not_name_the_splits(
+    kind: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = trained("gpt-2")
+
+    def add(writer: GGUFWriter) -> None:
+        add_bpe(writer, "default", theirs)
+        if kind is None:
+            del writer.kv_data[0]["tokenizer.ggml.pre"]
+
+    ours = Ours(Checkpoint(write(tmp_path / "model.gguf", add)))
+    theirs.pre_tokenizer = BYTES
+    for text in [*TEXTS[:7], "1234567 x+=y <= 3 ~", *TEXTS[8:]]:  # without special tokens
+        expected = [theirs.encode(part).ids for part in parts_of(text)]
+        assert ours.encode(text) == [*itertools.chain(*expected)], text
+    (warning,) = [r.getMessage() for r in caplog.records if "pre-tokenizer" in r.msg]
+    assert "tokens may differ from those of the model's training" in warning
+
+
+def test_files_that_name_the_splits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "model.gguf", lambda w: add_bpe(w, "gpt-2", trained("gpt-2")))
+    assert Ours(Checkpoint(path)).encode("1234567") == trained("gpt-2").encode("1234567").ids
+    assert "pre-tokenizer" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -219,7 +263,7 @@ def test_every_end_of_an_answer(tmp_path: Path) -> None:
                 w.add_token_merges(["a b"]),
                 w.add_tokenizer_pre("chameleon"),
             ),
-            r"tokenizer.ggml.pre='chameleon', which is not supported. Supported: gpt-2",
+            r"tokenizer.ggml.pre='chameleon', which is not supported. Supported: default, gpt-2",
         ),
         (
             lambda w: (

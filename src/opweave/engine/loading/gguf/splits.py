@@ -30,12 +30,14 @@ class Splits:
         normalizer: likewise.
         ignores_merges: whether a word that is a token is taken whole.
         adds_bos: whether a text begins with the token for that, if the file does not say.
+        is_default: whether the file does not name the model's own splits.
     """
 
     steps: list[dict[str, Any]]
     normalizer: dict[str, Any] | None = None
     ignores_merges: bool = False
     adds_bos: bool = False
+    is_default: bool = False
 
 
 def _bytes(*, splits: bool) -> dict[str, Any]:
@@ -44,10 +46,13 @@ def _bytes(*, splits: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _regex(pattern: str) -> list[dict[str, Any]]:
-    pattern_step = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated",
-                    "invert": False}  # fmt: skip
-    return [pattern_step, _bytes(splits=False)]
+def _regex(*patterns: str) -> list[dict[str, Any]]:
+    """Return the steps that isolate what each of *patterns* matches, one after the other."""
+    steps = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in patterns
+    ]
+    return [*steps, _bytes(splits=False)]
 
 
 _DIGITS = {"type": "Digits", "individual_digits": True}
@@ -55,7 +60,18 @@ _GPT2 = Splits([_bytes(splits=True)])
 _LLAMA3 = Splits(_regex(_WORDS + r"|\p{N}{1,3}" + _REST), None, True, True)
 _SMOLLM = Splits([_DIGITS, _bytes(splits=True)])
 _QWEN2 = Splits(_regex(_WORDS + r"|\p{N}" + _REST), {"type": "NFC"})
+# Source: llama.cpp's LLAMA_VOCAB_PRE_TYPE_DEFAULT, for files that name none or "default".
+_DEFAULT = Splits(
+    _regex(
+        r"[\p{P}\$\+<=>\^~\|]+",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+        r"\p{N}+",
+        r"[0-9][0-9][0-9]",
+    ),
+    is_default=True,
+)
 _KINDS = {
+    "default": _DEFAULT,
     "gpt-2": _GPT2,
     **dict.fromkeys(("smollm", "starcoder", "refact"), _SMOLLM),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3),
@@ -71,7 +87,7 @@ def splits_of(file: GgufFile) -> Splits:
     Raises:
         TokenizerError: it names a kind that is not supported.
     """
-    kind = file.metadata.get(_PRE, "gpt-2")
+    kind = file.get(_PRE, str, "default")
     if kind not in _KINDS:
         raise TokenizerError(
             f"{file.path} has {_PRE}={kind!r}, which is not supported. Supported: "

@@ -6,6 +6,7 @@ the splits that ``tokenizer.ggml.pre`` names are those of the models' published 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from opweave.engine.errors import TokenizerError
 from opweave.engine.loading.gguf.file import GgufFile
 from opweave.engine.loading.gguf.splits import splits_of
+
+_log = logging.getLogger(__name__)
 
 _MODEL, _TOKENS, _TYPES = (f"tokenizer.ggml.{key}" for key in ("model", "tokens", "token_type"))
 _CONTROL, _USER_DEFINED = 3, 4  # of token_type
@@ -170,6 +173,13 @@ def _byte_level(file: GgufFile) -> dict[str, Any]:
     if not isinstance(merges, list) or not merges:
         raise TokenizerError(f"{file.path} has no list tokenizer.ggml.merges.")
     splits = splits_of(file)
+    if splits.is_default:
+        _log.warning(
+            "%s does not name the model's pre-tokenizer (tokenizer.ggml.pre): text is split by "
+            "llama.cpp's default rule, and tokens may differ from those of the model's training. "
+            "Convert the model again with a current llama.cpp",
+            file.path,
+        )
     pairs = [merge.split(" ", 1) for merge in merges]
     if (wrong := next((m for m, p in zip(merges, pairs, strict=True) if len(p) < 2), None)) is not (
         None
