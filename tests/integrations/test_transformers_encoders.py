@@ -106,13 +106,59 @@ def test_a_language_model_of_sentence_transformers(tmp_path: Path) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_positions_of_roberta_begin_after_its_padding(tmp_path: Path) -> None:
-    write(tmp_path, "RobertaModel")
-    embedder = Embedder(tmp_path)
-    assert embedder.max_model_len == 128
-    assert len(embedder.embed([[5] * 128])[0].embedding) == 64
-    with pytest.raises(PromptError, match="the context is 128 tokens"):
-        embedder.embed([[5] * 129])
+# Encoders whose positions are those of a table, and the longest text that transformers takes.
+LONGEST = {
+    "BertModel": 130,
+    "ElectraModel": 130,
+    "DistilBertModel": 130,
+    "RobertaModel": 128,
+    "RobertaPreLayerNormModel": 128,
+    "XLMRobertaModel": 128,
+    "CamembertModel": 128,
+    "Data2VecTextModel": 128,
+    "MPNetModel": 128,
+    "IBertModel": 128,
+    "LukeModel": 128,
+    "LongformerModel": 128,
+    "EsmModel": 128,
+    "ErnieModel": 130,
+    "AlbertModel": 130,
+    "Qwen3Model": 130,
+}
+EXTRA: dict[str, dict[str, Any]] = {
+    "LongformerModel": {"attention_window": 8},
+    "LukeModel": {"entity_vocab_size": 10, "entity_emb_size": 16},
+    "EsmModel": {"position_embedding_type": "absolute", "mask_token_id": 3},
+    "AlbertModel": {"embedding_size": 64},
+}
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_the_longest_text_has_a_position_for_each_token(name: str, tmp_path: Path) -> None:
+    model_class = getattr(transformers, name)
+    fields = {**SIZES, **ENCODERS.get(name, (None, {}))[1], **EXTRA.get(name, {})}
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**fields)).eval()
+    with torch.inference_mode():
+        longest = LONGEST[name]
+        ids = torch.full((1, longest), 5)
+        wanted = model(ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0].mean(0)
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    embedder = Embedder(tmp_path, config=EngineConfig(model_impl="transformers"))
+    assert embedder.max_model_len == longest
+    (found,) = embedder.embed([[5] * longest])
+    torch.testing.assert_close(torch.tensor(found.embedding), wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(PromptError, match=f"the context is {longest} tokens"):
+        embedder.embed([[5] * (longest + 1)])
+
+
+def test_an_encoder_whose_texts_have_no_longest_length(tmp_path: Path) -> None:
+    config = transformers.XLNetConfig(vocab_size=320, d_model=64, n_layer=2, n_head=4, d_inner=96)
+    transformers.XLNetModel(config).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"XLNetModel .* max_position_embeddings"):
+        Embedder(tmp_path)
 
 
 def test_bert_by_transformers(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from opweave.integrations.optimize import optimize
 from opweave.models.encoder import Encoder
+from opweave.models.errors import UnsupportedModelError
 
 
 class TransformersEncoder(Encoder):
@@ -23,6 +26,9 @@ class TransformersEncoder(Encoder):
     Attributes:
         config: its configuration.
         report: which modules run opweave's ops.
+
+    Raises:
+        UnsupportedModelError: its configuration does not limit the length of texts.
     """
 
     def __init__(self, base: Any) -> None:
@@ -31,6 +37,7 @@ class TransformersEncoder(Encoder):
         self.base = base.requires_grad_(False)
         self._text: Any = base.config.get_text_config(decoder=True)
         self._padding: int = self._text.pad_token_id or 0
+        self._max_positions = _max_positions(base, self._text, self._padding)
         self.report = optimize(base)
 
     @property
@@ -43,12 +50,7 @@ class TransformersEncoder(Encoder):
 
     @property
     def max_positions(self) -> int:
-        table = int(self._text.max_position_embeddings)
-        # RoBERTa and its relatives begin after the id of padding.
-        numbered = hasattr(
-            getattr(self.base, "embeddings", None), "create_position_ids_from_input_ids"
-        )
-        return table - self._padding - 1 if numbered else table
+        return self._max_positions
 
     def forward(self, input_ids: Tensor, positions: Tensor, *, cu_seqlens: Tensor) -> Tensor:
         """Return the hidden states: ``(T, hidden_size)``.
@@ -65,3 +67,38 @@ class TransformersEncoder(Encoder):
         output = self.base(input_ids=ids, attention_mask=mask.long())
         hidden: Tensor = output[0][mask]
         return hidden
+
+
+@torch.inference_mode()
+def _max_positions(base: Any, config: Any, padding: int) -> int:
+    """Return the length of the longest text for which the model has positions.
+
+    RoBERTa and its relatives number tokens from the row after the padding's, so that the table of
+    positions is longer than a text. The embeddings of two equal tokens show the first row: only the
+    table of positions is read at two consecutive rows.
+    """
+    limits = [getattr(config, "max_position_embeddings", None) or 0]
+    if limits[0] < 1:
+        raise UnsupportedModelError(
+            f"{type(base).__name__} is not supported as an encoder: its configuration lacks a "
+            "positive max_position_embeddings, the length of the longest text."
+        )
+
+    def record(table: Any, inputs: tuple[Any, ...]) -> None:
+        if inputs and not inputs[0].is_floating_point() and inputs[0].numel() == len(ids[0]):
+            first, second = inputs[0].flatten().tolist()
+            if second == first + 1:
+                limits.append(len(table.weight) - first)
+
+    token = next(token for token in range(config.vocab_size) if token != padding)
+    ids = torch.full((1, 2), token, device=base.device)
+    if (embeddings := getattr(base, "embeddings", None)) is not None:
+        # LUKE's fail without them.
+        typed = "token_type_ids" in inspect.signature(embeddings.forward).parameters
+        options = {"token_type_ids": torch.zeros_like(ids)} if typed else {}
+        with ExitStack() as hooks:
+            for module in embeddings.children():
+                if hasattr(module, "weight"):
+                    hooks.callback(module.register_forward_pre_hook(record).remove)
+            embeddings(ids, **options)
+    return min(limits)
