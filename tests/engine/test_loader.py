@@ -191,6 +191,28 @@ def test_an_index_of_files_that_cannot_be(name: str, shown: str, shards: Path) -
         load_model(shards)
 
 
+@pytest.mark.parametrize("form", ["../{}", "sub/../../{}", "..\\{}", "C:\\{}", "absolute"])
+def test_an_index_of_files_outside_of_the_checkpoint(form: str, shards: Path) -> None:
+    file = min(shards.glob("*.safetensors"))
+    outside = shards.parent / "outside.safetensors"
+    file.rename(outside)
+    name = str(outside) if form == "absolute" else form.format(outside.name)
+    edit_index(
+        shards,
+        lambda files: files.update({n: name for n, f in files.items() if f == file.name}),
+    )
+    with pytest.raises(CheckpointError, match=r"index.json names .*, which is outside of the che"):
+        load_model(shards)
+
+
+def test_files_may_be_links_as_in_the_cache_of_the_hub(shards: Path, tmp_path: Path) -> None:
+    blobs = tmp_path.parent / f"{tmp_path.name}_blobs"
+    blobs.mkdir()
+    for file in shards.glob("*.safetensors"):
+        file.symlink_to(file.rename(blobs / file.name))
+    assert load_model(shards)
+
+
 def test_progress_counts_tensors(checkpoint: Checkpoints) -> None:
     path, reference = checkpoint("llama")
     calls: list[tuple[int, int]] = []

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Sequence
 from os import PathLike
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from torch import Tensor
@@ -162,7 +162,26 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path / _INDEX} has no 'weight_map' from tensors to files."
             )
+        for name in set(files.values()):
+            self.inside(name, _INDEX)
         return files
+
+    def inside(self, name: str, source: str) -> Path:
+        """Return the path of *name*, which the file *source* names.
+
+        Links are followed: the cache of the hub consists of them.
+
+        Raises:
+            CheckpointError: it names a place outside of the checkpoint.
+        """
+        posix, windows = PurePosixPath(name), PureWindowsPath(name)
+        if posix.is_absolute() or windows.anchor or ".." in (*posix.parts, *windows.parts):
+            raise CheckpointError(
+                f"{self.path / source} names {shown_name(name)}, which is outside of the "
+                "checkpoint; names must be relative and without '..'. Copy the file into the "
+                "directory, and correct the name."
+            )
+        return self.path / name
 
     def _is_file(self, name: str) -> bool:
         try:
