@@ -153,6 +153,116 @@ def test_the_length_that_the_checkpoint_names(checkpoint: Checkpoints, tmp_path:
         embedder.embed([5] * 21)
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "sentence", "longest"),
+    [
+        (20, None, 20),  # as sentence-transformers 5.4 writes it
+        (20, {"max_seq_length": 30}, 30),
+        (20, {"max_seq_length": None}, 20),
+        (500, None, 96),
+        (10**30, None, 96),
+        (1e30, None, 96),
+        (None, None, 96),
+    ],
+)
+def test_the_length_that_the_tokenizer_names(
+    tokenizer: float | None,
+    sentence: dict[str, Any] | None,
+    longest: int,
+    checkpoint: Checkpoints,
+    tmp_path: Path,
+) -> None:
+    copy = Path(shutil.copytree(checkpoint("bert")[0], tmp_path / "bert"))
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    settings["model_max_length"] = tokenizer
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    if sentence is not None:
+        (copy / "sentence_roberta_config.json").write_text(json.dumps(sentence))
+    assert Embedder(copy).max_model_len == longest
+    settings["model_max_length"] = "20"
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    if sentence != {"max_seq_length": 30}:
+        with pytest.raises(CheckpointError, match="model_max_length='20'; it must be a positive"):
+            Embedder(copy)
+
+
+FORWARD = {"method": "forward", "method_output_name": "last_hidden_state"}
+# A file of sentence-transformers, its contents, and the end of the error; None: it is accepted.
+SENTENCE_FILES: list[tuple[str, Any, str | None]] = [
+    ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "transformer_task='fill-mask"),
+    ("sentence_bert_config.json", {"module_output_name": "scores"}, "module_output_name='scores'"),
+    ("sentence_bert_config.json", {"config_args": {"is_decoder": True}}, "config_args={'is_dec"),
+    (
+        "sentence_bert_config.json",
+        {"modality_config": {"text": {**FORWARD, "method_output_name": "logits"}}},
+        "modality_config=.*'logits'.* not supported",
+    ),
+    (
+        "sentence_bert_config.json",
+        {
+            "transformer_task": "feature-extraction",
+            "modality_config": {"text": FORWARD},
+            "module_output_name": "token_embeddings",
+            "unpad_inputs": None,
+        },
+        None,
+    ),
+    ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "model_type='SparseEnc"),
+    (
+        "config_sentence_transformers.json",
+        {"model_type": "SentenceTransformer", "prompts": {}, "similarity_fn_name": "dot"},
+        None,
+    ),
+    ("2_Normalize/config.json", {"module_input_name": "token_embeddings"}, "token_embeddings"),
+    ("2_Normalize/config.json", {"module_input_name": "sentence_embedding"}, None),
+    ("1_Pooling/config.json", {"pooling_mode": "cls", "embedding_dimension": 64}, None),
+    ("modules.json", [{"type": "custom_st.Transformer"}], "type 'custom_st.Transformer'"),
+    (
+        "modules.json",
+        [{"type": f"sentence_transformers.{k}", "path": "1_Pooling"} for k in ("Pooling",) * 2],
+        "the modules Pooling, Pooling. Supported: Transformer, Pooling, Normalize, in this order",
+    ),
+    (
+        "modules.json",
+        [{"type": "sentence_transformers.Pooling", "path": "../other"}],
+        "names ../other, which is outside of the checkpoint",
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "value", "error"), SENTENCE_FILES)
+def test_files_of_sentence_transformers_are_read_strictly(
+    file: str,
+    value: Any,
+    error: str | None,
+    checkpoint: Checkpoints,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    copy = pooled(checkpoint("bert")[0], tmp_path, {"pooling_mode": "cls"}, "Normalize")
+    (copy / file).parent.mkdir(exist_ok=True)
+    (copy / file).write_text(json.dumps(value))
+    if error is not None:
+        with pytest.raises(CheckpointError, match=error):
+            Embedder(copy)
+        return
+    Embedder(copy)
+    assert not caplog.text
+    (copy / file).write_text(json.dumps({**value, "depth": 3, "new": None}))
+    Embedder(copy)
+    assert [each.getMessage() for each in caplog.records] == [
+        f"{copy / file}: unknown keys are ignored: 'depth'"
+    ]
+
+
+def test_a_prompt_that_is_not_to_be_pooled(
+    checkpoint: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"pooling_mode": "cls", "include_prompt": False}
+    Embedder(pooled(checkpoint("bert")[0], tmp_path, config))
+    assert "include_prompt=False is not followed" in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["silu", "masked", "masked with a pooler", "prefixed"])
 def test_other_checkpoints_of_bert(kind: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
     config = BertConfig.from_pretrained(checkpoint("bert")[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,25 @@ def test_the_vectors_of_a_batch_are_those_of_its_texts(
     for text, output in zip(TEXTS, embedder.embed(TEXTS), strict=True):
         found = torch.tensor(output.embedding)
         torch.testing.assert_close(found, oracle[text][1], rtol=0, atol=1e-5)
+
+
+def test_the_length_as_newer_libraries_write_it(path: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(path, tmp_path / "model"))
+    (copy / "sentence_bert_config.json").unlink()
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    settings["model_max_length"] = 64
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    embedder = Embedder(copy)
+    assert embedder.max_model_len == 64
+    text = "one two three " * 60
+    tokenizer, model = AutoTokenizer.from_pretrained(copy), AutoModel.from_pretrained(copy).eval()
+    ids = tokenizer(text, truncation=True)["input_ids"]
+    assert len(ids) == 64
+    with torch.inference_mode():
+        mean = model(torch.tensor([ids])).last_hidden_state[0].mean(0)
+    (found,) = embedder.embed(text, truncate_prompt_tokens=-1)
+    assert found.prompt_token_ids == ids
+    torch.testing.assert_close(torch.tensor(found.embedding), mean / mean.norm(), rtol=0, atol=1e-5)
 
 
 def test_similarity_of_two_sentences(embedder: Embedder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from typing import TypeVar
@@ -9,6 +10,8 @@ from typing import TypeVar
 from opweave.models.errors import InvalidConfigError, UnsupportedModelError
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 _COUNT = "a positive integer below 2**63"  # which is what torch counts to
 _NATURAL = "an integer from 0, below 2**63"
@@ -113,6 +116,12 @@ class Fields:
             for number in value if isinstance(value, list) else [value]:
                 if isinstance(number, int | float) and not abs(number) <= sys.float_info.max:
                     raise self._wrong(key, value, "finite")
+
+    def warn_unread(self, *read: str) -> None:
+        """Log the keys, other than null ones, that are not in *read*: they have no effect."""
+        unread = sorted(str(key) for key in self.values if key in self and key not in read)
+        if unread:
+            _log.warning("%s: unknown keys are ignored: %s", self.name, _shown(", ".join(unread)))
 
     def refuse_quantized(self) -> None:
         """Raise UnsupportedModelError if the checkpoint is quantized."""

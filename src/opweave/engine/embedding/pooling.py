@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from opweave.engine.embedding.pooling_params import PoolingParams
+from opweave.engine.embedding.sentence_config import check_keys
 from opweave.engine.errors import CheckpointError
 from opweave.engine.loading.checkpoint import Checkpoint
 
+_log = logging.getLogger(__name__)
+
 _DEFAULTS = PoolingParams()
-_PREFIX, _NORMALIZE = "pooling_mode_", "Normalize"
+_MODULES, _PACKAGE = "modules.json", "sentence_transformers"
+_PREFIX, _POOLING, _NORMALIZE = "pooling_mode_", "Pooling", "Normalize"
+_KINDS = ("Transformer", _POOLING, _NORMALIZE)
+_VECTOR = ("sentence_embedding",)
+_NORMALIZE_KEYS = {"module_input_name": _VECTOR, "module_output_name": _VECTOR}
 # Pooling mode -> its flag in older checkpoints; in the order of concatenation.
 _MODES = {
     "cls": "cls_token",
@@ -46,23 +56,32 @@ class Pooling:
         Raises:
             CheckpointError: a file is damaged, or asks for unsupported pooling.
         """
-        modules = checkpoint.json_list("modules.json")
+        modules = checkpoint.json_list(_MODULES)
         if modules is None:
             return cls()
         modes: tuple[str, ...] = ()
-        normalizes = False
-        for module in modules:
-            kind = str(module.get("type", "")).rpartition(".")[2]
-            if kind == "Pooling":
-                modes = _modes(checkpoint, f"{module.get('path', '')}/config.json")
-            elif kind == _NORMALIZE:
-                normalizes = True
-            elif kind != "Transformer":
+        file = checkpoint.path / _MODULES
+        kinds = [_kind(module) for module in modules]
+        for kind, module in zip(kinds, modules, strict=True):
+            if kind not in _KINDS:
                 raise CheckpointError(
-                    f"{checkpoint.path / 'modules.json'} has a module of type {kind!r}. Supported: "
-                    f"Transformer, Pooling, {_NORMALIZE}."
+                    f"{file} has a module of type {kind!r}. Supported: {', '.join(_KINDS)}."
                 )
-        return cls(modes or cls.modes, normalizes)
+            check_keys(module, file, {}, "idx", "name", "path", "type", "kwargs")
+            path = str(module.get("path") or "")
+            checkpoint.inside(path, _MODULES)
+            if kind == _POOLING:
+                modes = _modes(checkpoint, f"{path}/config.json")
+            elif kind == _NORMALIZE:
+                settings = checkpoint.json(f"{path}/config.json") if path else None
+                check_keys(settings or {}, checkpoint.path / path / "config.json", _NORMALIZE_KEYS)
+        order = [_KINDS.index(kind) for kind in kinds]
+        if order != sorted(set(order)):
+            raise CheckpointError(
+                f"{file} has the modules {', '.join(kinds)}. Supported: {', '.join(_KINDS)}, in "
+                "this order."
+            )
+        return cls(modes or cls.modes, _NORMALIZE in kinds)
 
     def __call__(self, hidden: Tensor, params: PoolingParams = _DEFAULTS) -> Tensor:
         """Return a vector from the hidden states of one text, ``(tokens, size)``.
@@ -77,21 +96,33 @@ class Pooling:
         return functional.normalize(pooled, dim=0) if normalizes else pooled
 
 
+def _kind(module: Mapping[str, Any]) -> str:
+    """Return the class of a module; with its path, if it is not one of the library's."""
+    path = str(module.get("type", ""))
+    package, _, _ = path.partition(".")
+    return path.rpartition(".")[2] if package == _PACKAGE else path
+
+
 def _modes(checkpoint: Checkpoint, name: str) -> tuple[str, ...]:
     config = checkpoint.json(name)
     if config is None:
         raise CheckpointError(f"{checkpoint.path} has no {name}, which modules.json names.")
+    flags = [key for key in config if key.startswith(_PREFIX)]
+    sizes = ("word_embedding_dimension", "embedding_dimension")
+    check_keys(config, checkpoint.path / name, {}, "pooling_mode", "include_prompt", *sizes, *flags)
+    if config.get("include_prompt") is False:
+        _log.warning(
+            "%s: include_prompt=False is not followed: the tokens of a prompt before the text are "
+            "pooled, too",
+            checkpoint.path / name,
+        )
     given = config.get("pooling_mode")
     if given is not None:
         modes = given if isinstance(given, list) else [given]
     else:
         by_flag = {flag: mode for mode, flag in _MODES.items()}
-        flags = [
-            key.removeprefix(_PREFIX)
-            for key, value in config.items()
-            if key.startswith(_PREFIX) and value is True
-        ]
-        modes = [by_flag.get(flag, flag) for flag in flags]
+        names = [key.removeprefix(_PREFIX) for key in flags if config[key] is True]
+        modes = [by_flag.get(flag, flag) for flag in names]
     unknown = [mode for mode in modes if mode not in _MODES]
     if unknown or not modes:
         raise CheckpointError(
