@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from models.tiny_checkpoints import random_ids
 from opweave.engine import LLM, CheckpointError, SamplingParams, load_model
 from opweave.engine.loading.loader import check_ranks
+from opweave.engine.loading.quantized.writer import quantize_checkpoint
 from opweave.models import LlamaConfig, UnsupportedModelError
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
@@ -144,6 +145,58 @@ def test_quantized_weights(form: str, shown_by: str, path: Path) -> None:
         load_model(path)
     assert sign in str(raised.value)
     assert "quantized checkpoints are not supported" in str(raised.value)
+
+
+# Tensors in place of a weight, of formats that opweave does not know.
+UNKNOWN: dict[str, Tensors] = {
+    "hqq": {
+        "W_q": torch.zeros(16, 64, dtype=torch.uint8),
+        "scale": torch.ones(32, 1),
+        "zero": torch.ones(32, 1),
+    },
+    "quanto": {
+        "weight._data": torch.zeros(32, 64, dtype=torch.int8),
+        "weight._scale": torch.ones(32, 1),
+    },
+    "vptq": {"centroids.weight": torch.ones(1, 256), "indices": torch.zeros(1, 32, 8).int()},
+    "spqr": {
+        "dense_weights": torch.zeros(64, dtype=torch.int64),
+        "row_offsets": torch.zeros(33).int(),
+    },
+    "a new one": {"weight": torch.ones(16, 64)},
+}
+
+
+@pytest.mark.parametrize("method", UNKNOWN)
+@pytest.mark.parametrize("model_impl", ["opweave", "transformers"])
+def test_unknown_formats_are_named(
+    method: str, model_impl: Any, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    new = {f"{LAYER}.{leaf}": tensor for leaf, tensor in UNKNOWN[method].items()}
+    edit_tensors(path, new, f"{LAYER}.weight")
+    edit(path, quantization_config={"quant_method": method})
+    message = rf"quantized weights \('quantization_config' .*quant_method '{method}'\): .*k_proj"
+    with pytest.raises(UnsupportedModelError, match=message) as raised:
+        load_model(path, model_impl=model_impl)
+    assert "Supported, by opweave's own models: quant_method compressed-ten" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert "no weight is quantized" not in caplog.text
+    with pytest.raises(UnsupportedModelError, match="cannot be quantized again"):
+        quantize_checkpoint(path, path.parent / "new", group=64)
+
+
+def test_weights_that_are_quantized_while_the_model_runs(path: Path) -> None:
+    edit(path, quantization_config={"quant_method": "bitnet", "quantization_mode": "online"})
+    with pytest.raises(UnsupportedModelError, match=r"quant_method 'bitnet'; .*Supported, by"):
+        load_model(path)
+
+
+def test_a_configuration_over_plain_weights_that_transformers_runs(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit(path, quantization_config={"quant_method": "hqq", "quant_config": {}})
+    assert load_model(path, model_impl="transformers")
+    assert "is ignored: no weight is quantized" in caplog.text
 
 
 def test_narrow_weights_with_a_configuration(path: Path) -> None:

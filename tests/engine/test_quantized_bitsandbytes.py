@@ -125,6 +125,22 @@ def test_configurations_that_are_not_supported(
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(1, r"1 \(col32\)"), (2, r"2 \(col_turing\)"), (3, r"3 \(col_ampere\)"), (7, "7")],
+)
+def test_orders_of_int8_weights(value: int, shown: str, tmp_path: Path) -> None:
+    def reordered(weight: q.Array) -> tuple[dict[str, Tensor], q.Array]:
+        tensors, values = llm_int8(weight)
+        return {**tensors, "weight_format": torch.tensor(value, dtype=torch.uint8)}, values
+
+    q.write(tmp_path, INT8, lambda _: reordered)
+    message = rf"_proj.weight_format is {shown}, an order .*Supported: 0 \(row\)"
+    with pytest.raises(UnsupportedModelError, match=message) as raised:
+        load_model(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
 STATE = "weight.quant_state.bitsandbytes__nf4"
 DAMAGED: dict[str, tuple[str, Callable[[Tensor], Tensor | None], str]] = {
     "short": ("weight", lambda t: t[:-1], r"up_proj.weight is uint8 .* bytes for \(512, 256\)"),

@@ -22,6 +22,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 INT8 = {"num_bits": 8, "strategy": "channel", "group_size": None}
+BLOCK = {"num_bits": 8, "type": "float", "strategy": "block", "group_size": None}
 Case = tuple[dict[str, Any], q.Packer]
 
 CASES: dict[str, Case] = {
@@ -144,6 +145,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ct_format": (q.compressed("nvfp4-pack-quantized"), r"format='nvfp4-pack-quantized'"),
     "ct_bits": (q.compressed("pack-quantized", num_bits=3), r"weights\) has num_bits=3"),
     "ct_strategy": (q.compressed("pack-quantized", strategy="tensor_group"), r"strategy='tensor_g"),
+    "ct_blocks": (
+        q.compressed("float-quantized", **BLOCK, block_structure=[64, 64]),
+        r"weights\) has block_structure=\[64, 64\], .*Supported: \[128, 128\], '128x128'",
+    ),
+    "ct_symmetric": (q.compressed("pack-quantized", symmetric="no"), "has symmetric='no'"),
+    "ct_activations": (
+        {
+            **q.compressed("int-quantized"),
+            "config_groups": {
+                "g": {"weights": INT8, "input_activations": {"num_bits": 8, "rotation": "hadamard"}}
+            },
+        },
+        r"input_activations\) has the key 'rotation'",
+    ),
     "transforms": (
         {**q.compressed("pack-quantized"), "transform_config": {"config_groups": {"u": {}}}},
         r"transform_config=",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +18,12 @@ from opweave.engine.loading.checkpoint import Checkpoint, Progress, TensorFile
 from opweave.engine.loading.dtypes import DTYPES, dtype_of, named_dtype, shapes_of
 from opweave.engine.loading.gguf.tensors import GgufTensors
 from opweave.engine.loading.implementation import uses_transformers
-from opweave.engine.loading.quantization import is_cache_scale, opened, without_quantization
+from opweave.engine.loading.quantization import (
+    is_cache_scale,
+    opened,
+    plain_weights,
+    without_quantization,
+)
 from opweave.engine.loading.quantized.layers import build_quantized
 from opweave.engine.loading.sources import QuantizedSource, TensorSource
 from opweave.engine.loading.tied_head import head_name, untied
@@ -81,17 +86,22 @@ def load_model(
         model.fill_randomly(seed)
         return model.eval()
     with ExitStack() as stack:
+        fit: AbstractContextManager[None] = nullcontext()
         if checkpoint.gguf is None:
             files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
-            config, sources = opened(config, checkpoint, files)
+            given = config
+            config, sources = opened(given, checkpoint, files)
+            if sources == files:
+                fit = plain_weights(given, checkpoint)
         else:
             planned = planned_model(config, len(checkpoint.gguf.tensors))
             sources = [GgufTensors(checkpoint.gguf, planned)]
             files = []
         shapes = shapes_of(sources)
-        planned = planned_model(config, len(shapes))
-        checkpoint.check_index(shapes_of(files), optional=head_name(planned))
-        check_shapes(planned, {n: s for n, s in shapes.items() if not is_cache_scale(n)})
+        with fit:
+            planned = planned_model(config, len(shapes))
+            checkpoint.check_index(shapes_of(files), optional=head_name(planned))
+            check_shapes(planned, {n: s for n, s in shapes.items() if not is_cache_scale(n)})
         kept = named or dtype_of(sources)
         model, packed = build_quantized(untied(config, planned, sources, kept), kept, sources)
         huge_pages.move_parameters(model)

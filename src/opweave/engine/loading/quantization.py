@@ -6,9 +6,11 @@ The tensors decide: a configuration left over from quantization does no harm to 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from opweave.engine.errors import CheckpointError
 from opweave.engine.loading.checkpoint import Checkpoint, TensorFile
 from opweave.engine.loading.quantized.awq import Awq
 from opweave.engine.loading.quantized.bitsandbytes import BitsAndBytes
@@ -41,6 +43,8 @@ _CACHE_SCALES = (
     *("k_proj.output_scale", "v_proj.output_scale"),  # of older compressed-tensors
 )
 
+
+_ONLINE = ("bitnet",)  # methods of which weights may be stored plain, and are not used so
 
 # By quant_method.
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
@@ -100,7 +104,7 @@ def unquantized(
     files: Sequence[TensorFile],
     advice: str = _SUPPORTED,
 ) -> dict[str, Any]:
-    """Return *config* without the keys of quantization, which the weights do not need.
+    """Return *config* without the keys of quantization; no tensor shows a format of it.
 
     Args:
         config: the object in ``config.json``.
@@ -121,10 +125,40 @@ def unquantized(
             f"{checkpoint.path} holds quantized weights ({', '.join(filter(None, signs))}); "
             f"{advice}"
         )
-    if named is not None:
-        _log.warning("%s: %s is ignored: no weight is quantized", checkpoint.path, named)
     _warn_of_cache(config, checkpoint, files)
     return without_quantization(config)
+
+
+@contextmanager
+def plain_weights(
+    config: Mapping[str, Any], checkpoint: Checkpoint, advice: str = _SUPPORTED
+) -> Iterator[None]:
+    """Check that weights are not quantized: inside, tensors are compared to the plain model.
+
+    Formats differ in the names of their tensors, so that only a tensor that does not fit shows an
+    unknown one. If all fit, it is logged that the configuration of quantization is ignored.
+
+    Args:
+        config, checkpoint, advice: as for :func:`unquantized`.
+
+    Raises:
+        UnsupportedModelError: tensors do not fit, and a format of quantization is named; or it
+            quantizes weights while the model runs.
+    """
+    named = _named(config, checkpoint)
+    if str(_given(config).get("quant_method")) in _ONLINE:
+        raise UnsupportedModelError(f"{checkpoint.path} has {named}; {advice}")
+    try:
+        yield
+    except CheckpointError as error:
+        if named is None:
+            raise
+        raise UnsupportedModelError(
+            f"{checkpoint.path} holds quantized weights ({named}): {str(error).rstrip('.')}; "
+            f"{advice}"
+        ) from error
+    if named is not None:
+        _log.warning("%s: %s is ignored: no weight is quantized", checkpoint.path, named)
 
 
 def _warn_of_cache(

@@ -13,7 +13,7 @@ from opweave.engine.errors import CheckpointError
 from opweave.engine.loading.build import MOST_LAYERS, check_layers
 from opweave.engine.loading.checkpoint import Checkpoint, Progress, TensorFile
 from opweave.engine.loading.dtypes import dtype_of, named_dtype, shapes_of
-from opweave.engine.loading.quantization import unquantized
+from opweave.engine.loading.quantization import plain_weights, unquantized
 from opweave.models import CheckpointModel, UnsupportedModelError, WeightsError
 
 Model = TypeVar("Model", bound=CheckpointModel, covariant=True)
@@ -60,14 +60,16 @@ def load_by_transformers(
         return load(checkpoint.path, config, named or torch.float32, seed=seed)
     with ExitStack() as stack:
         files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
-        config = unquantized(config, checkpoint, files)
+        given = config
+        config = unquantized(given, checkpoint, files)
         check_layers(config, len(shapes_of(files)), "the number of tensors is")
         kept = named or dtype_of(files)
     report = progress or (lambda *_: None)
     report(0, 1)
-    try:
-        model = load(checkpoint.path, config, kept, seed=None)
-    except WeightsError as error:
-        raise CheckpointError(str(error)) from error
+    with plain_weights(given, checkpoint):
+        try:
+            model = load(checkpoint.path, config, kept, seed=None)
+        except WeightsError as error:
+            raise CheckpointError(str(error)) from error
     report(1, 1)
     return model

@@ -136,7 +136,10 @@ def _built(path: Path, build: Build, dtype: torch.dtype) -> Any:
 def _typed(path: Path) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(path, local_files_only=True)
+    typed = AutoConfig.from_pretrained(path, local_files_only=True)
+    if hasattr(typed, "quantization_config"):  # by which transformers would quantize plain weights
+        del typed.quantization_config
+    return typed
 
 
 @contextmanager

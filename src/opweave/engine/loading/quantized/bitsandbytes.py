@@ -24,11 +24,13 @@ from opweave.engine.loading.quantized.matrix import (
     rows8,
 )
 from opweave.engine.loading.quantized.strict import StrictConfig
+from opweave.models import UnsupportedModelError
 from opweave.models.weights import shown_name
 
 _STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 _FACTORS = ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
 _LARGEST = 127.0  # of int8
+_ORDERS = ("row", "col32", "col_turing", "col_ampere")  # by weight_format
 
 
 class BitsAndBytes:
@@ -43,7 +45,7 @@ class BitsAndBytes:
 
     main = (*_STATES, "SCB")
     leaves = ("weight", *_FACTORS, *_STATES, "SCB", "weight_format")
-    values_needed = _STATES
+    values_needed = (*_STATES, "weight_format")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         read = StrictConfig(config, "bitsandbytes")
@@ -65,9 +67,23 @@ class BitsAndBytes:
         state = next((tensors[leaf] for leaf in _STATES if leaf in tensors), None)
         if state is not None:
             return _of_4_bits(module, tensors, _read(module, state))
+        _require_rows(module, tensors.get("weight_format"))
         weight = require_shape(module, tensors, "weight", (torch.int8,), None, None)
         scale = require_shape(module, tensors, "SCB", FLOATS, weight.shape[0])
         return rows8(module, tensors, weight, scale.float() / _LARGEST)
+
+
+def _require_rows(module: str, order: Tensor | None) -> None:
+    """Raise UnsupportedModelError unless an int8 matrix is stored row by row."""
+    values = [0] if order is None else order.flatten().tolist()
+    if values != [0]:
+        number = values[0] if len(values) == 1 and values[0] < len(_ORDERS) else None
+        name = "" if number is None else f" ({_ORDERS[number]})"
+        raise UnsupportedModelError(
+            f"{shown_name(module)}.weight_format is {values[0] if values else values}{name}, an "
+            "order of the int8 weights that is not supported. Supported: 0 (row). Save the "
+            "checkpoint again with bitsandbytes 0.45 or newer."
+        )
 
 
 def _of_4_bits(module: str, tensors: Tensors, state: Mapping[str, Any]) -> QuantizedMatrix:

@@ -38,6 +38,9 @@ _STRATEGIES = {
     "int": ("tensor", "channel", "group"),
     "float": ("tensor", "channel", "block"),
 }
+_BLOCKS = ([GROUP, GROUP], f"{GROUP}x{GROUP}")  # older versions write a text
+# Keys of how scales were found, and of the dtypes in which the tensors are stored.
+_FOUND_BY = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 _MIXED = "mixed-precision"
 _REORDERED = ("group", "dynamic")  # values of actorder that need the group of each input
 _EIGHT = (torch.int8, torch.float8_e4m3fn)
@@ -89,11 +92,12 @@ class CompressedTensors:
         activations, weights = group.nested("input_activations"), group.nested("weights")
         kind = weights.one_of("type", "int", "float", default="int")
         weights.one_of("num_bits", *((4, 8) if kind == "int" else (8,)))
-        weights.one_of("strategy", *_STRATEGIES[kind], default="tensor")
+        if weights.one_of("strategy", *_STRATEGIES[kind], default="tensor") == "block":
+            weights.one_of("block_structure", *_BLOCKS, None)
         weights.one_of("dynamic", False, default=False)
         weights.one_of("actorder", "group", "weight", "static", "dynamic", None)
-        weights.allow("symmetric", "group_size", "block_structure", "observer", "observer_kwargs",
-                      "scale_dtype", "zp_dtype")  # fmt: skip
+        weights.one_of("symmetric", True, False, default=True)
+        weights.allow("group_size", "block_structure", *_FOUND_BY)
         weights.finish()
         group.finish()
         if form != _MIXED:
@@ -109,6 +113,9 @@ class CompressedTensors:
         given = activations.config
         if not given:
             return None
+        activations.allow("type", "num_bits", "strategy", "dynamic", "symmetric", "group_size",
+                          "block_structure", "actorder", *_FOUND_BY)  # fmt: skip
+        activations.finish()
         same = all(
             given.get(key, default) == weights.config.get(key, default)
             for key, default in (("type", "int"), ("num_bits", 8))

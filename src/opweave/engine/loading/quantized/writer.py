@@ -17,7 +17,7 @@ from opweave.engine.errors import CheckpointError, InvalidArgumentError
 from opweave.engine.loading.checkpoint import Checkpoint, Progress, TensorFile
 from opweave.engine.loading.dtypes import shapes_of
 from opweave.engine.loading.loader import as_language_model, check_shapes, planned_model
-from opweave.engine.loading.quantization import unquantized
+from opweave.engine.loading.quantization import plain_weights, unquantized
 from opweave.engine.loading.quantized.int4 import quantized_int4
 from opweave.engine.loading.quantized.layers import part_names
 from opweave.engine.loading.quantized.matrix import FLOATS
@@ -29,6 +29,7 @@ from opweave.models.weights import shown_name
 GROUPS = (32, 64, 128)
 _INDEX = "model.safetensors.index.json"
 _VERSION = "0.12.2"  # of compressed-tensors, whose layout is written
+_ONCE = "it cannot be quantized again."
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,11 @@ def _write(checkpoint: Checkpoint, into: Path, group: int, progress: Progress) -
     given = checkpoint.config()
     with ExitStack() as stack:
         files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
-        config = unquantized(given, checkpoint, files, "it cannot be quantized again.")
+        config = unquantized(given, checkpoint, files, _ONCE)
         shapes = shapes_of(files)
-        model = as_language_model(planned_model(config, len(shapes)))
-        check_shapes(model, shapes)
+        with plain_weights(given, checkpoint, _ONCE):
+            model = as_language_model(planned_model(config, len(shapes)))
+            check_shapes(model, shapes)
         chosen = _chosen(model, shapes, group)
         ignored = _ignored(model, shapes, chosen)
         sizes, places = [0, 0], dict[str, str]()
