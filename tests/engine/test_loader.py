@@ -302,6 +302,39 @@ def test_sizes_that_no_made_up_tensor_has(key: str, size: int, what: str, copy: 
         load_model(path, load_format="dummy")
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("llama", "head_dim"),
+        ("mixtral", "num_local_experts"),
+        ("qwen3_moe", "num_experts"),
+        ("deepseek", "n_routed_experts"),
+        ("deepseek", "n_shared_experts"),
+        ("deepseek", "qk_rope_head_dim"),
+        ("deepseek", "num_nextn_predict_layers"),
+        ("gemma3", "head_dim"),
+    ],
+)
+def test_more_experts_and_larger_heads_than_could_be_built(
+    kind: str, key: str, load_format: Any, copy: Copy
+) -> None:
+    path = copy(kind)
+    edit_config(path, **{key: 2**31})
+    message = rf"^config.json says {key}=2147483648, but there can be 65536\.$"
+    with pytest.raises(CheckpointError, match=message):
+        load_model(path, load_format=load_format)
+
+
+def test_a_size_of_heads_that_follows_from_others(copy: Copy) -> None:
+    path = copy("llama")
+    edit_config(path, head_dim=None, hidden_size=2**26)  # for which a table took memory and time
+    with pytest.raises(CheckpointError, match=r"\d+ do not fit"):
+        load_model(path)
+    with pytest.raises(CheckpointError, match="asks for more memory than there is"):
+        load_model(path, load_format="dummy")
+
+
 def test_more_layers_than_could_be_built(copy: Copy) -> None:
     path = copy("llama")
     edit_config(path, num_hidden_layers=10**9)

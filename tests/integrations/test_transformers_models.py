@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -188,6 +189,26 @@ def edited(path: Path, target: Path, **fields: Any) -> Path:
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, **fields}))
     return target
+
+
+@pytest.mark.parametrize(
+    ("load_format", "message"),
+    [
+        ("auto", r"describes a model of [\d,]+ parameters, but the files hold [\d,]+\. "),
+        ("dummy", r"asks for more memory than there is: the model takes [\d,]+ bytes"),
+    ],
+)
+def test_sizes_are_checked_before_memory_is_allocated(
+    load_format: Any, message: str, family: Family, tmp_path: Path
+) -> None:
+    shutil.copytree(family("olmo2")[0], tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 2**38}))
+    with pytest.raises(CheckpointError, match=f"^config.json {message}"):
+        load_model(tmp_path, load_format=load_format)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 2**31}))
+    with pytest.raises(CheckpointError, match=r"^config.json says head_dim=2147483648, but there"):
+        load_model(tmp_path, load_format=load_format)
 
 
 def test_a_configuration_that_transformers_refuses(family: Family, tmp_path: Path) -> None:

@@ -13,7 +13,12 @@ from torch import Tensor
 from opweave.config.engine import LoadFormat, ModelImpl
 from opweave.engine.errors import CheckpointError, InvalidArgumentError
 from opweave.engine.loading import huge_pages
-from opweave.engine.loading.build import MOST_LAYERS, build, check_layers
+from opweave.engine.loading.build import (
+    MOST_LAYERS,
+    build,
+    check_layers,
+    check_memory,
+)
 from opweave.engine.loading.checkpoint import Checkpoint, Progress, TensorFile
 from opweave.engine.loading.dtypes import DTYPES, dtype_of, named_dtype, shapes_of
 from opweave.engine.loading.gguf.tensors import GgufTensors
@@ -81,7 +86,10 @@ def load_model(
     named = named_dtype(dtype, config)
     if load_format == "dummy":
         check_layers(config, MOST_LAYERS, "there can be")
-        model = build(config, named or torch.float32)
+        kept = named or torch.float32
+        with torch.device("meta"):
+            check_memory(build(config, kept), kept)
+        model = build(config, kept)
         huge_pages.move_parameters(model)
         model.fill_randomly(seed)
         return model.eval()

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from opweave.engine.errors import CheckpointError
-from opweave.engine.loading.build import MOST_LAYERS, check_layers
+from opweave.engine.loading.build import (
+    MOST_LAYERS,
+    check_layers,
+    check_memory,
+    check_parameters,
+    check_sizes,
+)
 from opweave.engine.loading.checkpoint import Checkpoint, Progress, TensorFile
 from opweave.engine.loading.dtypes import dtype_of, named_dtype, shapes_of
 from opweave.engine.loading.quantization import plain_weights, unquantized
@@ -23,7 +32,13 @@ class LoadFunction(Protocol[Model]):
     """A function of :mod:`opweave.integrations.transformers`."""
 
     def __call__(
-        self, path: Path, config: Mapping[str, Any], dtype: torch.dtype, *, seed: int | None
+        self,
+        path: Path,
+        config: Mapping[str, Any],
+        dtype: torch.dtype,
+        *,
+        seed: int | None,
+        check: Callable[[nn.Module], None],
     ) -> Model: ...
 
 
@@ -54,21 +69,27 @@ def load_by_transformers(
             f"{checkpoint.path}: transformers' code does not run models from GGUF files; opweave's "
             "does. Leave model_impl out, or give a checkpoint directory."
         )
+    check_sizes(config)
     named = named_dtype(dtype, config)
     if seed is not None:
         check_layers(config, MOST_LAYERS, "there can be")
-        return load(checkpoint.path, config, named or torch.float32, seed=seed)
+        kept = named or torch.float32
+        return load(
+            checkpoint.path, config, kept, seed=seed, check=partial(check_memory, dtype=kept)
+        )
     with ExitStack() as stack:
         files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
         given = config
         config = unquantized(given, checkpoint, files)
-        check_layers(config, len(shapes_of(files)), "the number of tensors is")
+        shapes = shapes_of(files)
+        check_layers(config, len(shapes), "the number of tensors is")
+        check = partial(check_parameters, held=sum(map(prod, shapes.values())))
         kept = named or dtype_of(files)
     report = progress or (lambda *_: None)
     report(0, 1)
     with plain_weights(given, checkpoint):
         try:
-            model = load(checkpoint.path, config, kept, seed=None)
+            model = load(checkpoint.path, config, kept, seed=None, check=check)
         except WeightsError as error:
             raise CheckpointError(str(error)) from error
     report(1, 1)

@@ -18,6 +18,7 @@ from opweave.models.errors import InvalidConfigError, WeightsError
 from opweave.models.weights import check_fit
 
 Build = Callable[..., Any]
+Check = Callable[[torch.nn.Module], None]
 
 
 def is_available() -> bool:
@@ -35,7 +36,12 @@ def is_causal_lm(architecture: str) -> bool:
 
 
 def load_transformers_model(
-    path: Path, config: Mapping[str, Any], dtype: torch.dtype, *, seed: int | None = None
+    path: Path,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    *,
+    seed: int | None = None,
+    check: Check | None = None,
 ) -> TransformersModel:
     """Build the model in the directory *path* and load its weights.
 
@@ -46,6 +52,7 @@ def load_transformers_model(
         config: the object in ``config.json``.
         dtype: of weights and activations.
         seed: make weights up: small random numbers. None: load the checkpoint's.
+        check: called with the model without memory for its weights, before memory is allocated.
 
     Raises:
         InvalidConfigError: transformers refuses the configuration.
@@ -53,11 +60,13 @@ def load_transformers_model(
         ShardingError: it cannot be divided over the current tensor-parallel ranks.
         WeightsError: tensors are missing, unexpected or do not fit.
     """
+    build = _class(config)._from_config
     with _quiet():
+        _check(path, build, dtype, check)
         if seed is None:
             model = _loaded(path, _class(config), dtype)
         else:
-            model = _random(path, _class(config)._from_config, dtype, seed)
+            model = _random(path, build, dtype, seed)
         return TransformersModel(model.eval())
 
 
@@ -73,14 +82,19 @@ def check_transformers_ranks(path: Path, config: Mapping[str, Any], size: int) -
 
 
 def load_transformers_encoder(
-    path: Path, config: Mapping[str, Any], dtype: torch.dtype, *, seed: int | None = None
+    path: Path,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    *,
+    seed: int | None = None,
+    check: Check | None = None,
 ) -> TransformersEncoder:
     """Build the base model of the checkpoint in directory *path*, and load its weights.
 
     Heads and poolers are left out.
 
     Args:
-        path, config, dtype, seed: as for :func:`load_transformers_model`.
+        path, config, dtype, seed, check: as for :func:`load_transformers_model`.
 
     Raises:
         InvalidConfigError: transformers refuses the configuration.
@@ -89,6 +103,7 @@ def load_transformers_encoder(
     from transformers import AutoModel
 
     with _quiet():
+        _check(path, AutoModel.from_config, dtype, check)
         if seed is None:
             has_head = not is_base_model(config["architectures"][0])
             model = _loaded(path, AutoModel, dtype, may_lack="pooler.", may_have_more=has_head)
@@ -120,6 +135,13 @@ def _class(config: Mapping[str, Any]) -> Any:
 
     (architecture,) = config["architectures"]
     return getattr(transformers, architecture)
+
+
+def _check(path: Path, build: Build, dtype: torch.dtype, check: Check | None) -> None:
+    if check is not None:
+        with torch.device("meta"):
+            planned = _built(path, build, dtype)
+        check(planned)
 
 
 def _random(path: Path, build: Build, dtype: torch.dtype, seed: int) -> Any:

@@ -64,10 +64,14 @@ class RotaryEmbedding(CustomOp):
             self.make_cache(scaling.rows(max_position_embeddings))
 
     def make_cache(self, rows: int) -> None:
-        """Return the table for positions below *rows*, on the default device."""
-        frequencies = self.scaling.frequencies(self.rotary_dim, self.base)
-        table = cos_sin_table(frequencies, rows, self.scaling.magnitude)
-        table = table.to(device=torch.get_default_device(), dtype=self.dtype)
+        """Make the table for positions below *rows*, on the default device."""
+        device = torch.get_default_device()
+        if device.type == "meta":  # sizes that are not checked yet may ask for any amount of memory
+            table = torch.empty(rows, self.rotary_dim, dtype=self.dtype)
+        else:
+            frequencies = self.scaling.frequencies(self.rotary_dim, self.base)
+            table = cos_sin_table(frequencies, rows, self.scaling.magnitude)
+            table = table.to(device=device, dtype=self.dtype)
         self.register_buffer("cos_sin_cache", table, persistent=False)
 
     def forward_native(
