@@ -83,6 +83,24 @@ def test_embeddings_are_those_of_transformers(name: str, tmp_path: Path) -> None
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_ropes_that_depend_on_the_length(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [2.0 + 0.5 * i for i in range(8)],
+    }
+    torch.manual_seed(0)
+    config = transformers.Olmo2Config(**{**SIZES, "rope_parameters": rope})
+    model = transformers.Olmo2Model(config).eval()
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    wanted = expected(model, lambda states: states.mean(0))
+    for found, one in zip(vectors(tmp_path), wanted, strict=True):
+        torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-5)
+
+
 def test_a_language_model_of_sentence_transformers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.Qwen3Config(**{**SIZES, **ONE_VECTOR})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import subprocess
@@ -260,6 +261,110 @@ def test_models_of_opweave_load_without_transformers() -> None:
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.5 * i for i in range(8)],
+}
+# Families whose rotary embedding depends on the length of a sequence, with the switch at 32 tokens.
+BY_LENGTH: dict[str, tuple[str, dict[str, Any]]] = {
+    # transformers' code computes keys again when a sequence passes the switch
+    "phi3": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
+    "phimoe": (
+        "phimoe",
+        {
+            "rope_parameters": {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.2},
+            "num_local_experts": 4,
+        },
+    ),
+    # or does not
+    "longrope": ("olmo2", {"rope_parameters": LONGROPE}),
+    "dynamic": (
+        "olmo2",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0},
+            "max_position_embeddings": 32,
+        },
+    ),
+}
+# Below the switch, passing it, and above it.
+SWITCHING = [
+    torch.randint(3, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    for n in (70, 9, 28, 32, 33, 60)
+]
+
+
+@pytest.fixture(scope="module")
+def by_length(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """Return a function that writes a family of BY_LENGTH; its model has a longer context."""
+    built: dict[str, tuple[Path, Any]] = {}
+
+    def get(name: str) -> tuple[Path, Any]:
+        if name not in built:
+            path = tmp_path_factory.mktemp(name)
+            built[name] = path, write_checkpoint(path, *BY_LENGTH[name])
+        return built[name]
+
+    return get
+
+
+def by_generate(model: Any, prompt: list[int], count: int) -> list[int]:
+    model, ids = copy.deepcopy(model), torch.tensor([prompt])
+    model.generation_config.eos_token_id = None
+    found = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+    )
+    return list(found[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+@pytest.mark.parametrize("chunk", [2048, 16])
+def test_ropes_that_depend_on_the_length(by_length: Family, name: str, chunk: int) -> None:
+    path, model = by_length(name)
+    scheduler = SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=8)
+    options = EngineConfig(cache=CacheConfig(num_blocks=64), scheduler=scheduler)
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    llm = LLM(path, config=options)
+    # The context of "dynamic" ends at the switch.
+    context = model.config.max_position_embeddings
+    prompts = [prompt for prompt in SWITCHING if len(prompt) + 12 <= context]
+    found = [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params)]
+    assert found == [by_generate(model, prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", ["phi3", "longrope"])
+@pytest.mark.parametrize("chunk", [2048, 16])
+def test_log_probabilities_of_a_prompt_above_the_switch(
+    by_length: Family, name: str, chunk: int
+) -> None:
+    path, model = by_length(name)
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    prompts = [SWITCHING[0], SWITCHING[1], SWITCHING[-1]]
+
+    scheduler = SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=8)
+    llm = LLM(path, config=EngineConfig(cache=CacheConfig(num_blocks=64), scheduler=scheduler))
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
+        rows = logits.log_softmax(-1)
+        assert output.prompt_logprobs is not None
+        for place, entry in enumerate(output.prompt_logprobs[1:], start=1):
+            assert entry is not None
+            wanted = rows[place - 1, prompt[place]].item()
+            assert entry[prompt[place]].logprob == pytest.approx(wanted, abs=1e-3)
+
+
+def test_the_check_at_load_covers_both_sides_of_a_switch(
+    by_length: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CachedSequences, "_is_outdated", lambda self, tokens, cache: False)
+    model = load_model(by_length("phi3")[0])
+    assert isinstance(model, TransformersModel)
+    assert type(model.sequences) is RecomputedSequences
 
 
 def test_prompts_are_limited_to_the_context(family: Family) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from opweave import platforms
@@ -105,7 +106,12 @@ class EngineCore:
         scheduler: type[Scheduler] = resolve_obj_by_qualname(
             self.platform.get_scheduler_cls(config)
         )
-        self.scheduler = scheduler(config.scheduler, cache)
+        limits = config.scheduler
+        if facts.needs_whole_prompts:
+            budget = max(limits.max_num_batched_tokens, self.max_model_len)
+            limits = replace(limits, enable_chunked_prefill=False, max_num_batched_tokens=budget)
+            _log.info("prompts are not split over steps, since the model's logits depend on it")
+        self.scheduler = scheduler(limits, cache)
         eos_token_ids = self._known_eos(facts.vocab_size)
         self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size, eos_token_ids)
         prompts = PromptReader(self.tokenizer, facts.vocab_size, self.max_model_len)

@@ -13,10 +13,13 @@ class LanguageModel(CheckpointModel):
     Attributes:
         vocab_size: the number of logits.
         max_positions: the longest sequence that the model supports; None: any length.
+        needs_whole_prompts: whether the hidden states of a prompt's tokens depend on the tokens
+            that follow, or on their number, so that a prompt must not be split over steps.
     """
 
     vocab_size: int
     max_positions: int | None
+    needs_whole_prompts: bool = False
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the hidden state of every token: ``(T, hidden_size)``.

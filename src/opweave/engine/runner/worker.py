@@ -37,6 +37,7 @@ class ModelFacts:
         groups: the layers with a cache, grouped by retention.
         memory: the cache size in bytes.
         free: free memory on the device in bytes; ``sys.maxsize`` if unknown.
+        needs_whole_prompts: whether a step must take a prompt whole.
     """
 
     config: Any
@@ -45,6 +46,7 @@ class ModelFacts:
     groups: tuple[LayerGroup, ...]
     memory: int
     free: int = sys.maxsize
+    needs_whole_prompts: bool = False
 
 
 def share_of_host(free: int) -> int:
@@ -117,6 +119,7 @@ class Worker:
             tuple(self.runner.groups),
             self._cache_memory(self.config.cache),
             self._free_memory(),
+            model.needs_whole_prompts,
         )
 
     def allocate(self, plan: CachePlan) -> None:

@@ -80,3 +80,12 @@ def _replaced_forward(module: nn.Module, result: Any) -> Iterator[None]:
         yield
     finally:
         del vars(module)["forward"]
+
+
+def ropes_by_length(config: Any) -> set[str]:
+    """Return the rope types of a configuration whose frequencies depend on a sequence's length."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # Of all layers, or by kind of layer.
+    ropes = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    kinds = {kind for rope in ropes if isinstance(kind := rope.get("rope_type"), str)}
+    return kinds & {"dynamic", "longrope"}

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from opweave.integrations.optimize import optimize
+from opweave.integrations.transformers.base_model import ropes_by_length
 from opweave.models.encoder import Encoder
 from opweave.models.errors import UnsupportedModelError
 
@@ -18,7 +19,8 @@ from opweave.models.errors import UnsupportedModelError
 class TransformersEncoder(Encoder):
     """A base model of transformers with loaded weights; its attention may be causal.
 
-    Texts are padded to one length for a forward, with an attention mask, as transformers does.
+    Texts are padded to one length for a forward, with an attention mask, as transformers does. If
+    the model's rope depends on the length, each text has a forward of its own.
 
     Args:
         base: the model, in evaluation mode.
@@ -37,6 +39,7 @@ class TransformersEncoder(Encoder):
         self.base = base.requires_grad_(False)
         self._text: Any = base.config.get_text_config(decoder=True)
         self._padding: int = self._text.pad_token_id or 0
+        self._is_by_length = bool(ropes_by_length(self._text))
         self._max_positions = _max_positions(base, self._text, self._padding)
         self.report = optimize(base)
 
@@ -62,6 +65,8 @@ class TransformersEncoder(Encoder):
         """
         lengths = cu_seqlens.diff()
         texts = torch.split_with_sizes(input_ids, lengths.tolist())
+        if self._is_by_length:
+            return torch.cat([self.base(input_ids=text[None])[0][0] for text in texts])
         ids = pad_sequence(list(texts), batch_first=True, padding_value=self._padding)
         mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
         output = self.base(input_ids=ids, attention_mask=mask.long())

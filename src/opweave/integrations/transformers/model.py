@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opweave.integrations.optimize import optimize
 from opweave.integrations.transformers import verify
-from opweave.integrations.transformers.base_model import Halves
+from opweave.integrations.transformers.base_model import Halves, ropes_by_length
 from opweave.integrations.transformers.errors import NotSuitableError
 from opweave.integrations.transformers.packed import PackedSequences
 from opweave.integrations.transformers.sequences import CachedSequences, RecomputedSequences
@@ -51,10 +51,14 @@ class TransformersModel(LanguageModel):
         with torch.inference_mode():
             halves, first = Halves.of(causal_lm, tokens[0])
             expected = [first, Halves.of(causal_lm, tokens[1])[1]]
+            # Of generations that pass the length at which the rope changes; others need no check.
+            by_length = ropes_by_length(text)
+            generated = _generated(causal_lm, tokens[0]) if "longrope" in by_length else None
             self.vocab_size = expected[0].shape[-1]
             shard(causal_lm, current_tensor_parallel())
             self.report = optimize(causal_lm)
-            self.sequences, slower = _choose(halves, tokens, expected, self.dtype)
+            self.sequences, slower = _choose(halves, tokens, expected, generated, self.dtype)
+        self.needs_whole_prompts = bool(by_length) or type(self.sequences) is RecomputedSequences
         name = type(causal_lm).__name__
         if slower:
             _log.warning("%s runs %s; %s", name, self.sequences.description, slower)
@@ -78,9 +82,15 @@ Sequences = PackedSequences | RecomputedSequences
 
 
 def _choose(
-    halves: Halves, tokens: list[Tensor], expected: list[Tensor], dtype: torch.dtype
+    halves: Halves,
+    tokens: list[Tensor],
+    expected: list[Tensor],
+    generated: list[Tensor] | None,
+    dtype: torch.dtype,
 ) -> tuple[Sequences, str]:
     """Return the fastest way to run a model that gives *expected*, and why not a faster one.
+
+    *generated* are the logits of ``verify.generated_logits``, to be given, too.
 
     Raises:
         UnsupportedModelError: none does.
@@ -90,14 +100,20 @@ def _choose(
         try:
             with ExitStack() as undo:
                 sequences = kind.of(halves, tokens[0], undo)
-                reason = verify.difference(
-                    sequences,
-                    halves.logits,
-                    tokens,
-                    expected,
-                    dtype,
-                    last_only=kind is RecomputedSequences,
-                )
+                # Without a cache, models need not be causal: then, the logits of other tokens than
+                # the last one change with the tokens that follow.
+                compared = slice(-1 if kind is RecomputedSequences else 0, None)
+                logits = [rows[compared] for rows in expected]
+                reason = verify.difference(sequences, halves.logits, tokens, logits, dtype)
+                if not reason and generated is not None:
+                    reason = verify.generation_difference(
+                        sequences,
+                        halves.logits,
+                        halves.causal_lm.config,
+                        tokens[0],
+                        generated,
+                        dtype,
+                    )
                 if not reason:
                     undo.pop_all()
                     return sequences, "; ".join(reasons)
@@ -110,6 +126,21 @@ def _choose(
     raise UnsupportedModelError(
         f"{type(halves.causal_lm).__name__} cannot run in the engine: {'; '.join(reasons)}."
     )
+
+
+def _generated(causal_lm: Any, tokens: Tensor) -> list[Tensor]:
+    """Return ``verify.generated_logits``.
+
+    Raises:
+        UnsupportedModelError: transformers cannot generate with the model.
+    """
+    try:
+        return verify.generated_logits(causal_lm, tokens)
+    except Exception as error:  # code of the model, which may fail in any way
+        raise UnsupportedModelError(
+            f"{type(causal_lm).__name__} cannot run in the engine: its rope depends on the length "
+            f"of a sequence, and transformers' generate fails ({described(error)})."
+        ) from error
 
 
 def _special_tokens(config: Any) -> set[int]:

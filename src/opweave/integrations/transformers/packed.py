@@ -9,11 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from opweave.integrations.transformers import attention
-from opweave.integrations.transformers.base_model import Halves
+from opweave.integrations.transformers.base_model import Halves, ropes_by_length
 from opweave.integrations.transformers.errors import NotSuitableError
-
-# Their frequencies depend on the longest sequence of a batch.
-_ROPES_BY_LENGTH = {"dynamic", "longrope"}
 
 
 class PackedSequences(nn.Module):
@@ -42,8 +39,7 @@ class PackedSequences(nn.Module):
             NotSuitableError: the model needs more than attention to earlier tokens.
         """
         model: Any = halves.causal_lm
-        ropes = _rope_types(model.config.get_text_config(decoder=True))
-        if by_length := ropes & _ROPES_BY_LENGTH:
+        if by_length := ropes_by_length(model.config.get_text_config(decoder=True)):
             raise NotSuitableError(f"its rope ({', '.join(by_length)}) depends on the length")
         before = model.config._attn_implementation
         undo.callback(attention.remove, model, before)
@@ -59,10 +55,3 @@ class PackedSequences(nn.Module):
         """Return the hidden states: ``(T, hidden_size)``."""
         hidden, _ = self.halves.hidden(input_ids, position_ids=positions[None], use_cache=False)
         return hidden
-
-
-def _rope_types(config: Any) -> set[str]:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    # Of one kind of layers, or by kind.
-    each = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    return {kind for rope in each if isinstance(kind := rope.get("rope_type"), str)}

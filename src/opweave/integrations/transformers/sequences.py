@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from opweave.integrations.transformers.base_model import Halves
+from opweave.integrations.transformers.base_model import Halves, ropes_by_length
 from opweave.integrations.transformers.errors import NotSuitableError
 from opweave.layers.mamba.stateful import StatefulLayer
 from opweave.layers.mamba.states import states_of
@@ -100,10 +100,24 @@ class CachedSequences(RecomputedSequences):
         if not names:
             raise NotSuitableError("it does not take a cache")
         self._name, self._takes_positions = names[0], "position_ids" in parameters
+        config = halves.causal_lm.config.get_text_config(decoder=True)
+        self._may_be_outdated = bool(ropes_by_length(config))
+
+    def _is_outdated(self, tokens: Tensor, cache: Any) -> bool:
+        """Whether the model does without *cache* for the last of *tokens*.
+
+        Some models whose rope depends on the length do so at the token at which it changes, in the
+        method by which transformers' ``generate`` prepares each step.
+        """
+        prepared = self.halves.causal_lm.prepare_inputs_for_generation(
+            tokens[None], next_sequence_length=1, use_cache=True, **{self._name: cache}
+        )
+        return prepared.get(self._name) is None
 
     def compute(self, tokens: Tensor, new: int, cache: Any) -> tuple[Tensor, Any]:
         options: dict[str, Any] = {"use_cache": True}
-        if cache is None or new > 1:
+        is_new = cache is None or new > 1
+        if is_new or (self._may_be_outdated and self._is_outdated(tokens, cache)):
             hidden, output = self.halves.hidden(tokens, **options)
             return hidden[-new:], getattr(output, self._name)
         if self._takes_positions:

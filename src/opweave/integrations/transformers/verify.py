@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ _ROWS_OUTSIDE = {torch.float32: 0.0, torch.float16: 0.2, torch.bfloat16: 0.2}
 _LENGTHS = (11, 6)
 # Tokens of both sequences in each step: prompts, a chunk after a token, single tokens, a chunk.
 _STEPS = ((7, 1), (1, 4), (1, 1), (2, 0))
+# The same as generation: a prompt that passes _SWITCH tokens later, and one that is longer already.
+_GENERATION_STEPS = ((7, 10), (1, 0), (1, 1), (1, 0), (1, 0))
+_SWITCH = 8
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 
@@ -40,7 +44,7 @@ def difference(
     expected: Sequence[Tensor],
     dtype: torch.dtype,
     *,
-    last_only: bool = False,
+    steps: Sequence[tuple[int, int]] = _STEPS,
 ) -> str:
     """Return how the logits of packed sequences in several steps differ; "" if they do not.
 
@@ -48,14 +52,13 @@ def difference(
         forward: takes ids and positions ``(T,)`` of packed sequences, in a forward context.
         logits_of: hidden states to logits.
         tokens: two sequences.
-        expected: the logits ``(T, vocab_size)`` of each.
+        expected: the logits ``(n, vocab_size)`` of the last tokens of each.
         dtype: of the model.
-        last_only: compare the last token of each sequence only. In models that are not causal, the
-            logits of other tokens change with the tokens that follow.
+        steps: the number of tokens of both in each step.
     """
     attention, states, done = _Dense(), StateCache(2), [0, 0]
     found: list[list[Tensor]] = [[], []]
-    for counts in _STEPS:
+    for counts in steps:
         present = [each for each in (0, 1) if counts[each]]
         parts = [slice(done[each], done[each] + counts[each]) for each in present]
         attention.sequences = [(each, counts[each]) for each in present]
@@ -77,15 +80,90 @@ def difference(
         for each, rows in zip(present, torch.split_with_sizes(logits, sizes), strict=True):
             found[each].append(rows)
             done[each] += counts[each]
-    compared = slice(-1 if last_only else 0, None)
     off = torch.cat(
         [
-            _error(torch.cat(rows)[compared], wanted[compared])
+            _error(torch.cat(rows)[-len(wanted) :], wanted)
             for rows, wanted in zip(found, expected, strict=True)
         ]
     )
     outside = (~(off <= _TOLERANCES[dtype])).double().mean().item()
     return "" if outside <= _ROWS_OUTSIDE[dtype] else f"its logits differ by {off.max():.2g}"
+
+
+def generated_logits(causal_lm: Any, tokens: Tensor) -> list[Tensor]:
+    """Return the logits of two generations of *tokens* by transformers' ``generate``.
+
+    The first has a prompt below the length at which the model's rope changes, which is lowered; the
+    second has a longer one. They are those of :func:`generation_difference`.
+
+    Args:
+        causal_lm: a model whose rope depends on the length of a sequence.
+        tokens: a sequence, to be generated.
+    """
+    import transformers
+
+    library: Any = transformers  # without types
+
+    class Forced(library.LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            forced = torch.full_like(scores, -torch.inf)
+            forced[:, tokens[min(input_ids.shape[1], len(tokens) - 1)]] = 0.0
+            return forced
+
+    found = []
+    for prompt in _GENERATION_STEPS[0]:
+        count = len(tokens) - prompt + 1  # the last token's logits, too
+        config = library.GenerationConfig(
+            max_new_tokens=count, do_sample=False, num_beams=1, output_logits=True,
+            return_dict_in_generate=True, pad_token_id=0,
+        )  # fmt: skip
+        with _lowered_switch(causal_lm.config):
+            output = causal_lm.generate(
+                tokens[None, :prompt],
+                attention_mask=torch.ones_like(tokens[None, :prompt]),
+                generation_config=config,
+                logits_processor=library.LogitsProcessorList([Forced()]),
+            )
+        found.append(torch.cat(output.logits))
+    return found
+
+
+def generation_difference(
+    forward: Forward,
+    logits_of: Callable[[Tensor], Tensor],
+    config: Any,
+    tokens: Tensor,
+    expected: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> str:
+    """Return how the logits of two generations of *tokens* differ; "" if they do not.
+
+    Args:
+        forward, logits_of, dtype: as for :func:`difference`.
+        config: of the model.
+        tokens: a sequence.
+        expected: of :func:`generated_logits`.
+    """
+    with _lowered_switch(config):
+        return difference(
+            forward, logits_of, [tokens, tokens], expected, dtype, steps=_GENERATION_STEPS
+        )
+
+
+@contextmanager
+def _lowered_switch(config: Any) -> Iterator[None]:
+    """Let ropes that depend on the length change after _SWITCH tokens, for a quick check."""
+    key, text = "original_max_position_embeddings", config.get_text_config(decoder=True)
+    ropes = [text.rope_parameters, *text.rope_parameters.values()]
+    places = [vars(config), vars(text), *(rope for rope in ropes if isinstance(rope, dict))]
+    before = [(place, place[key]) for place in places if isinstance(place.get(key), int)]
+    for place, _ in before:
+        place[key] = _SWITCH
+    try:
+        yield
+    finally:
+        for place, value in before:
+            place[key] = value
 
 
 def _error(found: Tensor, expected: Tensor) -> Tensor:
