@@ -335,6 +335,53 @@ def test_a_size_of_heads_that_follows_from_others(copy: Copy) -> None:
         load_model(path, load_format="dummy")
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "unread"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, None),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "alpha": 9.0}},
+            r"'rope_parameters' in config.json: unknown keys are ignored: 'alpha'$",
+        ),
+        (
+            "llama",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0, "b": 1}},
+            r"'rope_scaling' in config.json: unknown keys are ignored: 'b'$",
+        ),
+        (
+            "llama",
+            {
+                "rope_parameters": {"rope_theta": 5.0},
+                "rope_scaling": {"type": "linear", "factor": 2},
+            },
+            r"'rope_scaling' replaces 'rope_parameters', as in transformers; ignored: rope_theta$",
+        ),
+        (
+            "gemma3",
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "shift": 2}}},
+            r"'full_attention' in config.json: unknown keys are ignored: 'shift'$",
+        ),
+        ("yarn", {}, None),
+        ("llama3_rope", {}, None),
+        ("deepseek", {}, None),
+    ],
+)
+def test_unknown_keys_of_ropes_are_named_once(
+    kind: str,
+    changes: dict[str, Any],
+    unread: str | None,
+    copy: Copy,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = copy(kind)
+    edit_config(path, **changes)
+    load_model(path)
+    lines = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
+    assert len(lines) == (unread is not None)
+    assert unread is None or re.search(unread, lines[0])
+
+
 def test_more_layers_than_could_be_built(copy: Copy) -> None:
     path = copy("llama")
     edit_config(path, num_hidden_layers=10**9)

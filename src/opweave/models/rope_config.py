@@ -19,6 +19,26 @@ _log = logging.getLogger(__name__)
 # limited to that length, within which nothing changes.
 _ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 _TRAINED, _SHARE = "original_max_position_embeddings", "partial_rotary_factor"
+_COMMON_KEYS = (
+    *("rope_type", "type", "rope_theta", _SHARE, "rope_dim", "mrope_section", "mrope_interleaved"),
+    *(_TRAINED, "finetuned"),  # the length of training, which some types do not need
+)
+_YARN_WEIGHTS = ("mscale", "mscale_all_dim")
+# Parameters by type. Null, or the type's own defaults, are written by some tools.
+_KEYS = {
+    "default": _YARN_WEIGHTS,  # which change nothing without a factor
+    "dynamic": ("factor", *_YARN_WEIGHTS),  # DeepSeek's scores follow them
+    "linear": ("factor", *_YARN_WEIGHTS),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": (
+        *("factor", "short_factor", "long_factor", "short_mscale", "long_mscale"),
+        "attention_factor",
+    ),
+    "proportional": ("factor",),
+    "yarn": (
+        *("factor", "attention_factor", "beta_fast", "beta_slow", "truncate", *_YARN_WEIGHTS),
+    ),
+}
 _STRETCHED = ("llama3", "longrope", "yarn")
 _PAIR = 2  # dimensions: what no frequency can be made of is as wrong for one pair as for all
 _MOST = 2**24  # positions: float32, in which their angles are computed, tells no more apart
@@ -40,6 +60,31 @@ def rope_parameters(fields: Fields, positions: int, theta: float = 10000.0) -> d
     if _TRAINED in fields:  # some checkpoints have it outside rope_parameters
         rope = Fields({**rope.values, _TRAINED: fields.count(_TRAINED)}, rope.name)
     return read_rope(rope, fields.number("rope_theta", theta), positions, outer=fields)
+
+
+def warn_unread_rope_keys(config: Mapping[str, Any]) -> None:
+    """Log the keys of a configuration's rope parameters that mean nothing to its rope type.
+
+    Args:
+        config: the object in a ``config.json``, which may have parameters by type of layer.
+    """
+    fields = Fields(config)
+    scaled, current = (config.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
+    if not all(isinstance(rope, Mapping) for rope in (scaled, current)):
+        return  # which is an error for the model
+    if scaled and not any(isinstance(value, Mapping) for value in current.values()):
+        if unread := sorted(current.keys() - scaled.keys()):
+            _log.warning(
+                "%s: 'rope_scaling' replaces 'rope_parameters', as in transformers; ignored: %s",
+                fields.name, ", ".join(unread),
+            )  # fmt: skip
+        current = {}
+    for key, rope in (("rope_scaling", scaled), ("rope_parameters", current)):
+        layers = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
+        for name, parameters in (layers or {"": rope}).items():
+            named = Fields(parameters, f"{name or key!r} in {fields.name}")
+            kind = named.text("rope_type", named.text("type", "default"))
+            named.warn_unread(*_COMMON_KEYS, *_KEYS.get(kind, ()))
 
 
 def rope_type(fields: Fields) -> str:

@@ -43,6 +43,7 @@ from opweave.models import (
     WeightsError,
     model_class,
 )
+from opweave.models.rope_config import warn_unread_rope_keys
 
 
 def load_model(
@@ -83,6 +84,7 @@ def load_model(
         seed_of_weights = seed if load_format == "dummy" else None
         load = load_transformers_model
         return load_by_transformers(load, checkpoint, dtype, seed_of_weights, progress)
+    warn_unread_rope_keys(config)
     named = named_dtype(dtype, config)
     if load_format == "dummy":
         check_layers(config, MOST_LAYERS, "there can be")
