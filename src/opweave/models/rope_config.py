@@ -24,7 +24,7 @@ _COMMON_KEYS = (
     *(_TRAINED, "finetuned"),  # the length of training, which some types do not need
 )
 _YARN_WEIGHTS = ("mscale", "mscale_all_dim")
-# Parameters by type. Null, or the type's own defaults, are written by some tools.
+# Parameters that the types read.
 _KEYS = {
     "default": _YARN_WEIGHTS,  # which change nothing without a factor
     "dynamic": ("factor", *_YARN_WEIGHTS),  # DeepSeek's scores follow them

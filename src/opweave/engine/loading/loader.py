@@ -88,10 +88,10 @@ def load_model(
     named = named_dtype(dtype, config)
     if load_format == "dummy":
         check_layers(config, MOST_LAYERS, "there can be")
-        kept = named or torch.float32
+        weight_dtype = named or torch.float32
         with torch.device("meta"):
-            check_memory(build(config, kept), kept)
-        model = build(config, kept)
+            check_memory(build(config, weight_dtype), weight_dtype)
+        model = build(config, weight_dtype)
         huge_pages.move_parameters(model)
         model.fill_randomly(seed)
         return model.eval()
@@ -99,10 +99,10 @@ def load_model(
         fit: AbstractContextManager[None] = nullcontext()
         if checkpoint.gguf is None:
             files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
-            given = config
-            config, sources = opened(given, checkpoint, files)
+            original = config
+            config, sources = opened(original, checkpoint, files)
             if sources == files:
-                fit = plain_weights(given, checkpoint)
+                fit = plain_weights(original, checkpoint)
         else:
             planned = planned_model(config, len(checkpoint.gguf.tensors))
             sources = [GgufTensors(checkpoint.gguf, planned)]

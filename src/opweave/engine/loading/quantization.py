@@ -44,7 +44,8 @@ _CACHE_SCALES = (
 )
 
 
-_ONLINE = ("bitnet",)  # methods of which weights may be stored plain, and are not used so
+# Methods that quantize weights while the model runs, and may store them unquantized.
+_ONLINE = ("bitnet",)
 
 # By quant_method.
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {

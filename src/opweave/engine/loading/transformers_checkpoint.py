@@ -73,21 +73,25 @@ def load_by_transformers(
     named = named_dtype(dtype, config)
     if seed is not None:
         check_layers(config, MOST_LAYERS, "there can be")
-        kept = named or torch.float32
+        weight_dtype = named or torch.float32
         return load(
-            checkpoint.path, config, kept, seed=seed, check=partial(check_memory, dtype=kept)
+            checkpoint.path,
+            config,
+            weight_dtype,
+            seed=seed,
+            check=partial(check_memory, dtype=weight_dtype),
         )
     with ExitStack() as stack:
         files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
-        given = config
-        config = unquantized(given, checkpoint, files)
+        original = config
+        config = unquantized(original, checkpoint, files)
         shapes = shapes_of(files)
         check_layers(config, len(shapes), "the number of tensors is")
         check = partial(check_parameters, held=sum(map(prod, shapes.values())))
         kept = named or dtype_of(files)
     report = progress or (lambda *_: None)
     report(0, 1)
-    with plain_weights(given, checkpoint):
+    with plain_weights(original, checkpoint):
         try:
             model = load(checkpoint.path, config, kept, seed=None, check=check)
         except WeightsError as error:

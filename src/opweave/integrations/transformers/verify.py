@@ -94,7 +94,7 @@ def generated_logits(causal_lm: Any, tokens: Tensor) -> list[Tensor]:
     """Return the logits of two generations of *tokens* by transformers' ``generate``.
 
     The first has a prompt below the length at which the model's rope changes, which is lowered; the
-    second has a longer one. They are those of :func:`generation_difference`.
+    second has a longer one. :func:`generation_difference` runs the same two.
 
     Args:
         causal_lm: a model whose rope depends on the length of a sequence.
@@ -110,7 +110,7 @@ def generated_logits(causal_lm: Any, tokens: Tensor) -> list[Tensor]:
             forced[:, tokens[min(input_ids.shape[1], len(tokens) - 1)]] = 0.0
             return forced
 
-    found = []
+    logits = []
     for prompt in _GENERATION_STEPS[0]:
         count = len(tokens) - prompt + 1  # the last token's logits, too
         config = library.GenerationConfig(
@@ -124,8 +124,8 @@ def generated_logits(causal_lm: Any, tokens: Tensor) -> list[Tensor]:
                 generation_config=config,
                 logits_processor=library.LogitsProcessorList([Forced()]),
             )
-        found.append(torch.cat(output.logits))
-    return found
+        logits.append(torch.cat(output.logits))
+    return logits
 
 
 def generation_difference(

@@ -77,7 +77,7 @@ def _require_rows(module: str, order: Tensor | None) -> None:
     """Raise UnsupportedModelError unless an int8 matrix is stored row by row."""
     values = [0] if order is None else order.flatten().tolist()
     if values != [0]:
-        number = values[0] if len(values) == 1 and values[0] < len(_ORDERS) else None
+        number = values[0] if len(values) == 1 and 0 <= values[0] < len(_ORDERS) else None
         name = "" if number is None else f" ({_ORDERS[number]})"
         raise UnsupportedModelError(
             f"{shown_name(module)}.weight_format is {values[0] if values else values}{name}, an "
