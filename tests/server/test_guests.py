@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from opweave.config import EngineConfig
+from opweave.config.daemon_threads import DaemonThreads
 from opweave.engine import ChatTemplate, SamplingParams
 from opweave.engine.request.io_processor import IOProcessor
 from opweave.server import ServerConfig
-from opweave.server.daemon_threads import DaemonThreads
 from server.conftest import Running, Start
 from server.test_disconnect import ask
 from server.test_errors import error_of

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,7 +29,8 @@ class ChildProcess:
     """A new interpreter, not a fork, that communicates through a socket.
 
     Args:
-        module: the module to run as a program; its first argument is the socket's descriptor.
+        program: the module to run, or a file that is run without importing the package around it;
+            its first argument is the socket's descriptor.
         arguments: further arguments.
         environment: variables to set in addition to those of this process.
 
@@ -37,12 +39,16 @@ class ChildProcess:
     """
 
     def __init__(
-        self, module: str, *arguments: str, environment: Mapping[str, str] | None = None
+        self,
+        program: str | Path,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         own, its = socket.socketpair()
+        code = [str(program)] if isinstance(program, Path) else ["-m", program]
         with own, its:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(its.fileno()), *arguments],
+                [sys.executable, "-P", *code, str(its.fileno()), *arguments],
                 env={**inherited_environment(), **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # keep this process's standard output clean
@@ -103,12 +109,12 @@ class ChildWorker(ABC):
     The process receives the task first, and sends a message when it is ready for jobs.
 
     Args:
-        module: the module to run as a program.
+        program: the module or file to run, as for :class:`ChildProcess`.
         task: the settings shared by all jobs.
     """
 
-    def __init__(self, module: str, task: object) -> None:
-        self._module, self._task = module, task
+    def __init__(self, program: str | Path, task: object) -> None:
+        self._program, self._task = program, task
         self._process: ChildProcess | None = None
 
     @abstractmethod
@@ -135,13 +141,18 @@ class ChildWorker(ABC):
         if self._process is not None and self._process.is_running:
             return self._process
         self.end()
-        self._process = process = ChildProcess(self._module, environment=self.environment())
-        process.connection.send(self._task)
+        self._process = process = ChildProcess(self._program, environment=self.environment())
         try:
+            process.connection.send(self._task)
             process.receive(_STARTING)
-        except (EOFError, TimeoutError):
+        except (EOFError, OSError):  # which TimeoutError is
             raise self.start_error(self.end()) from None
         return process
+
+    def kill(self) -> None:
+        """Kill the process, if there is one; another thread may wait for its answer."""
+        if (process := self._process) is not None:
+            process.kill()
 
     def end(self) -> int:
         """End the process, if there is one, and return its exit code as :meth:`close` does."""

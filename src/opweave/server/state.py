@@ -13,11 +13,11 @@ from typing import Annotated, TypeVar, cast
 
 from fastapi import Depends, Request
 
+from opweave.config.daemon_threads import DaemonThreads
 from opweave.engine import ChatTemplate, EngineClient
 from opweave.engine.request.io_processor import IOProcessor
 from opweave.server.admission import Admission
 from opweave.server.config import ServerConfig
-from opweave.server.daemon_threads import DaemonThreads
 from opweave.server.deadline import Deadline
 from opweave.server.errors import ApiError
 from opweave.server.output.style import OutputStyle
