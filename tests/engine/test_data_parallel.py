@@ -354,6 +354,9 @@ def test_a_dead_replica_fails_its_own_requests_and_is_replaced(
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert sum(isinstance(each, EngineDeadError) for each in found) == 2
         assert sum(isinstance(each, RequestOutput) for each in found) == 2
+        # No other replica gets them: they may have killed this one.
+        sent = {call.request_id for each in group.engines.values() for call in each.calls}
+        assert not sent & set(lost)
         await until(lambda: engine.stats().replicas == 2)
         # Its finished requests still count, and none of its requests runs.
         assert engine.stats().generation_tokens >= 24

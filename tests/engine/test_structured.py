@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
+import subprocess
 import sys
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,8 @@ from tokenizers import Tokenizer as Backend
 
 from opweave.engine import (
     Checkpoint,
+    EngineDeadError,
+    GrammarQueueFullError,
     MissingDependencyError,
     SamplingParams,
     SamplingParamsError,
@@ -30,10 +36,12 @@ from opweave.engine import (
 )
 from opweave.engine.sampling.logits_processors import adjusted
 from opweave.engine.sampling.sampler import SamplingRequest
+from opweave.engine.structured import grammar_compiler, grammar_program
 from opweave.engine.structured.grammar_compiler import GrammarCompiler
+from opweave.engine.structured.grammar_program import native_vocabulary
 from opweave.engine.structured.json_schema import enforceable
 from opweave.engine.structured.state import GrammarState
-from opweave.engine.structured.vocabulary import vocabulary
+from opweave.engine.structured.vocabulary import vocabulary_arguments
 from server.fake_engine import CHECKPOINT, VOCABULARY
 
 EOS = 2
@@ -43,6 +51,11 @@ GRAMMARS = GrammarCompiler(PYDOC, VOCABULARY, [EOS])
 
 def constrained(ignore_eos: bool = False, **form: Any) -> SamplingParams:
     return SamplingParams(structured_outputs=StructuredOutputsParams(**form), ignore_eos=ignore_eos)
+
+
+def compiled(params: SamplingParams, grammars: GrammarCompiler = GRAMMARS) -> None:
+    assert params.structured_outputs is not None
+    grammars.compile(params.structured_outputs).result(60)
 
 
 def started(grammars: GrammarCompiler = GRAMMARS, **form: Any) -> GrammarState:
@@ -469,7 +482,7 @@ def test_grammars_in_both_notations(notation: str) -> None:
     ],
 )
 def test_what_does_not_compile_says_why(form: dict[str, Any], message: str) -> None:
-    for method in (GRAMMARS.compile, GRAMMARS.start):
+    for method in (compiled, GRAMMARS.start):
         with pytest.raises(
             SamplingParamsError, match="^structured_outputs: .*" + message
         ) as caught:
@@ -563,6 +576,176 @@ def test_a_model_without_an_end_of_text_token() -> None:
         started(grammars, choice=[""])
 
 
+# Limits, and grammars that end their process
+
+
+def reference_chain(length: int, schema: Any = None, between: int = 0) -> dict[str, Any]:
+    """A schema of *length* references in a row, each in *between* arrays."""
+    definitions: dict[str, Any] = {f"d{length}": schema or {"type": "null"}}
+    for i in range(length):
+        part: Any = {"$ref": f"#/$defs/d{i + 1}"}
+        for _ in range(between):
+            part = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+        definitions[f"d{i}"] = part
+    return {"$ref": "#/$defs/d0", "$defs": definitions}
+
+
+def rule_chain(length: int, arrow: str = ":", start: str = "start") -> str:
+    rules = [f'r{i}{arrow} "a" r{i + 1}' for i in range(length)]
+    return "\n".join([f"{start}{arrow} r0", *rules, f'r{length}{arrow} "b"'])
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"type": "array", "items": nested(depth - 1)} if depth else {"type": "null"}
+
+
+CRASHING = reference_chain(190, between=12)  # within the limits, but it overflows the stack
+CHOICE_OF_30_000 = [f"item number {i}" for i in range(30_000)]
+LARK_JSON = "start: a\na: %json "
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"json": reference_chain(4000)}, "json exceeds the limit of 2000 references"),
+        ({"json": json.dumps(reference_chain(4000))}, "limit of 2000 references"),
+        ({"json": reference_chain(201)}, "json exceeds the limit of 200 references in a chain"),
+        ({"json": nested(101)}, "json exceeds the limit of 100 levels of nesting"),
+        ({"json": "[" * 100_000}, "json exceeds the limit of 100 levels of nesting"),
+        ({"json": {"title": "x" * 2**20}}, "json exceeds the limit of 1048576 bytes"),
+        ({"grammar": rule_chain(4000)}, "grammar exceeds the limit of 1000 rules"),
+        ({"grammar": rule_chain(4000, " ::=", "root")}, "limit of 1000 rules"),
+        ({"grammar": "start: " + "x" * 2**17}, "grammar exceeds the limit of 131072 bytes"),
+        ({"grammar": f"start: {'(' * 101}"}, "grammar exceeds the limit of 100 levels of nesting"),
+        ({"grammar": LARK_JSON + json.dumps(reference_chain(201))}, "200 references in a chain"),
+        ({"grammar": f'{LARK_JSON}{{"a":{"[" * 9000}'}, "limit of 100 levels of nesting"),
+        (
+            {"grammar": json.dumps({"grammars": [{"lark_grammar": rule_chain(600)}] * 2})},
+            "limit of 1000 rules",
+        ),
+        (
+            {"grammar": json.dumps({"grammars": [{"json_schema": reference_chain(201)}]})},
+            "200 references in a chain",
+        ),
+        ({"grammar": "{"}, "grammar starts with { but is not valid JSON"),
+        ({"regex": "a" * 2**17}, "regex exceeds the limit of 65536 bytes"),
+        ({"regex": "(" * 101 + ")" * 101}, "regex exceeds the limit of 100 levels of nesting"),
+        ({"json": {}, "whitespace_pattern": " " * 2**17}, "whitespace_pattern exceeds the limit"),
+        ({"choice": ["a"] * 50_001}, "choice exceeds the limit of 50000 texts"),
+        ({"choice": ["ä" * 2**20]}, "choice exceeds the limit of 1048576 bytes"),
+    ],
+)
+def test_constraints_are_limited(form: dict[str, Any], message: str) -> None:
+    with pytest.raises(SamplingParamsError, match=re.escape(message)):
+        StructuredOutputsParams(**form)
+
+
+@pytest.mark.parametrize(
+    "character", ["\n", "[", '\\\\"', "/", "(", "%json {", "a[", '%json {"a":']
+)
+@pytest.mark.parametrize("kind", ["grammar", "regex"])
+def test_limits_are_checked_in_linear_time(kind: str, character: str) -> None:
+    text = character * (2**16 // len(character))
+    began = time.process_time()
+    with contextlib.suppress(SamplingParamsError):
+        StructuredOutputsParams(**{kind: text})
+    assert time.process_time() - began < 1.0
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"json": reference_chain(100, {"type": "integer"})},
+        # A cycle is not a chain, and a word in a list of values is not a reference.
+        {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"items": {"$ref": "#/$defs/a"}}}}},
+        {"json": {"enum": ["$ref", 1]}},
+        {"json": nested(45)},
+        {"grammar": rule_chain(300)},
+        {"grammar": 'start: "' + "(" * 200 + '" /[(]{200}/ // ' + "(" * 200},
+        {"grammar": 'root ::= [(] "a" # ' + "(" * 200},
+        {"regex": r"\(" * 200 + "[(]"},
+        {"grammar": LARK_JSON + json.dumps(reference_chain(50))},
+    ],
+)
+def test_usual_constraints_are_within_the_limits(form: dict[str, Any]) -> None:
+    assert allowed(started(**form))
+
+
+def test_large_choices_that_begin_alike() -> None:
+    draw = random.Random(0)
+    assert text_of(started(choice=CHOICE_OF_30_000), draw) in CHOICE_OF_30_000
+
+
+def test_a_grammar_that_ends_its_process_is_refused() -> None:
+    for _ in range(2):  # the second time in a new process
+        with pytest.raises(SamplingParamsError, match=r"too complex: .* with SIG[A-Z]+\."):
+            GRAMMARS.start(constrained(json=CRASHING))
+    assert allowed(started(regex="after"))
+
+
+def test_a_grammar_that_takes_too_long_is_refused() -> None:
+    grammars = GrammarCompiler(PYDOC, VOCABULARY, [EOS])
+    compiled(constrained(regex="a"), grammars)
+    grammars._slow.seconds = 0.05
+    with pytest.raises(SamplingParamsError, match=r"choice: it takes longer than 0\.05 s"):
+        grammars.start(constrained(choice=CHOICE_OF_30_000))
+    process = grammars._quick._process
+    assert process is not None
+    assert process.is_running  # large ones never come to it
+    grammars._quick.seconds, grammars._slow.seconds = 0.0, 10.0
+    assert allowed(started(grammars, regex="b"))  # it moves from one to the other
+    grammars.close()
+
+
+def test_memory_of_the_process_is_limited() -> None:
+    code = (
+        f"import runpy; program = runpy.run_path({grammar_program.__file__!r})\n"
+        "bytearray(400 << 20); program['_limit_memory'](); bytearray(400 << 20)\n"
+        "try: bytearray(600 << 20)\nexcept MemoryError: print('limited')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "limited\n"
+
+
+def test_closing_ends_what_is_compiled() -> None:
+    grammars = GrammarCompiler(PYDOC, VOCABULARY, [EOS])
+    compiled(constrained(choice=[*CHOICE_OF_30_000[:5000], "x" * 2**16]), grammars)
+    process = grammars._slow._process
+    params = StructuredOutputsParams(choice=CHOICE_OF_30_000)
+    futures = [grammars.compile(params) for _ in range(3)]
+    cancelled = grammars.compile(params)
+    assert cancelled.cancel()
+    grammars.close()
+    for future in futures:
+        with pytest.raises(EngineDeadError):
+            future.result(10)
+    assert process is not None
+    assert not process.is_running
+
+
+def test_small_grammars_do_not_wait_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, go_on = GrammarCompiler(PYDOC, VOCABULARY, [EOS]), threading.Event()
+    monkeypatch.setattr(grammars._slow, "check", lambda *_: go_on.wait(60))
+    large = [[*CHOICE_OF_30_000, str(i)] for i in range(3)]
+    futures = [grammars.compile(StructuredOutputsParams(choice=choice)) for choice in large]
+    assert allowed(started(grammars, regex="a"))
+    monkeypatch.setattr(grammar_compiler, "_MAX_WAITING_SECONDS", 0.0)
+    go_on.set()
+    assert futures[0].result(60)
+    with pytest.raises(GrammarQueueFullError, match="others take long"):
+        futures[2].result(60)
+    grammars.close()
+
+
+def test_the_cache_of_grammars_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "_CACHED_CHARACTERS", 1000)
+    grammars = GrammarCompiler(PYDOC, VOCABULARY, [EOS])
+    for letter in "abc":
+        started(grammars, regex=letter * 400)
+    assert [text.count("a") > 400 for text in grammars._compiled] == [False, False]
+    grammars.close()
+
+
 # Tokenizers
 
 TRAINED = (CHECKPOINT / "heldout.txt").read_text(encoding="utf-8")[:20_000]
@@ -627,7 +810,7 @@ def test_bytes_of_tokens(build: Any, tmp_path: Any) -> None:
     tokenizer = Tokenizer(Checkpoint(tmp_path))
     size = backend.get_vocab_size() + 40  # scores that no token has
     eos = backend.token_to_id("</s>")
-    found = vocabulary(tokenizer, size, [eos])
+    found = native_vocabulary(*vocabulary_arguments(tokenizer, size, [eos]))
     assert found.vocab_size == size
     assert found.eos_tokens == [eos]
     for token in range(backend.get_vocab_size()):

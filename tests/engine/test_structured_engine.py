@@ -16,6 +16,7 @@ import jsonschema
 import pytest
 
 from engine.test_data_parallel import replicated
+from engine.test_structured import CRASHING, reference_chain
 from models.tiny_checkpoints import EOS
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from opweave.engine import (
@@ -223,17 +224,26 @@ async def _texts(engine: Any, params: SamplingParams, name: str) -> list[str]:
     return [answer.text for answer in outputs[-1].outputs]
 
 
+def test_a_grammar_that_ends_its_process_does_not_end_the_engine(llm: LLM) -> None:
+    with pytest.raises(SamplingParamsError, match="limit of 2000 references"):
+        llm.generate("x", form(json=reference_chain(4000)))
+    with pytest.raises(SamplingParamsError, match="too complex"):
+        llm.generate(["x", "y"], [FREE, form(json=CRASHING)])
+    assert llm.generate("x", FREE)[0].outputs[0].text
+
+
 def test_grammars_compile_outside_of_the_event_loop(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = AsyncEngine(CHECKPOINT, dtype="float32")
-    real, loop_goes_on = engine._core.grammars.compile, threading.Event()
+    quick, loop_goes_on = engine._core.grammars._quick, threading.Event()
+    real = quick.check
 
-    def waits_for_the_loop(params: SamplingParams) -> None:
+    def waits_for_the_loop(*arguments: Any) -> None:
         assert loop_goes_on.wait(60)
-        real(params)
+        real(*arguments)
 
-    monkeypatch.setattr(engine._core.grammars, "compile", waits_for_the_loop)
+    monkeypatch.setattr(quick, "check", waits_for_the_loop)
 
     async def work() -> None:
         asking = [asyncio.create_task(_texts(engine, p, f"{i}")) for i, p in enumerate(MIXED)]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import httpx
 import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel
 
+from engine.test_structured import CHOICE_OF_30_000, CRASHING, reference_chain, rule_chain
 from opweave.engine import AsyncEngine
+from server.command import Command
 from server.conftest import TEMPLATE, Running, running
 from server.fake_engine import CHECKPOINT
 
@@ -181,3 +186,120 @@ def test_without_llguidance_the_answer_names_the_extra(
     assert "pip install 'opweave[serve]'" in error["message"]
     assert error["param"] == "guided_regex"
     assert real.post("/v1/completions", {"prompt": "x"}).status_code == 200
+
+
+# A server of its own: without the limits and the processes, these requests end it.
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}t{% endif %}"
+    command = Command(
+        tmp_path_factory.mktemp("server"), str(CHECKPOINT), "--port=0", "--drain-timeout=1",
+        f"--chat-template={template}", OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    yield command
+    command.close()
+
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+SCHEMAS = {
+    "references": (reference_chain(4000), "exceeds the limit of 2000 references"),
+    "chain": (reference_chain(201), "exceeds the limit of 200 references in a chain"),
+    "crash": (CRASHING, "too complex: compiling it ended a process with SIG"),
+}
+LARK = {
+    "rules": (rule_chain(4000), "exceeds the limit of 1000 rules"),
+    "schema": (
+        f"start: a\na: %json {json.dumps(reference_chain(4000))}",
+        "exceeds the limit of (131072 bytes|2000 references)",
+    ),
+}
+
+
+def schema_bodies(schema: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Requests with a schema: the path, the parameter that an error names, and the body."""
+    chat = {"messages": MESSAGES}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    function = {"name": "f", "parameters": schema}
+    tools = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    flat = {"input": "x", "tools": [{"type": "function", **function}], "tool_choice": "required"}
+    text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    yield CHAT, "response_format", {**chat, "response_format": form}
+    yield COMPLETIONS, "response_format", {"prompt": "x", "response_format": form}
+    yield CHAT, "structured_outputs", {**chat, "structured_outputs": {"json": schema}}
+    yield COMPLETIONS, "guided_json", {"prompt": "x", "guided_json": json.dumps(schema)}
+    yield CHAT, "tools", {**chat, **tools}
+    yield RESPONSES, "tools", flat
+    yield RESPONSES, "text", {"input": "x", "text": text}
+
+
+def grammar_bodies(grammar: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    body = {"prompt": "x", "structured_outputs": {"grammar": grammar}}
+    yield COMPLETIONS, "structured_outputs", body
+    yield CHAT, "guided_grammar", {"messages": MESSAGES, "guided_grammar": grammar}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", [*SCHEMAS, *LARK])
+def test_no_constraint_ends_the_server(command: Command, kind: str, stream: bool) -> None:
+    if kind in SCHEMAS:
+        schema, message = SCHEMAS[kind]
+        bodies = list(schema_bodies(schema))
+    else:
+        grammar, message = LARK[kind]
+        bodies = list(grammar_bodies(grammar))
+    for path, param, body in bodies:
+        answer = command.client.post(path, json={**body, "stream": stream})
+        assert answer.status_code == 400, (path, param, answer.text[:300])
+        error = answer.json()["error"]
+        assert re.search(message, error["message"]), (param, error)
+        assert error["param"] == param
+    assert command.client.get("/health").status_code == 200
+    answer = command.client.post(COMPLETIONS, json={"prompt": "x", "guided_regex": "[0-9]{3}"})
+    assert answer.json()["choices"][0]["text"].isdecimal()
+
+
+def test_a_small_constraint_does_not_wait_for_large_ones(command: Command) -> None:
+    async def ask(client: httpx.AsyncClient, **form: Any) -> tuple[httpx.Response, float]:
+        body = {"prompt": "x", "max_tokens": 5, **form}
+        return await client.post(COMPLETIONS, json=body), time.perf_counter()
+
+    async def work() -> None:
+        async with httpx.AsyncClient(base_url=command.url, timeout=120, trust_env=False) as client:
+            large = [
+                asyncio.create_task(ask(client, guided_choice=[*CHOICE_OF_30_000, f"last {i}"]))
+                for i in range(6)
+            ]
+            await asyncio.sleep(0.5)
+            began = time.perf_counter()
+            answer, ended = await ask(client, guided_regex="[a-c]{2}")
+            assert answer.status_code == 200
+            assert len(answer.json()["choices"][0]["text"]) == 2
+            answers = [await task for task in large]
+            assert {answer.status_code: answer.text[:300] for answer, _ in answers}.keys() == {200}
+            # Compiling them one after the other takes at least six times as long.
+            assert ended - began < (max(end for _, end in answers) - began) / 3
+
+    asyncio.run(work())
+
+
+def test_a_signal_ends_a_server_that_compiles(command: Command) -> None:
+    """The last test of this server."""
+
+    async def work() -> None:
+        async with httpx.AsyncClient(base_url=command.url, timeout=120, trust_env=False) as client:
+            schema = {"enum": [[i, {}] for i in range(50_000)]}  # takes 10 s
+            body = {"prompt": "x", "guided_json": schema}
+            asking = asyncio.create_task(client.post(COMPLETIONS, json=body))
+            await asyncio.sleep(2.0)
+            assert not asking.done()
+            began = time.perf_counter()
+            command.process.terminate()
+            answer = await asking
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+            await asyncio.to_thread(command.process.wait, 60)
+            assert time.perf_counter() - began < 4.0  # the drain time is one second
+            assert command.process.returncode == 0
+
+    asyncio.run(work())

@@ -318,6 +318,7 @@ class EngineCore:
     def shutdown(self) -> None:
         """Abort all unfinished requests, and free the model and its cache."""
         self.abort(self.unfinished)
+        self.grammars.close()
         self.executor.shutdown()
         for logger in self._loggers:
             logger.shutdown()

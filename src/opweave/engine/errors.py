@@ -55,6 +55,10 @@ class ChatTemplateError(RequestError):
     """A chat template is missing, is not valid Jinja, or rejects the messages."""
 
 
+class GrammarQueueFullError(EngineError):
+    """A grammar had to wait too long for others that are compiled."""
+
+
 class NonFiniteLogitsError(EngineError):
     """The model produced logits that are NaN or infinite.
 

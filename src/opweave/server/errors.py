@@ -12,6 +12,7 @@ from starlette.requests import Request
 from opweave.engine import (
     EngineDeadError,
     EngineError,
+    GrammarQueueFullError,
     NonFiniteLogitsError,
     TokenizerError,
 )
@@ -20,6 +21,7 @@ from opweave.ir.errors import OpweaveError
 _log = logging.getLogger(__name__)
 
 RETRY = {"Retry-After": "1"}  # the client may retry
+NO_RETRY = {"X-Should-Retry": "false"}  # OpenAI's clients repeat other requests that got a 5xx
 HANG_UP = {"Connection": "close"}  # the connection is closed
 _TYPES = {
     401: "authentication_error",
@@ -116,6 +118,15 @@ def no_tokenizer() -> ApiError:
     )
 
 
+def shutting_down() -> ApiError:
+    """Return the error for a request that has not finished when the server shuts down."""
+    return ApiError(
+        "The server shuts down, and the request took too long to wait for.",
+        status=503,
+        code="shutting_down",
+    )
+
+
 def not_arrived(seconds: float) -> ApiError:
     """Return the error for a request that did not arrive within *seconds*."""
     return ApiError(
@@ -131,7 +142,10 @@ def api_error(error: Exception, request: Request) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDeadError):
-        return _dead(is_running=request.app.state.server.engine.is_running)
+        server = request.app.state.server
+        if server.admission.is_closed and server.engine.dead_with is None:
+            return shutting_down()
+        return _dead(is_running=server.engine.is_running)
     if (found := engine_error(error)) is not None:
         return found
     request_id = request.state.request_id
@@ -149,18 +163,20 @@ def engine_error(error: Exception) -> ApiError | None:
         return ApiError(str(error), param=getattr(error, "parameter", None))
     if isinstance(error, TokenizerError):
         return no_tokenizer()
+    if isinstance(error, GrammarQueueFullError):
+        return ApiError(str(error), status=429, code="queue_full", headers=RETRY)
     if isinstance(error, NonFiniteLogitsError):
         return ApiError(str(error), status=500, code="non_finite_logits")
     return None
 
 
 def _dead(*, is_running: bool) -> ApiError:
-    if is_running:  # other replicas can answer the next request
+    if is_running:  # the request may have killed the replica, and would kill the next one
         return ApiError(
-            "The replica that answered this request has died. Send it again.",
+            "The replica that worked on this request has died. Other replicas take new requests.",
             status=503,
             code="replica_died",
-            headers=RETRY,
+            headers=NO_RETRY,
         )
     return ApiError("The engine does not run.", status=503, code="engine_dead")
 

@@ -22,7 +22,7 @@ from opweave.engine import (
 from opweave.engine.request.accumulator import OutputAccumulator, merge_deltas
 from opweave.engine.request.prompts import DictPrompt
 from opweave.server.deadline import Deadline
-from opweave.server.errors import ApiError
+from opweave.server.errors import ApiError, shutting_down
 from opweave.server.merge_streams import close, merge_streams
 from opweave.server.prompts import Prompt
 from opweave.server.protocol.structured import form_error
@@ -153,8 +153,4 @@ class GenerationJob:
     def _check_not_aborted(self, delta: RequestOutput) -> None:
         aborted = any(output.finish_reason == "abort" for output in delta.outputs)
         if aborted and self.server.admission.is_closed:
-            raise ApiError(
-                "The server shuts down, and the request took too long to wait for.",
-                status=503,
-                code="shutting_down",
-            )
+            raise shutting_down()

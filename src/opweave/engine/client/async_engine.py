@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -105,8 +106,9 @@ class AsyncEngine(StreamingClient):
             request = self._core.prepare(request_id, prompt, params, priority=priority, deltas=True)
             return partial(self._commands.put, partial(self._add, request))
 
-        ready = partial(self._core.grammars.compile, params)
-        return self._outputs(request_id, prepare, ready if _is_structured(params) else None)
+        form = params.structured_outputs if isinstance(params, SamplingParams) else None
+        compiled = None if form is None else partial(self._core.grammars.compile, form)
+        return self._outputs(request_id, prepare, compiled)
 
     async def embed(
         self,
@@ -118,6 +120,10 @@ class AsyncEngine(StreamingClient):
         raise InvalidArgumentError(
             f"The model {self.model_name!r} generates text; it makes no embeddings."
         )
+
+    async def drain(self, timeout: float) -> None:
+        await super().drain(timeout)
+        await asyncio.to_thread(self._core.grammars.close)
 
     def stats(self) -> EngineStats:
         return replace(self._core.stats(), replicas=int(self._dead_with is None))
@@ -168,7 +174,3 @@ class AsyncEngine(StreamingClient):
 
     def _abort(self, *request_ids: str) -> None:
         self._tell(partial(self._receive, self._core.abort(request_ids)))
-
-
-def _is_structured(params: SamplingParams) -> bool:
-    return isinstance(params, SamplingParams) and params.structured_outputs is not None

@@ -6,9 +6,11 @@ import asyncio
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from opweave.engine.client.async_client import AsyncClient
 from opweave.engine.errors import InvalidArgumentError
@@ -126,17 +128,17 @@ class StreamingClient(AsyncClient, ABC):
         self,
         request_id: str,
         prepare: Callable[[], Callable[[], None]],
-        before: Callable[[], None] | None = None,
+        before: Callable[[], Future[Any]] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the deltas of a request.
 
         Args:
             request_id: its name.
             prepare: checks the request, and returns a function that submits it.
-            before: called first, in another thread, because it may take long.
+            before: starts work in another thread that must finish first.
         """
         if before is not None:
-            await asyncio.to_thread(before)
+            await asyncio.wrap_future(before())
         self._enter_loop()
         self._check_unused(request_id)
         submit = prepare()

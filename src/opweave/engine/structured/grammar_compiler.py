@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from functools import cached_property
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from functools import cached_property, partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,17 +16,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opweave.engine.dependencies import require
-from opweave.engine.errors import SamplingParamsError, TokenizerError
+from opweave.engine.errors import GrammarQueueFullError, SamplingParamsError, TokenizerError
+from opweave.engine.structured.grammar_process import GrammarProcess
+from opweave.engine.structured.grammar_program import native_matcher, native_vocabulary
 from opweave.engine.structured.grammar_text import grammar_text
 from opweave.engine.structured.params import NAME, StructuredOutputsParams
 from opweave.engine.structured.state import GrammarState, TokenMask
-from opweave.engine.structured.vocabulary import vocabulary
+from opweave.engine.structured.vocabulary import VocabularyArguments, vocabulary_arguments
 from opweave.engine.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from opweave.engine.sampling.sampling_params import SamplingParams
 
-_KEPT = 256  # compiled grammars
+_CACHED_GRAMMARS = 256
+_CACHED_CHARACTERS = 2**23  # of all cached grammars; compiled ones take up to 100 bytes for each
+# Grammars that are larger or take longer wait for each other, but nothing else waits for them.
+_QUICK_CHARACTERS, _QUICK_SECONDS = 2**16, 0.25
+_MAX_SECONDS = 10.0
+_MAX_WAITING_SECONDS = 30.0
 
 
 class _Compiled(NamedTuple):
@@ -35,7 +46,8 @@ class _Compiled(NamedTuple):
 class GrammarCompiler:
     """Compiles constraints for one model, and advances the answers that follow them.
 
-    :meth:`compile` and :meth:`start` may be called from several threads.
+    :meth:`compile` and :meth:`start` may be called from several threads. Grammars come from
+    clients, so a process with limits compiles each one first, and this one only if that succeeds.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -49,28 +61,35 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
+        self._characters = 0
         self._lock = Lock()
+        self._quick, self._slow = GrammarProcess(_QUICK_SECONDS), GrammarProcess(_MAX_SECONDS)
+        self.close = weakref.finalize(self, _close, self._quick, self._slow)
 
-    def compile(self, params: SamplingParams) -> None:
-        """Compile the constraint of a request in advance for :meth:`start`; may take seconds.
+    def compile(self, params: StructuredOutputsParams) -> Future[_Compiled]:
+        """Compile a constraint in another thread, in advance for :meth:`start`.
 
-        Raises:
-            SamplingParamsError: the constraint is not valid, or not supported.
+        The future raises:
+            SamplingParamsError: the constraint is not valid, or exceeds a limit.
+            GrammarQueueFullError: it had to wait too long for others.
             MissingDependencyError: llguidance is not installed.
+            EngineDeadError: the engine was shut down.
         """
-        if params.structured_outputs is not None:
-            self._find(params.structured_outputs)
+        result: Future[_Compiled] = Future()
+        self._submit(self._quick, params, result)
+        return result
 
     def start(self, params: SamplingParams) -> GrammarState | None:
         """Return the initial state of an answer, or None if it is not constrained.
 
         Raises as :meth:`compile`.
         """
-        if params.structured_outputs is None:
+        form, ignore_eos = params.structured_outputs, params.ignore_eos
+        if form is None:
             return None
-        found, ignore_eos = self._find(params.structured_outputs), params.ignore_eos
-        mask = TokenMask.of(found.words, self._eos_bits, ignore_eos=ignore_eos)
-        return GrammarState(found.matcher.deep_copy(), mask, ignore_eos=ignore_eos)
+        compiled = self._cached(_text(form)) or self.compile(form).result()
+        mask = TokenMask.of(compiled.words, self._eos_bits, ignore_eos=ignore_eos)
+        return GrammarState(compiled.matcher.deep_copy(), mask, ignore_eos=ignore_eos)
 
     def advance(self, taken: Iterable[tuple[GrammarState | None, int]]) -> None:
         """Advance each answer by its new token, and compute the masks of the allowed next tokens.
@@ -89,30 +108,80 @@ class GrammarCompiler:
             else:
                 state.mask = TokenMask.of(words, self._eos_bits, ignore_eos=state.ignore_eos)
 
-    def _find(self, params: StructuredOutputsParams) -> _Compiled:
+    def _submit(
+        self, process: GrammarProcess, params: StructuredOutputsParams, result: Future[_Compiled]
+    ) -> None:
+        process.submit(partial(self._compile, process, params, result, time.monotonic()))
+
+    def _compile(
+        self,
+        process: GrammarProcess,
+        params: StructuredOutputsParams,
+        result: Future[_Compiled],
+        submitted: float,
+    ) -> None:
+        if result.cancelled():
+            return
+        with suppress(InvalidStateError):  # it was cancelled meanwhile
+            try:
+                compiled = self._compiled_by(process, params, submitted)
+                if compiled is None:
+                    self._submit(self._slow, params, result)
+                else:
+                    result.set_result(compiled)
+            except BaseException as error:  # the future must get any error
+                result.set_exception(error)
+
+    def _compiled_by(
+        self, process: GrammarProcess, params: StructuredOutputsParams, submitted: float
+    ) -> _Compiled | None:
+        """Return the compiled constraint; None if it takes the quick process too long."""
+        text = _text(params)
+        if (compiled := self._cached(text)) is not None:
+            return compiled
+        if time.monotonic() - submitted > _MAX_WAITING_SECONDS:
+            raise GrammarQueueFullError(
+                f"The grammar waited for {_MAX_WAITING_SECONDS:g} s, because others take long to "
+                "compile. Try again later."
+            )
+        is_quick = process is self._quick
+        if is_quick and len(text) > _QUICK_CHARACTERS:
+            return None
         try:
-            text = grammar_text(params)
+            process.check(self._vocabulary_arguments, text)
+        except TimeoutError:
+            if is_quick:
+                return None
+            raise _error(params, f"it takes longer than {process.seconds:g} s") from None
         except ValueError as error:
             raise _error(params, str(error)) from error
-        with self._lock:
-            if (known := self._compiled.get(text)) is not None:
-                self._compiled.move_to_end(text)
-                return known
-        found = self._compile(params, text)
-        with self._lock:
-            self._compiled[text] = found
-            if len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
-        return found
-
-    def _compile(self, params: StructuredOutputsParams, text: str) -> _Compiled:
-        matcher = require("llguidance").LLMatcher(self._vocabulary, text, log_level=0)
-        words = self._masks([matcher])[0]  # the copies of the matcher share what this computes
+        process.check_open()
+        matcher = native_matcher(self._vocabulary, text)
+        # Not in the executor's threads, for which the engine's steps would wait. The copies of the
+        # matcher share what this computes.
+        words = np.frombuffer(matcher.compute_bitmask(), np.uint8)[: len(self._eos_bits)]
         if matcher.is_error():
             raise _error(params, matcher.get_error())
         if not words.any() or not (self._eos_token_ids or (words & ~self._eos_bits).any()):
             raise _error(params, "no text satisfies it, or only the empty one")
-        return _Compiled(matcher, words)
+        compiled = _Compiled(matcher, words)
+        self._cache(text, compiled)
+        return compiled
+
+    def _cached(self, text: str) -> _Compiled | None:
+        with self._lock:
+            if (compiled := self._compiled.get(text)) is not None:
+                self._compiled.move_to_end(text)
+            return compiled
+
+    def _cache(self, text: str, compiled: _Compiled) -> None:
+        with self._lock:
+            if text not in self._compiled:
+                self._characters += len(text)
+            self._compiled[text] = compiled
+            while len(self._compiled) > _CACHED_GRAMMARS or self._characters > _CACHED_CHARACTERS:
+                evicted, _ = self._compiled.popitem(last=False)
+                self._characters -= len(evicted)
 
     def _masks(self, matchers: Sequence[Any]) -> NDArray[np.uint8]:
         """Return the bits of the tokens that may come next, ``(matchers, bytes)`` uint8."""
@@ -125,8 +194,12 @@ class GrammarCompiler:
 
     @cached_property
     def _vocabulary(self) -> Any:
+        return native_vocabulary(*self._vocabulary_arguments)
+
+    @cached_property
+    def _vocabulary_arguments(self) -> VocabularyArguments:
         try:
-            return vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
+            return vocabulary_arguments(self._tokenizer, self._vocab_size, self._eos_token_ids)
         except TokenizerError as error:
             raise SamplingParamsError(f"{NAME} needs a tokenizer: {error}", NAME) from error
 
@@ -141,11 +214,24 @@ class GrammarCompiler:
         return np.packbits(bits, bitorder="little")
 
 
+def _close(*processes: GrammarProcess) -> None:
+    for process in processes:
+        process.close()
+
+
+def _text(params: StructuredOutputsParams) -> str:
+    try:
+        return grammar_text(params)
+    except ValueError as error:
+        raise _error(params, str(error)) from error
+
+
 def _error(params: StructuredOutputsParams, why: str) -> SamplingParamsError:
     kind = {"json": "JSON schema", "json_object": "JSON schema"}.get(params.kind, params.kind)
     return SamplingParamsError(f"{NAME}: cannot compile the {kind}: {_one_line(why)}", NAME)
 
 
 def _one_line(text: str) -> str:
-    """Return a message of llguidance in one line, without the dump of the parser's state."""
-    return " ".join(text.partition("<state>")[0].split()).rstrip(".") + "."
+    """Return a message of llguidance in one line, without dumps of the parser's state."""
+    text = text.partition("<state>")[0].partition("<backtrace>")[0]
+    return " ".join(text.split()).rstrip(".") + "."

@@ -31,7 +31,8 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     elif params.kind == "regex":
         text = f"start: /{llguidance.regex_to_lark(params.regex, 'dws')}/"
     elif params.kind == "choice":
-        text = llguidance.grammar_from("choice", json.dumps(params.choice))
+        # One terminal: as rules, texts that begin alike would fill the parser's rows.
+        text = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, params.choice or ()))
     elif params.grammar is not None and params.grammar.startswith("{"):
         text = params.grammar  # llguidance's own notation
     else:

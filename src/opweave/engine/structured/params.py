@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opweave.engine.errors import SamplingParamsError
+from opweave.engine.structured.limits import check_limits, too_deep
 
 NAME = "structured_outputs"  # the sampling parameter that holds the constraint
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -30,7 +31,8 @@ class StructuredOutputsParams:
             ``"additionalProperties": false``.
 
     Raises:
-        SamplingParamsError: no field or several are set, or a value has the wrong type.
+        SamplingParamsError: no field or several are set, or a value has the wrong type or exceeds
+            a limit.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -58,6 +60,10 @@ class StructuredOutputsParams:
         self._check_choice()
         if self.json is not None:
             self._check_schema()
+        try:
+            check_limits({**vars(self), "json": None if self.json is None else self.schema})
+        except ValueError as error:
+            raise _error(str(error)) from error
 
     @property
     def kind(self) -> str:
@@ -92,7 +98,9 @@ class StructuredOutputsParams:
         try:
             schema = self.schema
             json.dumps(schema)
-        except (ValueError, TypeError, RecursionError) as error:
+        except RecursionError as error:
+            raise _error(too_deep("json")) from error
+        except (ValueError, TypeError) as error:
             raise _error(f"json is not valid JSON: {error}") from error
         if not isinstance(schema, Mapping | bool):
             raise _error(f"json={self.json!r} must be a JSON schema, which is an object")
