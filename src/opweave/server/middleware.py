@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from opweave.server.content_encoding import decoded
 from opweave.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError
 from opweave.server.errors import ApiError, api_error, not_arrived, too_large
+from opweave.server.validation import check_size
 
 _access = logging.getLogger("opweave.server.access")
 
@@ -166,6 +167,7 @@ class WholeBody:
         try:
             async with asyncio.timeout(self._timeout):
                 body = await self._decoded(scope, await self._read(scope, receive))
+                check_size(body, Headers(scope=scope).get("content-type", ""))
         except TimeoutError:
             await _refuse(not_arrived(self._timeout), receive, send)
         except ApiError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from fastapi.exceptions import RequestValidationError
@@ -9,6 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from opweave.server.errors import ApiError
 
 _SHOWN = 3  # problems in one message
+_MAX_CONTAINERS = 1 << 17  # arrays and objects of one body
+_STRINGS = re.compile(rb'"[^"]*"?')  # without escapes; an unclosed one ends with the body
 
 
 def validation_error(error: RequestValidationError, content_type: str) -> ApiError:
@@ -38,6 +41,23 @@ def validation_error(error: RequestValidationError, content_type: str) -> ApiErr
     more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     param = next(iter(problems)).partition(".")[0] or None
     return ApiError("; ".join(lines[:_SHOWN]) + more + ".", param=param, code="invalid_request")
+
+
+def check_size(body: bytes, content_type: str) -> None:
+    """Raise ApiError if a body of JSON has too many arrays and objects.
+
+    Each takes at least two bytes in the body, but up to 200 bytes of memory.
+    """
+    if not _is_json(content_type) or body.count(b"{") + body.count(b"[") <= _MAX_CONTAINERS:
+        return
+    values = _STRINGS.sub(b"", body.replace(b"\\\\", b"").replace(b'\\"', b""))
+    count = values.count(b"{") + values.count(b"[")
+    if count > _MAX_CONTAINERS:
+        raise ApiError(
+            f"The body has {count} arrays and objects, but the server takes at most "
+            f"{_MAX_CONTAINERS}. Send several requests.",
+            code="invalid_request",
+        )
 
 
 def _is_json(content_type: str) -> bool:

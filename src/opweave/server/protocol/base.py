@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
+    Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
+    Tag,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
 
 from opweave.server.errors import ApiError
 from opweave.server.request_fields import ENDPOINTS
+
+T = TypeVar("T")
 
 _SHOWN = 16  # paths of unknown fields in a header
 
@@ -37,8 +44,39 @@ def _whole(value: object) -> object:
 
 Int = Annotated[int, BeforeValidator(_whole)]
 Text = Annotated[str, AfterValidator(_is_text)]
-TokenIds = list[int]
-Input = Text | list[Text] | TokenIds | list[TokenIds]  # one prompt or several
+# pydantic creates an error for every wrong item, which takes seconds and gigabytes for a long list.
+# So the lists of requests stop at their first fault.
+Items = Annotated[list[T], Field(fail_fast=True)]
+TokenIds = Items[int]
+
+
+def until_fault(values: object, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Validate a dictionary item by item, which stops at the first fault."""
+    if not isinstance(values, Mapping):
+        return handler(values)
+    return {k: v for item in values.items() for k, v in handler(dict([item])).items()}
+
+
+StopsAtFault = WrapValidator(until_fault)  # fail_fast for dictionaries
+
+
+def _input_kind(value: object) -> str:
+    """Return the tag of a type in Input, from the first item only."""
+    if not isinstance(value, list):
+        return "text"
+    first = value[0] if value else ""
+    if isinstance(first, list):
+        return "tokens of prompts"
+    return "tokens" if isinstance(first, int | float) else "texts"
+
+
+Input = Annotated[  # one prompt or several
+    Annotated[Text, Tag("text")]
+    | Annotated[Items[Text], Tag("texts")]
+    | Annotated[TokenIds, Tag("tokens")]
+    | Annotated[Items[TokenIds], Tag("tokens of prompts")],
+    Discriminator(_input_kind),
+]
 
 
 def either(one: str, tag: str, other: str, other_tag: str) -> Callable[[object], str]:

@@ -18,7 +18,14 @@ from pydantic import (
 from opweave.engine import FinishReason, SamplingParams, SamplingParamsError
 from opweave.server.errors import ApiError
 from opweave.server.protocol.answers import PromptLogprobs
-from opweave.server.protocol.base import Int, RequestBody, RequestFields, ResponseBody, Text
+from opweave.server.protocol.base import (
+    Int,
+    Items,
+    RequestBody,
+    RequestFields,
+    ResponseBody,
+    Text,
+)
 from opweave.server.protocol.sampling import SamplingFields
 from opweave.server.protocol.usage import Usage
 
@@ -41,7 +48,7 @@ class ChatMessage(RequestFields):
     """A message; the chat template reads the fields that are not listed here."""
 
     role: Annotated[Text, Field(min_length=1)]
-    content: Text | list[Text | ContentPart] | None = None
+    content: Text | Items[Text | ContentPart] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the message with every field that was sent."""
@@ -55,9 +62,9 @@ class ChatMessage(RequestFields):
 class Conversation(RequestBody):
     """A conversation, which the chat template renders as a prompt."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
-    documents: list[dict[str, Any]] | None = None
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
+    tools: Items[dict[str, Any]] | None = None
+    documents: Items[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: Text | None = None

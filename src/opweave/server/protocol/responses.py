@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opweave.server.errors import ApiError, unsupported
-from opweave.server.protocol.base import Int, RequestBody, RequestFields, Text
+from opweave.server.protocol.base import Int, Items, RequestBody, RequestFields, Text
 from opweave.server.protocol.sampling import CacheSalt
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
@@ -23,14 +23,14 @@ class ResponsesRequest(RequestBody):
 
     endpoint = "responses"
 
-    input: Text | list[dict[str, Any]]
+    input: Text | Items[dict[str, Any]]
     instructions: Text | None = None
     max_output_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
     text: TextOptions | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: Text | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -64,6 +64,10 @@ class ResponsesRequest(RequestBody):
             return [*messages, {"role": "user", "content": self.input}]
         for index, item in enumerate(self.input):
             _add(item, messages, f"input.{index}")
+        for message in messages:
+            # One join: adding to a text copies it, which is quadratic in the number of items.
+            if message["role"] == "assistant" and "content" in message:
+                message["content"] = "".join(message["content"])
         return [message for message in messages if message.keys() > {"role"}]
 
     def _response_format(self) -> dict[str, Any] | None:
@@ -80,7 +84,7 @@ def _add(item: Mapping[str, Any], messages: list[dict[str, Any]], path: str) -> 
         content = _content(item.get("content"), path)
         if item.get("role") == "assistant":
             turn = _turn(messages)
-            turn["content"] = turn.get("content", "") + content
+            turn.setdefault("content", []).append(content)
         else:
             messages.append({"role": item.get("role"), "content": content})
     elif kind == "function_call":

@@ -11,7 +11,14 @@ from pydantic import BeforeValidator, Field
 
 from opweave.engine import SamplingParams, SamplingParamsError
 from opweave.server.errors import ApiError
-from opweave.server.protocol.base import Int, RequestFields, Text, TokenIds
+from opweave.server.protocol.base import (
+    Int,
+    Items,
+    RequestFields,
+    StopsAtFault,
+    Text,
+    TokenIds,
+)
 from opweave.server.protocol.structured import FormFields
 
 _MAX_STOPS = 64
@@ -53,11 +60,11 @@ class SamplingFields(FormFields):
     temperature: float | None = None
     top_p: float | None = None
     n: Int | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=_MAX_STOPS)] | None = None
+    stop: Text | Annotated[Items[Text], Field(max_length=_MAX_STOPS)] | None = None
     seed: Int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[TokenKey, float] | None = None
+    logit_bias: Annotated[dict[TokenKey, float], StopsAtFault] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Text | None = None
@@ -72,7 +79,7 @@ class SamplingFields(FormFields):
     include_stop_str_in_output: bool | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: (
-        Annotated[list[Annotated[Text, Field(max_length=_LONGEST)]], Field(max_length=_MAX_WORDS)]
+        Annotated[Items[Annotated[Text, Field(max_length=_LONGEST)]], Field(max_length=_MAX_WORDS)]
         | None
     ) = None
     truncate_prompt_tokens: Int | None = None

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from opweave.engine import SamplingParamsError, StructuredOutputsParams
 from opweave.server.errors import ApiError, unsupported
-from opweave.server.protocol.base import RequestBody, RequestFields, Text
+from opweave.server.protocol.base import Items, RequestBody, RequestFields, Text
 
 Schema = dict[str, Any] | bool
 _GUIDED = {
@@ -54,7 +54,7 @@ class StructuredOutputs(RequestFields):
 
     json_: Schema | Text | None = Field(None, alias="json")
     regex: Text | None = None
-    choice: list[Text] | None = None
+    choice: Items[Text] | None = None
     grammar: Text | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
@@ -69,7 +69,7 @@ class FormFields(RequestBody):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | Text | None = None
     guided_regex: Text | None = None
-    guided_choice: list[Text] | None = None
+    guided_choice: Items[Text] | None = None
     guided_grammar: Text | None = None
     guided_whitespace_pattern: Text | None = None
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Discriminator, Field, Tag
 
-from opweave.server.protocol.base import RequestBody, ResponseBody, Text, either
+from opweave.server.protocol.base import Items, RequestBody, ResponseBody, Text, either
 from opweave.server.protocol.chat import Conversation
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -62,7 +62,7 @@ class DetokenizeRequest(RequestBody):
 
     endpoint = "detokenize"
 
-    tokens: list[TokenId]
+    tokens: Items[TokenId]
 
 
 class DetokenizeResponse(ResponseBody):

@@ -10,6 +10,8 @@ from typing import Any
 from opweave.server.errors import unsupported
 from opweave.server.request_fields.row import Row
 
+_MAX_UNKNOWN = 1024  # paths of one request; only a few of them are reported
+
 
 @dataclass
 class _Node:
@@ -47,7 +49,7 @@ class FieldTable:
             node.children[name] = _Node(row)
 
     def check(self, values: Mapping[str, Any]) -> list[str]:
-        """Return the paths of fields in *values* that the table does not have, sorted.
+        """Return the first paths of fields in *values* that the table does not have, sorted.
 
         Raises:
             ApiError: a refused field is set.
@@ -61,7 +63,7 @@ def _check(values: Mapping[str, Any], node: _Node, prefix: str, unknown: set[str
     for name, value in values.items():
         path, child = prefix + name, node.children.get(name)
         if child is None or child.row is None:
-            if not node.is_open:
+            if not node.is_open and len(unknown) < _MAX_UNKNOWN:
                 unknown.add(path)
             continue
         if child.row.status == "refused" and not child.row.is_off(value):
