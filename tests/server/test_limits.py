@@ -289,3 +289,15 @@ def test_many_requests_at_once(start: Start) -> None:
     assert {answer.status_code for answer in answers} == {200}
     assert server.engine.most_running >= 8
     assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 16
+
+
+def test_many_inputs_of_one_embeddings_request(start: Start) -> None:
+    server = start(FakeEngine(embeds=True))
+    texts = [str(number) for number in range(2048)]
+    answer = server.post("/v1/embeddings", {"input": texts})
+    assert answer.status_code == 200, answer.text
+    assert [one["index"] for one in answer.json()["data"]] == list(range(2048))
+    encode = server.engine.tokenizer.encode
+    assert [list(call.prompt) for call in server.engine.calls] == [encode(text) for text in texts]
+    error = error_of(server.post("/v1/embeddings", {"input": [*texts, "x"]}), 400)
+    assert (error["code"], error["param"]) == ("too_many_inputs", "input")

@@ -12,6 +12,13 @@ from opweave.server.merge_streams import cancelled
 from opweave.server.prompts import Prompt
 from opweave.server.state import ServerState
 
+_MAX_AT_ONCE = 256  # prompts of one request; others wait for them
+
+
+def embeddings_at_once(count: int, server: ServerState) -> int:
+    """Return how many of *count* prompts of one request the engine gets at one time."""
+    return min(count, _MAX_AT_ONCE, server.config.max_requests)
+
 
 async def embed(
     prompts: list[Prompt],
@@ -30,16 +37,22 @@ async def embed(
         EngineError: the engine fails.
     """
     name = f"embd-{uuid.uuid4().hex}"
-    with server.admission.places(len(prompts), param=param):
-        tasks = [
-            asyncio.create_task(
-                server.engine.embed(prompt.ids, params, request_id=f"{name}-{index}")
+    outputs: dict[int, EmbeddingOutput] = {}
+    waiting = iter(enumerate(prompts))
+
+    async def work() -> None:
+        for index, prompt in waiting:
+            outputs[index] = await server.engine.embed(
+                prompt.ids, params, request_id=f"{name}-{index}"
             )
-            for index, prompt in enumerate(prompts)
-        ]
+
+    count = embeddings_at_once(len(prompts), server)
+    with server.admission.places(count, param=param):
+        tasks = [asyncio.create_task(work()) for _ in range(count)]
         try:
             async with deadline.limit():
-                return await asyncio.gather(*tasks)
+                await asyncio.gather(*tasks)
+            return [outputs[index] for index in range(len(prompts))]
         except PromptError as error:
             raise ApiError(str(error), param=param) from error
         finally:

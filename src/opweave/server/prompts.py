@@ -88,6 +88,7 @@ async def read_prompts(
     *,
     param: str,
     n: int = 1,
+    at_once: int | None = None,
     reading: Reading = DEFAULT_READING,
     cache_salt: str | None = None,
 ) -> list[Prompt]:
@@ -98,6 +99,7 @@ async def read_prompts(
         server: the server with the tokenizer.
         param: the request field of the prompts.
         n: the number of answers per prompt.
+        at_once: the maximum number of prompts that the engine gets at one time; None: all.
         reading: how to tokenize and truncate prompts.
         cache_salt: of all prompts.
 
@@ -107,7 +109,8 @@ async def read_prompts(
     several = _as_list(given)
     if not several:
         raise ApiError(f"{param} is empty; it must hold at least one prompt.", param=param)
-    server.admission.check(len(several) * n, param=param if n == 1 else "n")
+    count = len(several) if at_once is None else min(len(several), at_once)
+    server.admission.check(count * n, param=param if n == 1 else "n")
     texts = [one for one in several if isinstance(one, str)]
     for text in texts:
         check_length(text, server, param=param, reading=reading)

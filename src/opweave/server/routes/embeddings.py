@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from opweave.engine import EmbeddingOutput
 from opweave.server.disconnect import unless_gone
-from opweave.server.embedding import embed
+from opweave.server.embedding import embed, embeddings_at_once
 from opweave.server.errors import ApiError
 from opweave.server.prompts import Reading, read_prompts, render
 from opweave.server.protocol.embeddings import (
@@ -22,6 +22,8 @@ from opweave.server.protocol.embeddings import (
 )
 from opweave.server.routes.responses import ERRORS, json_response
 from opweave.server.state import Server
+
+_MAX_INPUTS = 2048  # as in OpenAI's API
 
 router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 
@@ -35,7 +37,21 @@ async def embeddings(body: EmbeddingBody, request: Request, server: Server) -> R
     if isinstance(body, EmbeddingRequest):
         param = "input"
         reading = Reading(body.add_special_tokens is not False, keep, side)
-        prompts = await read_prompts(body.input, server, param=param, reading=reading)
+        if (
+            isinstance(body.input, list)
+            and len(body.input) > _MAX_INPUTS
+            and not isinstance(body.input[0], int)
+        ):
+            raise ApiError(
+                f"input has {len(body.input)} entries, but a request may have at most "
+                f"{_MAX_INPUTS}. Send several requests.",
+                param=param,
+                code="too_many_inputs",
+            )
+        at_once = embeddings_at_once(_MAX_INPUTS, server)
+        prompts = await read_prompts(
+            body.input, server, param=param, at_once=at_once, reading=reading
+        )
     else:
         param = "messages"
         reading = Reading(bool(body.add_special_tokens), keep, side)
