@@ -267,6 +267,11 @@ MISSES: dict[str, tuple[str, str, Callable[..., Any]]] = {
         "needs its result",
         lambda a, r: ((s := a + r), o.rms_norm(s, s.sum(0), 1e-5)),
     ),
+    "its own result is an argument, as it is": (
+        "fused_add_rms_norm",
+        "needs its result",
+        lambda a, r: ((s := a[0] + r[0]), o.rms_norm(s, s, 1e-5)),
+    ),
 }
 
 

@@ -193,10 +193,10 @@ def _escape(match: Match) -> str:
 
 
 def _disorder(match: Match) -> str:
-    """Return the argument of the composite that depends on its result, if there is one."""
+    """Return the argument of the composite that is or needs its result, if there is one."""
     inside = set(match.inner)
     waiting = [o for o in match.outputs() if o is not None]
-    later: set[Node] = set()
+    later = set(waiting)
     while waiting:
         for user in waiting.pop().users:
             if user not in inside and user not in later:
