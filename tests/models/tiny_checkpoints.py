@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 BOS, EOS, PAD = 1, 2, 0
 VOCABULARY = 320
@@ -114,6 +120,33 @@ def write_tokenizer(path: Path, *, adds_bos: bool = True) -> None:
         pad_token="<pad>",
         unk_token="<unk>",
     ).save_pretrained(path)
+
+
+def write_cross_encoder(path: Path, kind: str, **changes: Any) -> Any:
+    """Save a sequence classifier with one label; return transformers' model.
+
+    Only BERT's tokenizer gives the second text another token type.
+    """
+    sizes = {**_SIZES, "num_labels": 1, "dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4}
+    config = AutoConfig.for_model(kind, **{**sizes, **changes})
+    torch.manual_seed(sum(map(ord, kind)))
+    model = AutoModelForSequenceClassification.from_config(config).float().eval()
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(path)
+    write_tokenizer(path)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    second = int(kind == "bert")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        pair=f"<s> $A </s> $B:{second} </s>:{second}",
+        special_tokens=[("<s>", BOS), ("</s>", EOS)],
+    )
+    tokenizer.save(str(path / "tokenizer.json"))
+    names = ["input_ids", *(["token_type_ids"] if second else []), "attention_mask"]
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_input_names": names}))
+    return model
 
 
 def random_ids(seed: int, count: int) -> list[int]:

@@ -27,6 +27,7 @@ from opweave.server.protocol.completions import CompletionRequest
 from opweave.server.protocol.embeddings import EmbeddingConversation, EmbeddingRequest
 from opweave.server.protocol.process import ProcessRequest
 from opweave.server.protocol.responses import ResponsesRequest
+from opweave.server.protocol.scoring import RerankRequest, ScoreRequest
 from opweave.server.protocol.tokens import DetokenizeRequest, TokenizeConversation, TokenizePrompt
 from opweave.server.request_fields import ENDPOINTS, Row
 from server.conftest import Running, running
@@ -78,6 +79,15 @@ VLLM: dict[str, set[str]] = {
         *_VLLM_CONVERSATION, "truncate_prompt_tokens", "truncation_side", "padding", "request_id",
         "priority", "cache_salt", "normalize", "use_activation", "embed_dtype", "endianness",
     },
+    "rerank": {
+        "query", "documents", "top_n", "truncate_prompt_tokens", "truncation_side", "request_id",
+        "priority", "cache_salt", "mm_processor_kwargs", "activation", "use_activation", "user",
+    },
+    "score": {
+        "text_1", "text_2", "data_1", "data_2", "queries", "documents", "items",
+        "truncate_prompt_tokens", "truncation_side", "request_id", "priority", "cache_salt",
+        "mm_processor_kwargs", "activation", "use_activation", "user",
+    },
     "responses": {
         "logit_bias", "top_k", "skip_special_tokens", "request_id", "mm_processor_kwargs",
         "priority", "cache_salt", "enable_response_messages", "previous_input_messages",
@@ -92,6 +102,8 @@ MODELS: dict[str, list[type[RequestBody]]] = {
     "completions": [CompletionRequest],
     "chat": [ChatRequest],
     "embeddings": [EmbeddingRequest, EmbeddingConversation],
+    "rerank": [RerankRequest],
+    "score": [ScoreRequest],
     "responses": [ResponsesRequest],
     "process": [ProcessRequest],
     "tokenize": [TokenizePrompt, TokenizeConversation],
@@ -112,6 +124,8 @@ BASES: dict[str, Body] = {
     "completions": {"prompt": "Return", "max_tokens": 2},
     "chat": {**USER, "max_tokens": 2},
     "embeddings": {"input": "Return"},
+    "rerank": {"query": "Return", "documents": ["Yield", "Return the"]},
+    "score": {"text_1": "Return", "text_2": "Yield"},
     "responses": {"input": "Return", "max_output_tokens": 2},
     "process": {"data": 1},
     "tokenize": {"prompt": "Return"},
@@ -263,6 +277,29 @@ EFFECTS: dict[str, dict[str, Any]] = {
             {"input": "Return the", "truncate_prompt_tokens": 2},
         ),
     },
+    "rerank": {
+        "model": "another",
+        "query": "Return the",
+        "documents": ["Yield"],
+        "documents.text": ({"documents": [{"text": "a b c"}]}, {"documents": [{"text": "a"}]}),
+        "top_n": 1,
+        "return_documents": False,
+        "truncate_prompt_tokens": 2,
+        "truncation_side": (
+            {"query": "Return the", "truncate_prompt_tokens": 4, "truncation_side": "left"},
+            {"query": "Return the", "truncate_prompt_tokens": 4},
+        ),
+    },
+    "score": {
+        "model": "another",
+        "text_1": "Return the",
+        "text_2": ["Yield", "Return the"],
+        "truncate_prompt_tokens": 1,
+        "truncation_side": (
+            {"text_2": "Return the", "truncate_prompt_tokens": 4, "truncation_side": "left"},
+            {"text_2": "Return the", "truncate_prompt_tokens": 4},
+        ),
+    },
     "responses": {
         "model": "another",
         "input": "Yield",
@@ -390,7 +427,7 @@ class Client:
 
     def __init__(self, endpoint: str, server: Running, embedder: Running) -> None:
         self.endpoint = endpoint
-        self.server = embedder if endpoint == "embeddings" else server
+        self.server = embedder if endpoint in ("embeddings", "rerank", "score") else server
 
     def send(self, body: Body) -> httpx.Response:
         return self.server.post(ENDPOINTS[self.endpoint].path, self.complete(body))
@@ -527,6 +564,8 @@ def test_harmless_fields_change_nothing(
         ("chat", _part(odd=1, also=2), "messages.content.also, messages.content.odd"),
         ("tokenize", _part(odd=1), "messages.content.odd"),
         ("embeddings", {"odd": {"model": 1}}, "odd"),
+        ("rerank", {"documents": [{"text": "x", "odd": 1}], "also": 2}, "also, documents.odd"),
+        ("score", {"odd": None}, "odd"),
         ("detokenize", {"odd": None}, "odd"),
         ("process", {"odd": None}, "odd"),
     ],

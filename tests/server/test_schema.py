@@ -35,7 +35,7 @@ CHECKS = [
 EXAMPLES = 12
 WITH_BODY = {
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/process",
-    "/tokenize", "/detokenize",
+    "/v1/rerank", "/v1/score", "/rerank", "/score", "/tokenize", "/detokenize",
 }  # fmt: skip
 PATHS = WITH_BODY | {
     "/v1/models", "/v1/models/{model}", "/health", "/ping", "/version", "/metrics", "/v1/ops",

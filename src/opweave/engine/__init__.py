@@ -42,6 +42,7 @@ from opweave.engine.request.outputs import (
     Logprob,
     RequestOutput,
     RequestTimings,
+    ScoreOutput,
 )
 from opweave.engine.sampling.sampling_params import SamplingParams
 from opweave.engine.structured import StructuredOutputsParams
@@ -83,6 +84,7 @@ __all__ = [
     "RequestTimings",
     "SamplingParams",
     "SamplingParamsError",
+    "ScoreOutput",
     "StructuredOutputsParams",
     "Tokenizer",
     "TokenizerError",

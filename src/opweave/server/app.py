@@ -36,12 +36,13 @@ from opweave.server.routes import (
     models,
     process,
     responses_api,
+    scoring,
     tokens,
 )
 from opweave.server.state import ServerState
 from opweave.server.validation import body_error, validation_error
 
-_PARTS = (completions, chat, responses_api, embeddings, process, models, tokens, info)
+_PARTS = (completions, chat, responses_api, embeddings, scoring, process, models, tokens, info)
 _ROUTERS = [part.router for part in _PARTS]
 _EXPOSED = ["X-Request-Id", "X-Opweave-Ignored"]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
+from collections.abc import Sequence
 
 from opweave.engine import EmbeddingOutput, PoolingParams, PromptError
 from opweave.server.deadline import Deadline
@@ -26,11 +28,16 @@ async def embed(
     deadline: Deadline,
     *,
     param: str,
-    params: PoolingParams | None = None,
+    params: Sequence[PoolingParams] = (),
 ) -> list[EmbeddingOutput]:
     """Return the vector of each prompt, in order; cancelling aborts the request.
 
-    *param* is the request field of the prompts.
+    Args:
+        prompts: the prompts of the request.
+        server: the server with the engine.
+        deadline: of the request.
+        param: the request field of the prompts.
+        params: the pooling parameters of each prompt; empty: the checkpoint's.
 
     Raises:
         ApiError: too many requests are running, the deadline passes, or the server stops.
@@ -43,7 +50,7 @@ async def embed(
     async def work() -> None:
         for index, prompt in waiting:
             outputs[index] = await server.engine.embed(
-                prompt.ids, params, request_id=f"{name}-{index}"
+                prompt.ids, params[index] if params else None, request_id=f"{name}-{index}"
             )
 
     count = embeddings_at_once(len(prompts), server)
@@ -57,3 +64,15 @@ async def embed(
             raise ApiError(str(error), param=param) from error
         finally:
             await cancelled(tasks)
+
+
+def check_finite(outputs: Sequence[EmbeddingOutput], *, code: str) -> None:
+    """Raise the ApiError *code* if a number of *outputs* is not finite."""
+    broken = [i for i, out in enumerate(outputs) if not all(map(math.isfinite, out.embedding))]
+    if broken:
+        raise ApiError(
+            f"The model returned numbers that are NaN or infinite for input {broken[0]}. Start the "
+            "server with --dtype float32; if that does not help, a weight or a kernel is wrong.",
+            status=500,
+            code=code,
+        )

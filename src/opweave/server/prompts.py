@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 
 from fastapi import Request
 
-from opweave.engine import ChatTemplate, SamplingParams, Tokenizer, TokenizerError
+from opweave.engine import ChatTemplate, PoolingParams, SamplingParams, Tokenizer, TokenizerError
 from opweave.engine.tokenization.tokenizer import Side
 from opweave.server.deadline import Deadline
 from opweave.server.errors import ApiError, no_tokenizer
@@ -120,6 +120,45 @@ async def read_prompts(
         for one in several
     ]
     return [replace(prompt, cache_salt=cache_salt) for prompt in prompts]
+
+
+async def read_pairs(
+    pairs: Sequence[tuple[str, str]],
+    server: ServerState,
+    *,
+    param: str,
+    reading: Reading,
+    at_once: int,
+) -> tuple[list[Prompt], list[PoolingParams]]:
+    """Return the prompt of each pair of texts, and its pooling parameters.
+
+    Args:
+        pairs: the pairs of a request.
+        server: the server with the tokenizer.
+        param: the request field of the second texts.
+        reading: how to truncate pairs.
+        at_once: the maximum number of pairs that the engine gets at one time.
+
+    Raises:
+        ApiError: there are too many pairs, a text cannot fit into the context, or there is no
+            tokenizer.
+    """
+    server.admission.check(min(len(pairs), at_once), param=param)
+    for text in {text for pair in pairs for text in pair}:
+        check_length(text, server, param=param, reading=reading)
+
+    def encode() -> list[tuple[list[int], list[int]]]:
+        tokenizer, side = server.engine.tokenizer, reading.side
+        return [
+            tokenizer.encode_pair(*pair, keep=reading.keep, truncation_side=side) for pair in pairs
+        ]
+
+    try:
+        encoded = await _reading(server, encode, sum(len(text) for pair in pairs for text in pair))
+    except TokenizerError as error:
+        raise no_tokenizer() from error
+    prompts = [Prompt(None, ids) for ids, _ in encoded]
+    return prompts, [PoolingParams(token_type_ids=types) for _, types in encoded]
 
 
 async def render(

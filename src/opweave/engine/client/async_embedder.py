@@ -89,9 +89,8 @@ class AsyncEmbedder(AsyncClient):
         request_id: str,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        raise InvalidArgumentError(
-            f"The model {self.model_name!r} makes embeddings; it generates no text."
-        )
+        makes = "scores pairs of texts" if self._embedder.is_cross_encoder else "makes embeddings"
+        raise InvalidArgumentError(f"The model {self.model_name!r} {makes}; it generates no text.")
         yield  # makes this an asynchronous generator
 
     generate_deltas = generate
@@ -110,7 +109,8 @@ class AsyncEmbedder(AsyncClient):
             )
         if not self.is_running:
             raise self._why_not()
-        params, tokens = self._embedder.check_params(params), self._embedder.tokens(prompt)
+        tokens = self._embedder.tokens(prompt)
+        params = self._embedder.check_params(params, len(tokens))
         vector = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = _Waiting(tokens, params, vector, time.perf_counter())
         if self._work is None:

@@ -117,9 +117,9 @@ class AsyncEngine(StreamingClient):
         *,
         request_id: str,
     ) -> EmbeddingOutput:
-        raise InvalidArgumentError(
-            f"The model {self.model_name!r} generates text; it makes no embeddings."
-        )
+        is_pair = params is not None and params.token_type_ids is not None
+        lacks = "scores no pairs of texts" if is_pair else "makes no embeddings"
+        raise InvalidArgumentError(f"The model {self.model_name!r} generates text; it {lacks}.")
 
     async def drain(self, timeout: float) -> None:
         await super().drain(timeout)

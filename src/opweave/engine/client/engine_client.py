@@ -95,13 +95,15 @@ class EngineClient(Protocol):
         *,
         request_id: str,
     ) -> EmbeddingOutput:
-        """Return the embedding of a prompt.
+        """Return the embedding of a prompt, or the score of a pair of texts.
+
+        Pairs have ``token_type_ids`` in *params*; the vector's only number is their score.
 
         Raises:
             SamplingParamsError: *params* ask for dimensions that the model does not support.
             PromptError: as for :meth:`generate`.
-            InvalidArgumentError: the model is not an encoder, or another event loop uses the
-                engine.
+            InvalidArgumentError: the model is not an encoder, or for a pair not a cross-encoder; or
+                another event loop uses the engine.
             EngineDeadError: the engine does not run.
         """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opweave.engine.errors import SamplingParamsError
@@ -16,6 +17,8 @@ class PoolingParams:
         dimensions: truncate the vector to this many numbers; None: all. The model must be trained
             for it: its ``config.json`` has ``matryoshka_dimensions`` or ``is_matryoshka``.
         normalize: normalize the vector to length 1; None: as in the checkpoint.
+        token_type_ids: of a pair of texts, one for each token of the prompt: a cross-encoder scores
+            the pair, and the score is the only number of the vector. None: the prompt is one text.
 
     Raises:
         SamplingParamsError: a value is out of range or of the wrong type.
@@ -23,6 +26,7 @@ class PoolingParams:
 
     dimensions: int | None = None
     normalize: bool | None = None
+    token_type_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if self.dimensions is not None:

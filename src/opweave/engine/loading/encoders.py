@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from opweave.models.fields import Fields
 
 
 def is_encoder(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint makes embeddings, and does not generate text.
+    """Return whether a checkpoint makes embeddings or scores pairs, and does not generate text.
 
-    Encoders, base models without a head, and all checkpoints of sentence-transformers do.
+    Encoders, base models without a head, and all checkpoints of sentence-transformers make
+    embeddings; sequence classifiers score pairs.
 
     Raises:
         CheckpointError, ModelError: the configuration is missing or damaged.
@@ -31,7 +33,8 @@ def is_encoder(checkpoint: Checkpoint) -> bool:
     if (own := _own_class(config)) is not None:  # without a question to transformers
         return issubclass(own, Encoder)
     named = Fields(config).texts("architectures")
-    return bool(named) and (backend.is_base_model(named[0]) or backend.is_masked_lm(named[0]))
+    kinds = (backend.is_base_model, backend.is_masked_lm, backend.is_sequence_classifier)
+    return bool(named) and any(is_kind(named[0]) for is_kind in kinds)
 
 
 def load_encoder(
@@ -70,8 +73,11 @@ def load_encoder(
             f"{', '.join(architectures) or 'The model'} is not an encoder, so it cannot make "
             "embeddings. opweave.engine.LLM runs language models."
         )
+    # All checkpoints with modules.json make embeddings, also those that have a classifier's head.
+    has_modules = checkpoint.json_list("modules.json") is not None
+    scores = not has_modules and backend.is_sequence_classifier(architectures[0])
     return load_by_transformers(
-        load_transformers_encoder,
+        partial(load_transformers_encoder, scores=scores),
         checkpoint,
         dtype,
         config.seed if config.load_format == "dummy" else None,

@@ -107,3 +107,18 @@ class EmbeddingOutput:
     request_id: str
     prompt_token_ids: list[int]
     embedding: list[float]
+
+
+@dataclass(frozen=True)
+class ScoreOutput:
+    """The score of one pair of texts.
+
+    Attributes:
+        request_id: the name of the request.
+        prompt_token_ids: the tokens of the pair.
+        score: the model's logit, after the checkpoint's activation function.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    score: float

@@ -176,6 +176,31 @@ def as_list(prompts: object) -> list[Prompt]:
     return list(prompts)
 
 
+def as_pairs(first: object, second: object) -> list[tuple[str, str]]:
+    """Return pairs of texts: of one with one or several, or of as many as there are in both.
+
+    Args:
+        first, second: a string or a list of strings.
+
+    Raises:
+        PromptError: an argument is of another type, or the lengths do not fit.
+    """
+    sides: list[list[str]] = []
+    for texts in (first, second):
+        side = [texts] if isinstance(texts, str) else texts
+        if not isinstance(side, list | tuple) or not all(isinstance(text, str) for text in side):
+            raise PromptError(f"A side of the pairs is {texts!r:.200}; it must be text or texts.")
+        sides.append(list(side))
+    if len(sides[0]) == 1:
+        sides[0] *= len(sides[1])
+    if not sides[1] or len(sides[0]) != len(sides[1]):
+        raise PromptError(
+            f"There are {len(sides[0])} first and {len(sides[1])} second texts. Give one first "
+            "text, or as many as there are second ones."
+        )
+    return list(zip(*sides, strict=True))
+
+
 def params_for(count: int, params: object, default: SamplingParams) -> list[SamplingParams]:
     """Return the sampling parameters of each of *count* prompts; None is *default*.
 

@@ -36,6 +36,12 @@ def follow_settings(
         _log.warning("%s: %s", checkpoint.path / _CONFIG, note)
 
 
+def has_token_types(checkpoint: Checkpoint) -> bool:
+    """Return whether the tokenizer gives the model token type ids; transformers' default."""
+    names = (checkpoint.json(_CONFIG) or {}).get("model_input_names")
+    return not isinstance(names, list) or "token_type_ids" in names
+
+
 def _not_followed(
     backend: Any, config: dict[str, Any], bos: int | None, eos: int | None
 ) -> list[str]:

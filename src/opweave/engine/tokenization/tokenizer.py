@@ -13,7 +13,7 @@ from opweave.engine.dependencies import require
 from opweave.engine.errors import EngineError, PromptError, TokenizerError
 from opweave.engine.loading.checkpoint import Checkpoint
 from opweave.engine.loading.generation_config import FILE, generation_folder
-from opweave.engine.tokenization.settings import follow_settings
+from opweave.engine.tokenization.settings import follow_settings, has_token_types
 from opweave.engine.tokenization.special_tokens import SpecialTokens
 from opweave.engine.tokenization.token_bytes import (
     REPLACEMENT,
@@ -68,6 +68,7 @@ class Tokenizer:
         self.eos_token_ids = frozenset(configured if eos is None else [*configured, eos])
         self.bos_token_id = next(iter(_configured_ids(checkpoint, generation, "bos")), bos)
         follow_settings(self._backend, checkpoint, bos=bos, eos=eos)
+        self._has_token_types = has_token_types(checkpoint)
 
     def lowercase(self) -> None:
         """Lowercase every text before it is split into tokens."""
@@ -102,6 +103,36 @@ class Tokenizer:
             encoding = self._backend.post_process(encoding, None, add_special_tokens)
             return list(encoding.ids)[:keep]
         return list(encoding.ids)
+
+    def encode_pair(
+        self, first: str, second: str, *, keep: int | None = None, truncation_side: Side = "right"
+    ) -> tuple[list[int], list[int]]:
+        """Return the ids of a pair of texts with special tokens, and the type id of each token.
+
+        Args:
+            first, second: any texts.
+            keep: truncate to this many ids, including special ones, the longer text first, as
+                transformers' ``longest_first`` does; None: no truncation.
+            truncation_side: the side on which both texts are truncated.
+
+        Raises:
+            PromptError: as for :meth:`encode`.
+        """
+        texts = [self._encoding(text, add_special_tokens=False) for text in (first, second)]
+        added = self._backend.num_special_tokens_to_add(True)
+        if keep is not None:
+            room, sizes = max(0, keep - added), [len(text.ids) for text in texts]
+            shorter = min(*sizes, room // 2)
+            is_first = sizes[0] <= sizes[1]
+            for text, is_shorter in zip(texts, (is_first, not is_first), strict=True):
+                limit = shorter if is_shorter else room - shorter
+                text.truncate(limit, direction=truncation_side)
+        pair = self._backend.post_process(*texts, True)
+        # Only a template for pairs sets type ids.
+        types = list(pair.type_ids if added else pair.sequence_ids)
+        if not self._has_token_types:
+            types = [0] * len(types)
+        return list(pair.ids)[:keep], types[:keep]
 
     def _encoding(self, text: str, *, add_special_tokens: bool) -> Any:
         try:

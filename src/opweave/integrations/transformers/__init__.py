@@ -3,6 +3,7 @@
 transformers is imported only when such a model is loaded.
 """
 
+from opweave.integrations.transformers.cross_encoder import TransformersCrossEncoder
 from opweave.integrations.transformers.encoder import TransformersEncoder
 from opweave.integrations.transformers.loading import (
     check_transformers_ranks,
@@ -10,12 +11,14 @@ from opweave.integrations.transformers.loading import (
     is_base_model,
     is_causal_lm,
     is_masked_lm,
+    is_sequence_classifier,
     load_transformers_encoder,
     load_transformers_model,
 )
 from opweave.integrations.transformers.model import TransformersModel
 
 __all__ = [
+    "TransformersCrossEncoder",
     "TransformersEncoder",
     "TransformersModel",
     "check_transformers_ranks",
@@ -23,6 +26,7 @@ __all__ = [
     "is_base_model",
     "is_causal_lm",
     "is_masked_lm",
+    "is_sequence_classifier",
     "load_transformers_encoder",
     "load_transformers_model",
 ]

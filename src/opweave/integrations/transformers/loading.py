@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from opweave.base.packages import is_installed
+from opweave.integrations.transformers.cross_encoder import TransformersCrossEncoder
 from opweave.integrations.transformers.encoder import TransformersEncoder
 from opweave.integrations.transformers.model import TransformersModel
 from opweave.integrations.transformers.sharding import check_ranks
@@ -88,6 +89,7 @@ def load_transformers_encoder(
     *,
     seed: int | None = None,
     check: Check | None = None,
+    scores: bool = False,
 ) -> TransformersEncoder:
     """Build the base model of the checkpoint in directory *path*, and load its weights.
 
@@ -95,21 +97,26 @@ def load_transformers_encoder(
 
     Args:
         path, config, dtype, seed, check: as for :func:`load_transformers_model`.
+        scores: keep the head of a sequence classifier, in a :class:`TransformersCrossEncoder`.
 
     Raises:
         InvalidConfigError: transformers refuses the configuration.
+        UnsupportedModelError: a sequence classifier does not have one label.
         WeightsError: tensors are missing, unexpected or do not fit.
     """
-    from transformers import AutoModel
+    from transformers import AutoModel, AutoModelForSequenceClassification
 
+    auto: Any = AutoModelForSequenceClassification if scores else AutoModel
     with _quiet():
-        _check(path, AutoModel.from_config, dtype, check)
-        if seed is None:
-            has_head = not is_base_model(config["architectures"][0])
-            model = _loaded(path, AutoModel, dtype, may_lack="pooler.", may_have_more=has_head)
+        _check(path, auto.from_config, dtype, check)
+        if seed is not None:
+            model = _random(path, auto.from_config, dtype, seed)
+        elif scores:
+            model = _loaded(path, auto, dtype)
         else:
-            model = _random(path, AutoModel.from_config, dtype, seed)
-        return TransformersEncoder(model.eval())
+            has_head = not is_base_model(config["architectures"][0])
+            model = _loaded(path, auto, dtype, may_lack="pooler.", may_have_more=has_head)
+        return (TransformersCrossEncoder if scores else TransformersEncoder)(model.eval())
 
 
 def is_base_model(architecture: str) -> bool:
@@ -128,6 +135,15 @@ def is_masked_lm(architecture: str) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return architecture in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+
+
+def is_sequence_classifier(architecture: str) -> bool:
+    """Whether transformers has a model of that name that classifies texts."""
+    if not is_available():
+        return False
+    from transformers.models.auto import modeling_auto
+
+    return architecture in modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
 
 
 def _class(config: Mapping[str, Any]) -> Any:

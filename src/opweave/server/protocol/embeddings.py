@@ -12,34 +12,13 @@ from opweave.server.protocol.base import Input, Int, RequestBody, ResponseBody, 
 from opweave.server.protocol.chat import Conversation
 
 
-class EmbeddingFields(RequestBody):
-    """Options of embeddings."""
+class EncoderFields(RequestBody):
+    """Options of requests to encoders."""
 
-    endpoint = "embeddings"
-
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Int | None = None
-    normalize: bool | None = None
-    use_activation: bool | None = None
-    add_special_tokens: bool | None = None
     truncate_prompt_tokens: Int | None = None
     truncation_side: Literal["left", "right"] | None = None
     request_id: Text | None = None
     user: Text | None = None
-
-    def params(self) -> PoolingParams:
-        """Return the parameters.
-
-        Raises:
-            SamplingParamsError: a value is out of range.
-            ApiError: two fields contradict each other.
-        """
-        given = {self.normalize, self.use_activation} - {None}
-        if len(given) > 1:
-            raise ApiError(
-                "normalize and use_activation differ; give one of them.", param="normalize"
-            )
-        return PoolingParams(self.dimensions, given.pop() if given else None)
 
     def kept_tokens(self, context: int) -> int | None:
         """Return the maximum number of tokens of a prompt for this *context*; None: no truncation.
@@ -55,6 +34,32 @@ class EmbeddingFields(RequestBody):
                 param="truncate_prompt_tokens",
             )
         return context if keep == -1 else keep
+
+
+class EmbeddingFields(EncoderFields):
+    """Options of embeddings."""
+
+    endpoint = "embeddings"
+
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    add_special_tokens: bool | None = None
+
+    def params(self) -> PoolingParams:
+        """Return the parameters.
+
+        Raises:
+            SamplingParamsError: a value is out of range.
+            ApiError: two fields contradict each other.
+        """
+        given = {self.normalize, self.use_activation} - {None}
+        if len(given) > 1:
+            raise ApiError(
+                "normalize and use_activation differ; give one of them.", param="normalize"
+            )
+        return PoolingParams(self.dimensions, given.pop() if given else None)
 
 
 class EmbeddingRequest(EmbeddingFields):

@@ -66,6 +66,16 @@ _CHAT = (
     *ABILITIES,
     *STORAGE,
 )
+_ENCODER = (
+    supported(
+        "truncate_prompt_tokens",
+        "Keep this many tokens of a longer text; -1 keeps as many as the model accepts.",
+    ),
+    supported("truncation_side", "The side that is cut off: right by default, or left."),
+    harmless("request_id", "Responses have no id; send the header X-Request-Id for the log."),
+    harmless("priority", "Requests are answered in their order."),
+    harmless("cache_salt", "Encoders do not use a prefix cache."),
+)
 _EMBEDDINGS = (
     *COMMON,
     supported("input", "A text or token ids, or a list of them. Send it, or messages."),
@@ -75,17 +85,38 @@ _EMBEDDINGS = (
     supported("normalize", "Normalize vectors to length 1; by default as in the checkpoint."),
     supported("use_activation", "The same, as newer versions of vLLM call it."),
     supported("add_special_tokens", "True by default for input, false for messages."),
-    supported(
-        "truncate_prompt_tokens",
-        "Keep this many tokens of a longer text; -1 keeps as many as the model accepts.",
-    ),
-    supported("truncation_side", "The side that is cut off: right by default, or left."),
+    *_ENCODER,
     refused("padding", "Texts are not padded.", off=("do_not_pad",)),
     refused("embed_dtype", "Numbers are float32.", off=("float32",)),
     refused("endianness", "Numbers are little-endian.", off=("native", "little")),
-    harmless("request_id", "Responses have no id; send the header X-Request-Id for the log."),
-    harmless("priority", "Requests are answered in their order."),
-    harmless("cache_salt", "Embeddings do not use a prefix cache."),
+)
+_ALWAYS_ACTIVATED = "Scores go through the checkpoint's activation function."
+_SCORING = (
+    *COMMON,
+    *_ENCODER,
+    refused("use_activation", _ALWAYS_ACTIVATED, off=(True,)),
+    refused("activation", _ALWAYS_ACTIVATED, off=(True,)),
+    refused("mm_processor_kwargs", "The model takes text only.", off=({},)),
+)
+_SCORE = (
+    *_SCORING,
+    supported("text_1", "The first text of every pair, or a list with one for each pair."),
+    supported("text_2", "The second text, or a list of them."),
+    *(
+        refused(name, "Send text_1 and text_2.")
+        for name in ("data_1", "data_2", "queries", "items", "documents")
+    ),
+)
+_RERANK = (
+    *_SCORING,
+    supported("query", "The first text of every pair."),
+    supported("documents", "The second texts: strings or objects."),
+    supported("documents.text", "The text of a document."),
+    supported("top_n", "The maximum number of results; 0: all."),
+    supported("return_documents", "True by default; false leaves the texts out."),
+    refused("rank_fields", "Documents have one field, text.", off=([], ["text"])),
+    refused("max_chunks_per_doc", "Documents are not split; use truncate_prompt_tokens."),
+    refused("max_tokens_per_doc", "Use truncate_prompt_tokens."),
 )
 _PROCESS = (
     *COMMON,
@@ -106,6 +137,8 @@ ENDPOINTS = {
     "completions": Endpoint("/v1/completions", _COMPLETIONS),
     "chat": Endpoint("/v1/chat/completions", _CHAT),
     "embeddings": Endpoint("/v1/embeddings", _EMBEDDINGS),
+    "rerank": Endpoint("/v1/rerank", _RERANK),
+    "score": Endpoint("/v1/score", _SCORE),
     "responses": Endpoint("/v1/responses", RESPONSES),
     "process": Endpoint("/v1/process", _PROCESS),
     "tokenize": Endpoint("/tokenize", _TOKENIZE),

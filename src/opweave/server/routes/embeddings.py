@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import base64
-import math
 import struct
 
 from fastapi import APIRouter, Request, Response
 
 from opweave.engine import EmbeddingOutput
 from opweave.server.disconnect import unless_gone
-from opweave.server.embedding import embed, embeddings_at_once
+from opweave.server.embedding import check_finite, embed, embeddings_at_once
 from opweave.server.errors import ApiError
 from opweave.server.prompts import Reading, read_prompts, render
 from opweave.server.protocol.embeddings import (
@@ -57,10 +56,10 @@ async def embeddings(body: EmbeddingBody, request: Request, server: Server) -> R
         reading = Reading(bool(body.add_special_tokens), keep, side)
         text = await unless_gone(request, render(body, request, server, deadline))
         prompts = await read_prompts(text, server, param=param, reading=reading)
-    work = embed(prompts, server, deadline, param=param, params=params)
+    work = embed(prompts, server, deadline, param=param, params=[params] * len(prompts))
     outputs = await unless_gone(request, work)
     _check_dimensions(body.dimensions, outputs)
-    _check_numbers(outputs)
+    check_finite(outputs, code="non_finite_embedding")
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     data = [
         Embedding(index=index, embedding=_encoded(output.embedding, body.encoding_format))
@@ -76,17 +75,6 @@ def _check_dimensions(wanted: int | None, outputs: list[EmbeddingOutput]) -> Non
         raise ApiError(
             f"dimensions={wanted} is not possible: the model's vectors have {size} numbers.",
             param="dimensions",
-        )
-
-
-def _check_numbers(outputs: list[EmbeddingOutput]) -> None:
-    broken = [i for i, out in enumerate(outputs) if not all(map(math.isfinite, out.embedding))]
-    if broken:
-        raise ApiError(
-            f"The model returned numbers that are NaN or infinite for input {broken[0]}. Start the "
-            "server with --dtype float32; if that does not help, a weight or a kernel is wrong.",
-            status=500,
-            code="non_finite_embedding",
         )
 
 
