@@ -38,7 +38,7 @@ export NO_MKDOCS_2_WARNING := 1
 DEV := $(VENV)/dev.stamp $(VENV)/native.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-aarch64 test-sanitizers test-mindspore test-triton test-triton-aot test-libraries test-libraries-large test-vllm test-vllm-own check fix bench bench-all bench-engine docs clean
+.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-aarch64 test-sanitizers test-hostile test-mindspore test-triton test-triton-aot test-libraries test-libraries-large test-vllm test-vllm-own check fix bench bench-all bench-engine docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -100,6 +100,9 @@ test-aarch64: ## cross-compile the kernels for aarch64, and test them in QEMU (4
 
 test-sanitizers: $(DEV) ## run the kernel tests under ASan and UBSan
 	$(BIN)/python tests/runs/sanitizers.py
+
+test-hostile: $(DEV) ## send hostile requests to a server, and measure its other clients (15 minutes)
+	$(BIN)/python tests/runs/hostile.py
 
 clean: ## remove environments and build outputs
 	rm -rf $(VENV) $(MINDSPORE) build dist site

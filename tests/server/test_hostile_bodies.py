@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
@@ -21,6 +23,7 @@ from opweave.server.protocol.embeddings import EmbeddingRequest
 from opweave.server.protocol.responses import ResponsesRequest
 from opweave.server.protocol.tokens import DetokenizeRequest
 from opweave.server.validation import check_size
+from server.command import ROOT
 from server.conftest import Running, running
 from server.fake_engine import FakeEngine
 from server.test_errors import error_of
@@ -199,3 +202,21 @@ def test_many_items_of_one_turn_are_joined_at_once() -> None:
     chat = ResponsesRequest.model_validate({"input": items}).as_chat()
     assert time.process_time() - started < 1
     assert chat["messages"] == [{"role": "assistant", "content": "a" * 2_000_000}]
+
+
+def test_a_server_survives_hostile_requests() -> None:
+    options = ["--minutes=0.1", "--megabytes=0.5", "--json"]
+    run = subprocess.run(
+        [sys.executable, "tests/runs/hostile.py", *options],
+        check=False, cwd=ROOT, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert run.stdout, run.stderr
+    report = json.loads(run.stdout)
+    assert run.returncode == bool(report["broken"])
+    # Limits of time are those of an idle machine, so only a generous one is checked here.
+    assert report["total"]["health"] < 5, report["kinds"]
+    assert not [status for status in report["statuses"] if status[0] == "5"], report["faults"]
+    assert not [line for line in report["broken"] if "ended" in line or "health:" in line]
+    assert report["statuses"]["400"] > 10
+    assert report["total"]["tokens"] > 100
+    assert all(report["answers"].get(kind) for kind in report["kinds"])
