@@ -1,19 +1,23 @@
-"""Bodies that cost far more than their bytes: long lists of wrong types, and deep nesting."""
+"""Bodies that cost much time or memory: lists of wrong types, deep nesting and long texts."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from opweave.engine import Checkpoint, Tokenizer
+from opweave.server import ServerConfig
 from opweave.server.errors import ApiError
 from opweave.server.protocol import base
 from opweave.server.protocol.base import RequestFields
@@ -24,11 +28,15 @@ from opweave.server.protocol.responses import ResponsesRequest
 from opweave.server.protocol.tokens import DetokenizeRequest
 from opweave.server.validation import check_size
 from server.command import ROOT
-from server.conftest import Running, running
-from server.fake_engine import FakeEngine
+from server.conftest import Running, Start, running
+from server.fake_engine import CHECKPOINT, FakeEngine
+from server.test_disconnect import ask
 from server.test_errors import error_of
+from server.test_limits import until
 
 SIZE = 1_000_000  # bytes of a body
+LONG = "long text " * 7_000  # takes the queue for long texts
+LIMIT = 1 << 20  # characters of one text, for a short context
 USER = {"role": "user", "content": "x"}
 WRONG: tuple[Any, ...] = (None, True, 1, 1.5, "a", [], {}, [[]], ["a"], [{}], {"a": 1})
 FIELDS = [
@@ -194,6 +202,177 @@ def test_arrays_and_objects_of_a_body_are_limited(content: bytes, is_refused: bo
             check_size(content, "application/json")
     else:
         check_size(content, "application/json")
+
+
+@pytest.mark.parametrize("part", [b'"{', b'"{"', b'{"', b'{"":""},', b"[{},", b'\\\\"{'])
+def test_bodies_of_short_strings_are_counted_quickly(part: bytes) -> None:
+    content = part * (14_000_000 // len(part))
+    started = time.process_time()
+    with suppress(ApiError):
+        check_size(content, "application/json")
+    assert time.process_time() - started < 0.3
+
+
+class HeldTokenizer(Tokenizer):
+    """A tokenizer that holds texts from a length on until the test releases them."""
+
+    def __init__(self, size: int = 65_536) -> None:
+        super().__init__(Checkpoint(CHECKPOINT))
+        self.size, self.lengths = size, list[int]()
+        self.is_released = threading.Event()
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        self.lengths.append(len(text))
+        if len(text) >= self.size:
+            self.is_released.wait(60)
+        return super().encode(text[:100], **options)
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        self.lengths.append(len(ids))
+        if len(ids) >= self.size:
+            self.is_released.wait(60)
+        return super().decode(ids[:100], **options)
+
+
+@pytest.fixture
+def held() -> Iterator[HeldTokenizer]:
+    tokenizer = HeldTokenizer()
+    yield tokenizer
+    tokenizer.is_released.set()
+
+
+def held_server(start: Start, held: HeldTokenizer, **limits: Any) -> Running:
+    engine = FakeEngine(embeds=True)
+    engine.tokenizer = held
+    return start(engine, ServerConfig(**limits))
+
+
+CONVERSATION = {"messages": [{"role": "user", "content": LONG}], "truncate_prompt_tokens": 9}
+LONG_BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/tokenize", {"prompt": LONG}),
+    ("/tokenize", CONVERSATION),
+    ("/detokenize", {"tokens": [5] * 70_000}),
+    ("/v1/completions", {"prompt": LONG, "truncate_prompt_tokens": 9}),
+    ("/v1/chat/completions", CONVERSATION),
+    ("/v1/embeddings", {"input": ["a", LONG], "truncate_prompt_tokens": 9}),
+    ("/v1/embeddings", CONVERSATION),
+]
+
+
+@pytest.mark.parametrize(("path", "content"), LONG_BODIES, ids=lambda value: str(value)[:16])
+def test_a_long_text_does_not_delay_short_ones(
+    start: Start, held: HeldTokenizer, path: str, content: dict[str, Any]
+) -> None:
+    server = held_server(start, held)
+    with ExitStack() as stack:
+        for count in range(os.cpu_count() or 1):
+            stack.enter_context(ask(server, path, content))
+            until(lambda: server.state.admission.active == count + 1)  # noqa: B023
+        until(lambda: any(length >= held.size for length in held.lengths))
+        started = time.perf_counter()
+        for body in ({"prompt": "a" * 5_000}, {"prompt": "a"}):
+            assert server.post("/tokenize", body, timeout=5).json()["count"] > 0
+        assert time.perf_counter() - started < 0.5
+    until(lambda: server.state.admission.active == 0)
+
+
+@pytest.mark.parametrize(("path", "content"), LONG_BODIES, ids=lambda value: str(value)[:16])
+def test_tokenization_has_a_deadline(
+    start: Start, held: HeldTokenizer, path: str, content: dict[str, Any]
+) -> None:
+    server = held_server(start, held, request_timeout=0.5, max_requests=2)
+    assert error_of(server.post(path, content, timeout=5), 504)["code"] == "timeout"
+    assert server.state.admission.active == 0
+
+
+def test_long_texts_are_admitted_and_dropped_when_the_client_leaves(
+    start: Start, held: HeldTokenizer
+) -> None:
+    server = held_server(start, held, max_requests=2)
+    with ask(server, "/tokenize", {"prompt": LONG}):
+        until(lambda: len(held.lengths) == 1)
+        with ask(server, "/tokenize", {"prompt": LONG + "1"}):
+            until(lambda: server.state.admission.active == 2)
+            error = error_of(server.post("/tokenize", {"prompt": LONG}, timeout=5), 429)
+            assert error["code"] == "queue_full"
+            assert server.post("/tokenize", {"prompt": "a"}).status_code == 200
+        until(lambda: server.state.admission.active == 1)
+    held.is_released.set()
+    last = {"prompt": LONG + "22", "return_token_strs": True}
+    answer = server.post("/tokenize", last).json()
+    assert answer["token_strs"] == [held.token(token) for token in answer["tokens"]]
+    assert held.lengths == [len(LONG), 1, len(LONG) + 2]
+
+
+def test_many_texts_let_others_have_their_turn(start: Start, held: HeldTokenizer) -> None:
+    held.size = 6_000
+    server = held_server(start, held)
+    inputs = ["a" * (6_000 + index) for index in range(200)]
+    answers = []
+
+    def embed() -> None:
+        content = {"input": inputs, "truncate_prompt_tokens": 200}
+        answers.append(server.post("/v1/embeddings", content).json())
+
+    thread = threading.Thread(target=embed)
+    thread.start()
+    until(lambda: len(held.lengths) == 1)
+    with ask(server, "/tokenize", {"prompt": "a" * 5_000}):
+        until(lambda: server.state.admission.active == 2)
+        held.is_released.set()
+        thread.join(60)
+    assert held.lengths.index(5_000) < 30
+    assert [n for n in held.lengths if n != 5_000] == [len(text) for text in inputs]
+    assert len(answers[0]["data"]) == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "param"),
+    [
+        ("/tokenize", {"prompt": "a" * (LIMIT + 1)}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * LIMIT}]}, "messages"),
+        ("/detokenize", {"tokens": [5] * (LIMIT + 1)}, "tokens"),
+        (
+            "/v1/completions",
+            {"prompt": "a" * (LIMIT + 1), "truncate_prompt_tokens": 9},
+            "prompt",
+        ),
+    ],
+    ids=["text", "conversation", "tokens", "prompt"],
+)
+def test_the_length_of_a_text_is_limited(
+    server: Running, path: str, content: dict[str, Any], param: str
+) -> None:
+    error = error_of(server.post(path, content), 400)
+    assert (error["code"], error["param"]) == ("text_too_long", param)
+    assert f"at most {LIMIT}" in error["message"]
+
+
+def test_the_limit_of_a_text_grows_with_the_context(start: Start, held: HeldTokenizer) -> None:
+    server = held_server(start, held)
+    held.is_released.set()
+    server.engine.max_model_len = 40_000
+    assert server.post("/tokenize", {"prompt": "a" * 1_280_000}).json()["tokens"]
+    error = error_of(server.post("/tokenize", {"prompt": "a" * 1_280_001}), 400)
+    assert "at most 1280000" in error["message"]
+
+
+def test_short_texts_are_tokenized_quickly_next_to_the_longest(server: Running) -> None:
+    def longest() -> None:
+        words = {"prompt": ("some words " * LIMIT)[:LIMIT]}
+        counts.append(server.post("/tokenize", words).json()["count"])
+
+    counts: list[int] = []
+    thread = threading.Thread(target=longest)
+    thread.start()
+    until(lambda: server.state.admission.active == 1)
+    seconds = []
+    while thread.is_alive():
+        started = time.perf_counter()
+        assert server.post("/tokenize", {"prompt": "word " * 1_000}).status_code == 200
+        seconds.append(time.perf_counter() - started)
+    assert counts[0] > LIMIT // 20
+    assert max(seconds) < 0.5
 
 
 def test_many_items_of_one_turn_are_joined_at_once() -> None:

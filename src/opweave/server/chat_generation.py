@@ -7,7 +7,7 @@ from fastapi import Request
 from opweave.server.answer_plan import AnswerPlan
 from opweave.server.disconnect import unless_gone
 from opweave.server.generation import GenerationJob
-from opweave.server.prompts import Prompt, Reading, check_context, check_length, render, tokenize
+from opweave.server.prompts import Prompt, Reading, check_context, read_prompts, render
 from opweave.server.protocol.chat import ChatRequest
 from opweave.server.protocol.tools import ToolUse
 from opweave.server.state import ServerState
@@ -30,12 +30,18 @@ async def chat_generation(
     """
     params, deadline = body.params(server.engine.sampling_defaults), server.deadline()
     use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
-    text = await unless_gone(request, render(body, request, server, deadline))
     reading = Reading.of(params, server, add_special_tokens=bool(body.add_special_tokens))
-    check_length(text, server, param="messages", reading=reading)
+
+    async def read() -> tuple[str, list[Prompt]]:
+        text = await render(body, request, server, deadline)
+        prompts = await read_prompts(
+            text, server, deadline, param="messages", reading=reading, cache_salt=body.cache_salt
+        )
+        return text, prompts
+
+    text, prompts = await unless_gone(request, read())
     plan = AnswerPlan(server.output_style, use, text, body.form_field)
     params = plan.constrained(params, server.engine.tokenizer)
-    prompts = [Prompt(text, await tokenize(text, server, reading), body.cache_salt)]
     check_context(
         prompts,
         params,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar, cast
@@ -18,9 +18,14 @@ from opweave.server.protocol.base import Input, for_header
 from opweave.server.protocol.chat import Conversation
 from opweave.server.state import ServerState
 
+Item = TypeVar("Item", bound=Sequence[object])
 T = TypeVar("T")
 
-_QUICK = 4096  # characters that are tokenized in a millisecond, without a thread
+# Sizes of texts are in characters, those of lists of token ids in tokens.
+_INLINE_SIZE = 4096  # takes about a millisecond, less than passing it to a thread
+_BATCH_SIZE = 65_536  # the tokenizers library takes up to 50 ms and cannot be interrupted
+_MAX_SIZE = 1 << 20
+_MAX_SIZE_PER_TOKEN = 32  # of the context; few tokens have more characters
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class Prompt:
 async def read_prompts(
     given: Input,
     server: ServerState,
+    deadline: Deadline,
     *,
     param: str,
     n: int = 1,
@@ -97,6 +103,7 @@ async def read_prompts(
     Args:
         given: one prompt or several.
         server: the server with the tokenizer.
+        deadline: of the request.
         param: the request field of the prompts.
         n: the number of answers per prompt.
         at_once: the maximum number of prompts that the engine gets at one time; None: all.
@@ -104,7 +111,9 @@ async def read_prompts(
         cache_salt: of all prompts.
 
     Raises:
-        ApiError: the list is empty or too long, or a prompt cannot fit into the context.
+        ApiError: the list is empty or too long, a prompt cannot fit into the context, or an error
+            of :func:`read_all`.
+        PromptError: a text contains half of a surrogate pair.
     """
     several = _as_list(given)
     if not several:
@@ -114,7 +123,8 @@ async def read_prompts(
     texts = [one for one in several if isinstance(one, str)]
     for text in texts:
         check_length(text, server, param=param, reading=reading)
-    read = iter(await tokenize_all(texts, server, reading))
+    encode = partial(reading.tokens, tokenizer=server.engine.tokenizer)
+    read = iter(await read_all(encode, texts, server, deadline, param=param))
     prompts = [
         reading.prompt(one, next(read)) if isinstance(one, str) else Prompt(None, reading.cut(one))
         for one in several
@@ -125,6 +135,7 @@ async def read_prompts(
 async def read_pairs(
     pairs: Sequence[tuple[str, str]],
     server: ServerState,
+    deadline: Deadline,
     *,
     param: str,
     reading: Reading,
@@ -135,28 +146,24 @@ async def read_pairs(
     Args:
         pairs: the pairs of a request.
         server: the server with the tokenizer.
+        deadline: the end of the request.
         param: the request field of the second texts.
         reading: how to truncate pairs.
         at_once: the maximum number of pairs that the engine gets at one time.
 
     Raises:
-        ApiError: there are too many pairs, a text cannot fit into the context, or there is no
-            tokenizer.
+        ApiError: there are too many pairs, a text cannot fit into the context, or as for
+            :func:`read_all`.
     """
     server.admission.check(min(len(pairs), at_once), param=param)
     for text in {text for pair in pairs for text in pair}:
         check_length(text, server, param=param, reading=reading)
 
-    def encode() -> list[tuple[list[int], list[int]]]:
+    def encode(pair: tuple[str, str]) -> tuple[list[int], list[int]]:
         tokenizer, side = server.engine.tokenizer, reading.side
-        return [
-            tokenizer.encode_pair(*pair, keep=reading.keep, truncation_side=side) for pair in pairs
-        ]
+        return tokenizer.encode_pair(*pair, keep=reading.keep, truncation_side=side)
 
-    try:
-        encoded = await _reading(server, encode, sum(len(text) for pair in pairs for text in pair))
-    except TokenizerError as error:
-        raise no_tokenizer() from error
+    encoded = await read_all(encode, pairs, server, deadline, param=param, size=_pair_size)
     prompts = [Prompt(None, ids) for ids, _ in encoded]
     return prompts, [PoolingParams(token_type_ids=types) for _, types in encoded]
 
@@ -214,39 +221,16 @@ def _template(given: str | None, server: ServerState) -> ChatTemplate:
     return own
 
 
-async def tokenize(text: str, server: ServerState, reading: Reading) -> list[int]:
-    """Return the tokens of *text*.
-
-    Raises:
-        PromptError: the text contains half of a surrogate pair, for example from a template.
-        ApiError: there is no tokenizer.
-    """
-    (ids,) = await tokenize_all([text], server, reading)
-    return ids
-
-
-async def tokenize_all(
-    texts: Sequence[str], server: ServerState, reading: Reading
-) -> list[list[int]]:
-    """Return the tokens of each text; raises as :func:`tokenize`."""
-
-    def encode() -> list[list[int]]:
-        return [reading.tokens(text, server.engine.tokenizer) for text in texts]
-
-    try:
-        return await _reading(server, encode, sum(map(len, texts)))
-    except TokenizerError as error:
-        raise no_tokenizer() from error
-
-
-async def detokenize(ids: Sequence[int], server: ServerState, *, param: str) -> str:
+async def detokenize(
+    ids: Sequence[int], server: ServerState, deadline: Deadline, *, param: str
+) -> str:
     """Return the text of *ids*.
 
     Raises:
-        ApiError: an id is not in the vocabulary.
+        ApiError: an id is not in the vocabulary, or an error of :func:`read_all`.
     """
 
-    def decode() -> str:
+    def decode(ids: Sequence[int]) -> str:
         tokenizer = server.engine.tokenizer
         for token in set(ids):
             # The model may have more tokens than the tokenizer; those have no text.
@@ -254,14 +238,74 @@ async def detokenize(ids: Sequence[int], server: ServerState, *, param: str) -> 
                 raise ApiError(f"The vocabulary has no token {token}.", param=param)
         return tokenizer.decode(ids, skip_special_tokens=False)
 
-    return await _reading(server, decode, len(ids))
+    (text,) = await read_all(decode, [ids], server, deadline, param=param)
+    return text
 
 
-async def _reading(server: ServerState, work: Callable[[], T], size: int) -> T:
-    """Return the result of *work*; run it in a thread if there are many characters or tokens."""
-    if size < _QUICK:
-        return work()
-    return await asyncio.get_running_loop().run_in_executor(server.readers, work)
+async def read_all(
+    work: Callable[[Item], T],
+    items: Sequence[Item],
+    server: ServerState,
+    deadline: Deadline,
+    *,
+    param: str,
+    size: Callable[[Item], int] = len,
+) -> list[T]:
+    """Return the result of *work*, which uses the tokenizer, for each text or list of token ids.
+
+    Many items run in threads, in batches between which other requests have their turn. A long item
+    cannot be interrupted, so it waits in a queue for long items only.
+
+    Raises:
+        ApiError: an item is too long, there is no tokenizer, too many requests are running, the
+            deadline passes, or the server stops.
+    """
+    limit = max(_MAX_SIZE, _MAX_SIZE_PER_TOKEN * server.engine.max_model_len)
+    for item in items:
+        if size(item) > limit:
+            unit = "tokens" if isinstance(item, list) else "characters"
+            raise ApiError(
+                f"{param} has {size(item)} {unit}, but the server takes at most {limit}. Send it "
+                "in parts.",
+                param=param,
+                code="text_too_long",
+            )
+
+    def results(batch: Sequence[Item]) -> list[T]:
+        return [work(item) for item in batch]
+
+    try:
+        if sum(map(size, items)) < _INLINE_SIZE:
+            return results(items)
+        complete: list[T] = []
+        loop = asyncio.get_running_loop()
+        with server.admission.places(1, param=param):
+            async with deadline.limit():
+                for batch in _batches(items, size):
+                    is_long = size(batch[0]) >= _BATCH_SIZE
+                    threads = server.long_readers if is_long else server.readers
+                    complete += await loop.run_in_executor(threads, results, batch)
+        return complete
+    except TokenizerError as error:
+        raise no_tokenizer() from error
+
+
+def _pair_size(pair: tuple[str, str]) -> int:
+    return len(pair[0]) + len(pair[1])
+
+
+def _batches(items: Sequence[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Yield *items* in order, in batches with fewer than ``_BATCH_SIZE`` characters or one item."""
+    batch: list[Item] = []
+    total = 0
+    for item in items:
+        total += size(item)
+        if batch and total >= _BATCH_SIZE:
+            yield batch
+            batch, total = [], size(item)
+        batch.append(item)
+    if batch:
+        yield batch
 
 
 def check_length(

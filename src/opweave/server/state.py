@@ -40,7 +40,8 @@ class ServerState:
         special_tokens: the special tokens for chat templates in requests.
         admission: counts and limits the requests.
         io_processor: the I/O processor for ``/v1/process``; may be None.
-        readers: threads that tokenize long texts; the engine keeps half of the processors.
+        readers: threads that tokenize texts; the engine keeps half of the processors.
+        long_readers: a thread that tokenizes long texts, for which other texts do not wait.
         guests: threads that run templates and I/O processors.
         created: creation time in seconds since 1970.
     """
@@ -52,6 +53,7 @@ class ServerState:
     io_processor: IOProcessor | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     readers: Executor = field(default_factory=partial(DaemonThreads, _HALF, "reader"))
+    long_readers: Executor = field(default_factory=partial(DaemonThreads, 1, "long reader"))
     guests: Executor = field(default_factory=partial(DaemonThreads, _GUESTS, "guest"))
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -96,7 +96,7 @@ class Tokenizer:
             PromptError: the text has an unpaired surrogate, which is not a valid character.
         """
         encoding = self._encoding(text, add_special_tokens=add_special_tokens)
-        if keep is not None and len(encoding.ids) > keep:
+        if keep is not None and len(encoding) > keep:
             encoding = self._encoding(text, add_special_tokens=False)
             added = self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0
             encoding.truncate(max(0, keep - added), direction=truncation_side)

@@ -36,14 +36,16 @@ async def completions(body: CompletionRequest, request: Request, server: Server)
     defaults, deadline = server.engine.sampling_defaults, server.deadline()
     params = body.params(defaults)
     reading = Reading.of(params, server, add_special_tokens=body.add_special_tokens is not False)
-    prompts = await read_prompts(
+    work = read_prompts(
         body.prompt,
         server,
+        deadline,
         param="prompt",
         n=params.n,
         reading=reading,
         cache_salt=body.cache_salt,
     )
+    prompts = await unless_gone(request, work)
     asks = body.max_tokens is not None or "max_tokens" not in defaults
     check_context(prompts, params, server, param="prompt", limit="max_tokens", asks=asks)
     generation = GenerationJob(

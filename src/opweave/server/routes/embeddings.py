@@ -48,14 +48,15 @@ async def embeddings(body: EmbeddingBody, request: Request, server: Server) -> R
                 code="too_many_inputs",
             )
         at_once = embeddings_at_once(_MAX_INPUTS, server)
-        prompts = await read_prompts(
-            body.input, server, param=param, at_once=at_once, reading=reading
+        reads = read_prompts(
+            body.input, server, deadline, param=param, at_once=at_once, reading=reading
         )
     else:
         param = "messages"
         reading = Reading(bool(body.add_special_tokens), keep, side)
         text = await unless_gone(request, render(body, request, server, deadline))
-        prompts = await read_prompts(text, server, param=param, reading=reading)
+        reads = read_prompts(text, server, deadline, param=param, reading=reading)
+    prompts = await unless_gone(request, reads)
     work = embed(prompts, server, deadline, param=param, params=[params] * len(prompts))
     outputs = await unless_gone(request, work)
     _check_dimensions(body.dimensions, outputs)

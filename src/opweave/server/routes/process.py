@@ -78,7 +78,7 @@ async def _answered(
     deadline: Deadline,
 ) -> _Outputs:
     contents, salts = zip(*map(split_prompt, given), strict=True) if given else ((), ())
-    read = await read_prompts(cast(Input, list(contents)), server, param="data")
+    read = await read_prompts(cast(Input, list(contents)), server, deadline, param="data")
     prompts = [
         replace(prompt, cache_salt=salt or body.cache_salt)
         for prompt, salt in zip(read, salts, strict=True)

@@ -87,9 +87,10 @@ async def _outputs(
     """Return the output of each pair; its vector is the score."""
     keep = body.kept_tokens(server.engine.max_model_len)
     reading = Reading(True, keep, body.truncation_side or "right")
-    at_once = embeddings_at_once(len(pairs), server)
-    prompts, params = await read_pairs(pairs, server, param=param, reading=reading, at_once=at_once)
-    work = embed(prompts, server, server.deadline(), param=param, params=params)
+    at_once, deadline = embeddings_at_once(len(pairs), server), server.deadline()
+    reads = read_pairs(pairs, server, deadline, param=param, reading=reading, at_once=at_once)
+    prompts, params = await unless_gone(request, reads)
+    work = embed(prompts, server, deadline, param=param, params=params)
     outputs = await unless_gone(request, work)
     check_finite(outputs, code="non_finite_score")
     return outputs
