@@ -147,7 +147,7 @@ $(LARGE_LIBRARIES)/installed.stamp: $(VENV)/bin/python tests/kernel_libraries/re
 	touch $@
 
 test-vllm: $(VLLM)/opweave.stamp ## run vLLM with opweave's kernels (3.5 GB)
-	$(VLLM)/bin/python -m pytest -c /dev/null -p no:cacheprovider integrations/vllm/tests
+	$(VLLM)/bin/python -m pytest -c /dev/null -p no:cacheprovider packages/opweave-vllm/tests
 
 # As a wheel, built from the kernels that are compiled already.
 $(VLLM)/opweave.stamp: $(VLLM)/installed.stamp $(VENV)/native.stamp $(shell find src -name "*.py")
@@ -159,13 +159,13 @@ $(VLLM)/opweave.stamp: $(VLLM)/installed.stamp $(VENV)/native.stamp $(shell find
 
 # uv, because pip takes very long to resolve what vLLM requires; it uses the wheels that pip finds.
 $(VLLM)/installed.stamp: export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
-$(VLLM)/installed.stamp: $(addprefix integrations/vllm/,pyproject.toml requirements.txt excludes.txt)
+$(VLLM)/installed.stamp: $(addprefix packages/opweave-vllm/,pyproject.toml requirements.txt excludes.txt)
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip --disable-pip-version-check --quiet install uv
 	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python \
-	  --requirement integrations/vllm/requirements.txt --excludes integrations/vllm/excludes.txt
+	  --requirement packages/opweave-vllm/requirements.txt --excludes packages/opweave-vllm/excludes.txt
 	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --no-deps \
-	  --editable integrations/vllm
+	  --editable packages/opweave-vllm
 	touch $@
 
 test-vllm-own: $(DEV) $(VLLM_TESTS)/pylock.toml ## run vLLM's own tests of IR, ops, passes and plugins (45 MB)
@@ -181,7 +181,7 @@ $(VLLM_TESTS)/pylock.toml: tests/runs/vllm_tests/requirements.txt | $(VENV)/bin/
 test-mindspore: $(MINDSPORE)/built.stamp ## build the MindSpore extension, run its tests
 	PYTHONPATH=src $(MINDSPORE)/bin/python -m pytest tests/mindspore
 
-$(MINDSPORE)/env.stamp: csrc/mindspore/requirements.txt
+$(MINDSPORE)/env.stamp: packages/opweave/csrc/mindspore/requirements.txt
 	$(PYTHON) -m venv $(MINDSPORE)
 	$(MINDSPORE)/bin/pip --disable-pip-version-check --quiet install --requirement $<
 	touch $@

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.distributed import FileStore
 
 from harness import Parser, describe_machine, out, print_json, run
-from opweave.engine.errors import CommunicatorError
-from opweave.engine.parallel.communicators import (
+from opweave_engine.errors import CommunicatorError
+from opweave_engine.parallel.communicators import (
     RankGroup,
     SharedMemoryCommunicator,
     TorchCommunicator,

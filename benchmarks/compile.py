@@ -47,8 +47,8 @@ from harness import (
 from harness import significant as rounded
 from opweave import ir
 from opweave.ir.testing import written_out
-from opweave.models.config import LlamaConfig
-from opweave.models.llama import LlamaForCausalLM
+from opweave_engine.models.config import LlamaConfig
+from opweave_engine.models.llama import LlamaForCausalLM
 
 Row = dict[str, Any]
 SIZES = {

@@ -35,7 +35,7 @@ from harness import (
     significant,
 )
 from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
-from opweave.engine import LLM, SamplingParams
+from opweave_engine import LLM, SamplingParams
 
 # Requests, tokens of each prompt, and tokens of each answer.
 WORKLOADS = {

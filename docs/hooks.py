@@ -16,7 +16,7 @@ from opweave.conformance.platform import CHECKS as PLATFORM_CHECKS
 from opweave.ir import TRAITS, ops
 from opweave.platforms import Capabilities, Platform
 from opweave.platforms.contract import members
-from opweave.server.request_fields import ENDPOINTS, Endpoint, Row
+from opweave_engine.server.request_fields import ENDPOINTS, Endpoint, Row
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from opweave.config import EngineConfig
-from opweave.engine import LLM, SamplingParams
+from opweave_engine import LLM, SamplingParams
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))  # at the end: its engine.py is not tests/engine

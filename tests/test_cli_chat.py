@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from opweave.cli import main
-from opweave.cli.chat import _harmless
-from opweave.engine import LLM, SamplingParams
+from opweave_engine import LLM, SamplingParams
+from opweave_engine.cli.chat import _harmless
 
 CHECKPOINT = Path(__file__).parent.parent / "examples" / "models" / "tiny-pydoc"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '\n' }}{% endfor %}"

@@ -18,14 +18,14 @@ from opweave.cli import main
 from opweave.cli.output import err
 from opweave.config import CompilationConfig, EngineConfig
 from opweave.config.progress import ProgressBar
-from opweave.engine import (
+from opweave_engine import (
     Checkpoint,
     EngineError,
     SamplingParams,
     StructuredOutputsParams,
     Tokenizer,
 )
-from opweave.engine.loading.progress import after_loading, reporting
+from opweave_engine.loading.progress import after_loading, reporting
 
 CHECKPOINT = Path(__file__).parent.parent / "examples" / "models" / "tiny-pydoc"
 COMMANDS = {
@@ -77,7 +77,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
         stream = generate
 
     def told_by(command: str, *options: str, model: Path = CHECKPOINT) -> Told:
-        monkeypatch.setattr("opweave.engine.LLM", Notes)
+        monkeypatch.setattr("opweave_engine.LLM", Notes)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x\n")))
         with pytest.raises(SystemExit) as exit_:
             main([command, str(model), *COMMANDS[command], *options])

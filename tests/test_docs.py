@@ -45,7 +45,7 @@ def test_the_pages_with_code_are_found() -> None:
 
 
 FILE = re.compile(
-    r"`((?:src/opweave|csrc/(?:core|kernels|module)|benchmarks)/[\w./-]+\.(?:py|cpp|h|md|svg|json))`"
+    r"`((?:packages/opweave/src/opweave|csrc/(?:core|kernels|module)|benchmarks)/[\w./-]+\.(?:py|cpp|h|md|svg|json))`"
 )
 
 

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from opweave import ir
-from opweave.engine import load_model
-from opweave.models import LlamaForCausalLM
+from opweave_engine import load_model
+from opweave_engine.models import LlamaForCausalLM
 
 CHECKPOINT = Path(__file__).parent.parent / "examples" / "models" / "tiny-pydoc"
 RECORDED = json.loads((CHECKPOINT / "heldout.json").read_text(encoding="utf-8"))

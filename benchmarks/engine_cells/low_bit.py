@@ -18,10 +18,10 @@ from engine_cells.models import LOW_BIT, NAMES, write_config
 from engine_cells.single import CONTEXT, DTYPE, PREFILL, LlamaCpp, Ours, Row, read_bytes, row
 from harness import interleaved, progress
 from kernel_cells.stream import Stream
-from opweave.engine.loading import huge_pages
 from opweave.layers.linear import LinearBase
 from opweave.layers.linear.low_bit import GroupedInt4Method
 from opweave.layers.parallel_lm_head import ParallelLMHead
+from opweave_engine.loading import huge_pages
 
 FORMATS = ("q4_0", "q4_k")
 _GROUP = 64
@@ -54,7 +54,7 @@ def measure(size: str, steps: int, rounds: int, *, llama_cpp: str | None, quiet:
         llama_cpp: a Python that has it, if it is to be compared with, by the same GGUF files.
     """
     # The files have no tokenizer, because prompts are token ids; a warning says so for each.
-    logging.getLogger("opweave.engine.tokenization").setLevel(logging.ERROR)
+    logging.getLogger("opweave_engine.tokenization").setLevel(logging.ERROR)
     threads = torch.get_num_threads()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

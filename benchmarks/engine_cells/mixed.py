@@ -18,7 +18,7 @@ from transformers import ContinuousBatchingConfig
 from engine_cells.models import MIXED, greedy, their_checkpoint, write_checkpoint
 from harness import interleaved, progress, significant
 from opweave.config import EngineConfig, SchedulerConfig
-from opweave.engine import LLM, SamplingParams
+from opweave_engine import LLM, SamplingParams
 
 Row = dict[str, Any]
 BATCH = 512  # tokens of one forward, of both engines

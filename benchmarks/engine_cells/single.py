@@ -28,7 +28,7 @@ from opweave.config import (
     SchedulerConfig,
 )
 from opweave.config.engine import LoadFormat
-from opweave.engine import EngineCore, SamplingParams
+from opweave_engine import EngineCore, SamplingParams
 
 Row = dict[str, Any]
 DTYPE = torch.bfloat16

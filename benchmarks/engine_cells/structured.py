@@ -20,7 +20,7 @@ from engine_cells.mixed import ANSWERS, BATCH, PROMPTS, Request, requests
 from engine_cells.models import MIXED, write_checkpoint
 from harness import interleaved, progress, significant
 from opweave.config import EngineConfig, SchedulerConfig
-from opweave.engine import LLM, SamplingParams, StructuredOutputsParams
+from opweave_engine import LLM, SamplingParams, StructuredOutputsParams
 
 # Longer than every answer, so that the schema never ends one.
 SCHEMA = {

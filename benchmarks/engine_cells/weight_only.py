@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from opweave import ir
-from opweave.engine.loading import huge_pages
 from opweave.layers.linear import LinearBase
+from opweave_engine.loading import huge_pages
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from harness import cache_bytes, interleaved, microseconds, significant
-from opweave.engine.loading import huge_pages
+from opweave_engine.loading import huge_pages
 
 COLD_BYTES = 4 * (cache_bytes(3) or cache_bytes(2) or 2**25)
 """So much memory, walked in a circle, is in no cache when its turn comes again."""

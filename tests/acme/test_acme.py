@@ -50,7 +50,7 @@ def providers(done: Any) -> dict[str, set[str]]:
 @pytest.fixture(scope="module")
 def host_tokens() -> list[list[int]]:
     """Return the tokens generated on the CPU, in this process, without the device."""
-    from opweave.engine import LLM, SamplingParams
+    from opweave_engine import LLM, SamplingParams
 
     llm = LLM(GENERATE[1], dtype="float32")
     prompts = [str(a).removeprefix("--prompt=") for a in GENERATE if "--prompt=" in str(a)]

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from opweave.engine import LLM, SamplingParams
+from opweave_engine import LLM, SamplingParams
 
 from .conftest import COMMAND, ROOT, environment
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import opweave.compile
-import opweave.integrations.vllm_api.ir.ops as vllm_ops
+import opweave_vllm.vllm_api.ir.ops as vllm_ops
 from opweave import ir
 from opweave.layers import RMSNorm
 

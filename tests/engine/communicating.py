@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore, HashStore
 
-from opweave.engine.errors import CommunicatorError
-from opweave.engine.parallel.communicators import (
+from opweave_engine.errors import CommunicatorError
+from opweave_engine.parallel.communicators import (
     Communicator,
     RankGroup,
     SharedMemoryCommunicator,
     TorchCommunicator,
 )
-from opweave.engine.parallel.communicators.segment import SLOT
+from opweave_engine.parallel.communicators.segment import SLOT
 
 RANKS = 3
 KINDS: dict[str, type[TorchCommunicator]] = {

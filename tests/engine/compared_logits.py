@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from models.tiny_checkpoints import random_ids
-from opweave.engine import load_model
+from opweave_engine import load_model
 
 IDS = torch.tensor(random_ids(7, 40))
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from opweave.engine import EngineClient, ReplicaFailedError
-from opweave.engine.parallel.data_parallel.group import Method, News
-from opweave.engine.parallel.data_parallel.messages import LoadOrder, ReplicaLocation
-from opweave.engine.parallel.data_parallel.replica import Replica
+from opweave_engine import EngineClient, ReplicaFailedError
+from opweave_engine.parallel.data_parallel.group import Method, News
+from opweave_engine.parallel.data_parallel.messages import LoadOrder, ReplicaLocation
+from opweave_engine.parallel.data_parallel.replica import Replica
 
 Make = Callable[[int], EngineClient]
 

@@ -11,7 +11,7 @@ import pytest
 
 from engine.test_equality import GREEDY, PROMPTS, config
 from opweave import ir
-from opweave.engine import LLM
+from opweave_engine import LLM
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 

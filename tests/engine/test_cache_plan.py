@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
-from opweave.engine.attention.layers import LayerGroup
-from opweave.engine.cache import EveryToken, Retention, SequenceState, Window
-from opweave.engine.cache.plan import UNBOUNDED_MODEL_LEN, CachePlan, plan_cache
-from opweave.engine.errors import CacheSizeError
 from opweave.ir.errors import SettingError
+from opweave_engine.attention.layers import LayerGroup
+from opweave_engine.cache import EveryToken, Retention, SequenceState, Window
+from opweave_engine.cache.plan import UNBOUNDED_MODEL_LEN, CachePlan, plan_cache
+from opweave_engine.errors import CacheSizeError
 
 BYTES = 1000  # of a block
 CONTEXT = 256

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from opweave.engine.attention import (
+from opweave.layers import DuplicateLayerError, StatefulLayer
+from opweave_engine.attention import (
     FullAttentionSpec,
     LatentAttentionSpec,
     SlidingWindowSpec,
     cache_specs,
 )
-from opweave.layers import DuplicateLayerError, StatefulLayer
-from opweave.models import Attention, LatentAttention
+from opweave_engine.models import Attention, LatentAttention
 
 
 class Recurrent(StatefulLayer):

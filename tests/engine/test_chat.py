@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from opweave.engine import ChatTemplate, ChatTemplateError, Checkpoint
+from opweave_engine import ChatTemplate, ChatTemplateError, Checkpoint
 
 SOURCE = Path(__file__).parents[2] / "examples" / "models" / "tiny-pydoc"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from engine import chat_templates as of
-from opweave.engine import ChatTemplate, ChatTemplateError, InvalidArgumentError, PromptError
+from opweave_engine import ChatTemplate, ChatTemplateError, InvalidArgumentError, PromptError
 
 SOURCE = Path(__file__).parents[2] / "examples" / "models" / "tiny-pydoc"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

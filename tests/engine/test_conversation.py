@@ -11,7 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from models.tiny_checkpoints import BOS
-from opweave.engine import LLM, ChatTemplateError, EngineError, PromptError, SamplingParams
+from opweave_engine import LLM, ChatTemplateError, EngineError, PromptError, SamplingParams
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from models.tiny_checkpoints import write_cross_encoder
 from opweave.config import EngineConfig, SchedulerConfig
-from opweave.engine import (
+from opweave_engine import (
     AsyncEmbedder,
     CheckpointError,
     Embedder,
@@ -24,8 +24,8 @@ from opweave.engine import (
     SamplingParamsError,
     TokenizerError,
 )
-from opweave.engine.client.engine_class import engine_class
-from opweave.models import ModelError, UnsupportedModelError
+from opweave_engine.client.engine_class import engine_class
+from opweave_engine.models import ModelError, UnsupportedModelError
 
 QUERY = "the quick fox"
 TEXTS = ["the lazy dog", "", "and then it sleeps over the brown fox", "naïve façade, 東京"]

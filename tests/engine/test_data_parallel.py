@@ -21,7 +21,10 @@ from hypothesis import strategies as st
 from conftest import FreshPython
 from engine.replicas_here import ReplicasHere
 from opweave.config import CacheConfig, EngineConfig, KernelConfig, ParallelConfig
-from opweave.engine import (
+from opweave.ir.errors import SettingError, UnknownProviderError
+from opweave.layers import ShardingError
+from opweave.platforms.errors import UnsupportedByPlatformError
+from opweave_engine import (
     LLM,
     AsyncEngine,
     DataParallelEngine,
@@ -38,19 +41,16 @@ from opweave.engine import (
     SamplingParams,
     open_engine,
 )
-from opweave.engine.metrics.selection_report import KernelUse
-from opweave.engine.metrics.stats import SECONDS, Histogram
-from opweave.engine.parallel.data_parallel.group import Method
-from opweave.engine.parallel.data_parallel.merged_stats import NOTHING, after_death, merged
-from opweave.engine.parallel.data_parallel.placement import replica_resources, resource_name
-from opweave.engine.parallel.data_parallel.ray_group import RayGroup
-from opweave.engine.parallel.data_parallel.replica import alone, portable
-from opweave.engine.parallel.data_parallel.replica_handle import ReplicaHandle
-from opweave.engine.parallel.data_parallel.replicas import Replicas
-from opweave.engine.parallel.data_parallel.router import ReplicaRouter
-from opweave.ir.errors import SettingError, UnknownProviderError
-from opweave.layers import ShardingError
-from opweave.platforms.errors import UnsupportedByPlatformError
+from opweave_engine.metrics.selection_report import KernelUse
+from opweave_engine.metrics.stats import SECONDS, Histogram
+from opweave_engine.parallel.data_parallel.group import Method
+from opweave_engine.parallel.data_parallel.merged_stats import NOTHING, after_death, merged
+from opweave_engine.parallel.data_parallel.placement import replica_resources, resource_name
+from opweave_engine.parallel.data_parallel.ray_group import RayGroup
+from opweave_engine.parallel.data_parallel.replica import alone, portable
+from opweave_engine.parallel.data_parallel.replica_handle import ReplicaHandle
+from opweave_engine.parallel.data_parallel.replicas import Replicas
+from opweave_engine.parallel.data_parallel.router import ReplicaRouter
 from server.conftest import running
 from server.fake_engine import CHECKPOINT, FakeEngine
 
@@ -480,7 +480,7 @@ def test_a_replica_that_is_silent_counts_as_dead(monkeypatch: pytest.MonkeyPatch
         assert engine._replicas.members[1].is_loaded
     placeless = ReplicaHandle(0, 60.0)
     assert placeless.silence is None
-    monkeypatch.setattr("opweave.engine.parallel.data_parallel.replica_handle._STARTING", 0.0)
+    monkeypatch.setattr("opweave_engine.parallel.data_parallel.replica_handle._STARTING", 0.0)
     assert str(placeless.silence).startswith("did not start within 0 s: Ray has no room")
 
 
@@ -655,9 +655,9 @@ REFUSING = """
     from pathlib import Path
     from opweave import ir, platforms
     from opweave.config import EngineConfig
-    from opweave.engine.parallel.data_parallel.messages import LoadOrder
-    from opweave.engine.parallel.data_parallel.replica import load_engine
-    from opweave.engine.parallel.executor.agreement import Agreement
+    from opweave_engine.parallel.data_parallel.messages import LoadOrder
+    from opweave_engine.parallel.data_parallel.replica import load_engine
+    from opweave_engine.parallel.executor.agreement import Agreement
 
     given = json.loads({given!r})
     def load(**changes):
@@ -689,7 +689,7 @@ REFUSING = """
 
 def test_a_replica_is_on_the_platform_of_its_engine_or_refuses(fresh_python: FreshPython) -> None:
     from opweave import ir
-    from opweave.engine.parallel.executor.agreement import Agreement
+    from opweave_engine.parallel.executor.agreement import Agreement
 
     with ir.require("batch_invariant"):
         given_ = Agreement.here().to_json()

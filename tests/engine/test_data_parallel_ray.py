@@ -21,7 +21,8 @@ import pytest
 from conftest import FreshPython
 from opweave import ir
 from opweave.config import EngineConfig, KernelConfig, ParallelConfig
-from opweave.engine import (
+from opweave.ir.errors import SettingError
+from opweave_engine import (
     LLM,
     CompletionOutput,
     DataParallelEngine,
@@ -31,8 +32,7 @@ from opweave.engine import (
     SamplingParams,
     open_engine,
 )
-from opweave.engine.parallel.data_parallel.ray_group import SETTINGS, RayGroup
-from opweave.ir.errors import SettingError
+from opweave_engine.parallel.data_parallel.ray_group import SETTINGS, RayGroup
 from processes import is_alive, wait_until
 from server.command import Command
 from server.fake_engine import CHECKPOINT
@@ -214,7 +214,7 @@ def test_a_cluster_without_room(cluster: str) -> None:
 ALONE = """
     import os, sys, threading, time
     from opweave.config import EngineConfig, ParallelConfig
-    from opweave.engine import open_engine
+    from opweave_engine import open_engine
     config = EngineConfig(parallel=ParallelConfig(data_parallel_size=2))
     if __name__ == "__main__":
         engine = open_engine({path!r}, config=config)
@@ -275,7 +275,7 @@ def test_an_address_where_nothing_is(source: str, monkeypatch: pytest.MonkeyPatc
 RANKED = """
     import asyncio, json
     from opweave.config import EngineConfig, ParallelConfig
-    from opweave.engine import SamplingParams, open_engine
+    from opweave_engine import SamplingParams, open_engine
 
     async def answer(name, prompt):
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -20,14 +20,14 @@ from opweave.config.cache import CacheConfig
 from opweave.config.parallel import ParallelConfig
 from opweave.config.progress import ProgressBar
 from opweave.config.scheduler import SchedulerConfig
-from opweave.engine import CompletionOutput, SamplingParams
-from opweave.engine.attention import PagedAttention
-from opweave.engine.core import EngineCore
-from opweave.engine.runner.decode_graphs import decode_sizes, record_decode_graphs
 from opweave.ir.errors import SettingError
 from opweave.platforms.cpu import CpuPlatform
 from opweave.platforms.graphs import GraphRecorder
 from opweave.platforms.spec import AttentionSpec
+from opweave_engine import CompletionOutput, SamplingParams
+from opweave_engine.attention import PagedAttention
+from opweave_engine.core import EngineCore
+from opweave_engine.runner.decode_graphs import decode_sizes, record_decode_graphs
 
 Checkpoints = Callable[[str], tuple[Any, Any]]
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opweave.config import EngineConfig
-from opweave.engine import (
+from opweave_engine import (
     CompletionOutput,
     EngineCore,
     Logprob,
@@ -20,7 +20,7 @@ from opweave.engine import (
     RequestTimings,
     SamplingParams,
 )
-from opweave.engine.request.accumulator import OutputAccumulator, merge_deltas
+from opweave_engine.request.accumulator import OutputAccumulator, merge_deltas
 from server.fake_engine import delta
 
 Checkpoints = Callable[[str], tuple[Path, Any]]

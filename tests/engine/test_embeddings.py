@@ -18,7 +18,7 @@ from transformers import AutoModel, BertConfig, BertForMaskedLM, BertModel
 from models.layer_checkpoints import randomized
 from models.tiny_checkpoints import random_ids, write_tokenizer
 from opweave.config import EngineConfig, SchedulerConfig
-from opweave.engine import (
+from opweave_engine import (
     AsyncEmbedder,
     AsyncEngine,
     CheckpointError,
@@ -31,7 +31,7 @@ from opweave.engine import (
     load_model,
     open_engine,
 )
-from opweave.models import UnsupportedModelError
+from opweave_engine.models import UnsupportedModelError
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 PROMPTS = [random_ids(seed, count) for seed, count in enumerate([1, 7, 23, 2, 96])]

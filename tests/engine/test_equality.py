@@ -17,8 +17,8 @@ from engine.shared_rank import shared_rank
 from models.tiny_checkpoints import random_ids
 from opweave import ir
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from opweave.engine import LLM, SamplingParams
-from opweave.engine.attention import AttentionBackend
+from opweave_engine import LLM, SamplingParams
+from opweave_engine.attention import AttentionBackend
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 Wanted = Callable[[str], list[list[int]]]
@@ -180,7 +180,7 @@ def two_ranks(
     second_rank: Any, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., LLM]]:
     """Return a function that starts an engine of a kind, compiled or not, on two ranks."""
-    monkeypatch.setattr("opweave.engine.parallel.executor.ranked.Process", second_rank)
+    monkeypatch.setattr("opweave_engine.parallel.executor.ranked.Process", second_rank)
     started: list[LLM] = []
 
     def start(kind: str, **compiling: Any) -> LLM:

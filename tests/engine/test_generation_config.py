@@ -12,8 +12,8 @@ import pytest
 
 from models.tiny_checkpoints import EOS, VOCABULARY, random_ids
 from opweave.config import EngineConfig
-from opweave.engine import LLM, AsyncEngine, CheckpointError, SamplingParams
 from opweave.ir.errors import SettingError
+from opweave_engine import LLM, AsyncEngine, CheckpointError, SamplingParams
 from server.conftest import running
 from server.fake_engine import FakeEngine
 

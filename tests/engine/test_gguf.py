@@ -12,9 +12,9 @@ from gguf import GGUFWriter
 from engine.compared_logits import close, logits, theirs
 from engine.gguf_files import write
 from models import layer_checkpoints, tiny_checkpoints
-from opweave.engine import CheckpointError, load_model
-from opweave.engine.loading.loader import check_ranks
-from opweave.models import UnsupportedModelError
+from opweave_engine import CheckpointError, load_model
+from opweave_engine.loading.loader import check_ranks
+from opweave_engine.models import UnsupportedModelError
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
 FORMATS = [Kind.F16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K,

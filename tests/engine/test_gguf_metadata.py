@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from engine.compared_logits import close, logits, theirs
 from engine.gguf_files import write
 from models import layer_checkpoints, tiny_checkpoints
-from opweave.engine import CheckpointError, load_model
-from opweave.engine.loading.checkpoint import Checkpoint
-from opweave.engine.loading.gguf import keys
-from opweave.engine.loading.gguf.file import read_gguf
 from opweave.layers.rotary.parameters import RopeContext, read_scaling
-from opweave.models import UnsupportedModelError
+from opweave_engine import CheckpointError, load_model
+from opweave_engine.loading.checkpoint import Checkpoint
+from opweave_engine.loading.gguf import keys
+from opweave_engine.loading.gguf.file import read_gguf
+from opweave_engine.models import UnsupportedModelError
 
 HEAD_DIM, LENGTH, THETA = 16, 64, 10_000.0  # of the small model
 

@@ -15,9 +15,9 @@ from gguf import GGUFWriter
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from opweave.engine import CheckpointError, TokenizerError
-from opweave.engine.loading.checkpoint import Checkpoint
-from opweave.engine.tokenization.tokenizer import Tokenizer as Ours
+from opweave_engine import CheckpointError, TokenizerError
+from opweave_engine.loading.checkpoint import Checkpoint
+from opweave_engine.tokenization.tokenizer import Tokenizer as Ours
 
 TEXTS = [
     "",

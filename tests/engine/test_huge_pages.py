@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from opweave.engine.loading import huge_pages
+from opweave_engine.loading import huge_pages
 
 MIB = 2**20
 CPU = torch.device("cpu")

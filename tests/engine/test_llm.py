@@ -24,7 +24,7 @@ from models.tiny_checkpoints import (
 )
 from opweave import ir
 from opweave.config import EngineConfig, KernelConfig
-from opweave.engine import (
+from opweave_engine import (
     LLM,
     AsyncEngine,
     CheckpointError,
@@ -36,9 +36,9 @@ from opweave.engine import (
     SamplingParamsError,
     TokenizerError,
 )
-from opweave.engine import core as core_module
-from opweave.engine.metrics.stat_logger import StatLogger
-from opweave.engine.parallel.executor import InProcessExecutor
+from opweave_engine import core as core_module
+from opweave_engine.metrics.stat_logger import StatLogger
+from opweave_engine.parallel.executor import InProcessExecutor
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 PROMPTS = [random_ids(seed, count) for seed, count in enumerate([1, 7, 23, 2, 12])]
@@ -433,7 +433,7 @@ def test_dummy_weights(checkpoint: Checkpoints, tmp_path: Path) -> None:
 def test_the_log_says_once_which_kernels_run(
     checkpoint: Checkpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO", "opweave.engine"):
+    with caplog.at_level("INFO", "opweave_engine"):
         llm = LLM(checkpoint("llama")[0], ir_op_priority={"silu_and_mul": ["native"]})
         tokens(llm, PROMPTS)
     (record,) = (r for r in caplog.records if "kernels of the first forward" in r.message)

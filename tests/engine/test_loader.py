@@ -16,10 +16,16 @@ from transformers import AutoModelForCausalLM
 
 from models.tiny_checkpoints import KINDS, hf_model, random_ids
 from opweave.conformance.ranks import Rank, on_ranks
-from opweave.engine import CheckpointError, EngineError, InvalidArgumentError, load_model
-from opweave.engine.loading.loader import as_language_model
 from opweave.layers import TensorParallel, tensor_parallel
-from opweave.models import BertModel, CausalLM, CheckpointModel, ModelError, UnsupportedModelError
+from opweave_engine import CheckpointError, EngineError, InvalidArgumentError, load_model
+from opweave_engine.loading.loader import as_language_model
+from opweave_engine.models import (
+    BertModel,
+    CausalLM,
+    CheckpointModel,
+    ModelError,
+    UnsupportedModelError,
+)
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 Copy = Callable[[str], Path]

@@ -24,7 +24,10 @@ from engine.test_equality import FAMILIES
 from models.tiny_checkpoints import random_ids
 from opweave import ir
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig
-from opweave.engine import (
+from opweave.layers import TensorParallel, tensor_parallel
+from opweave.layers.errors import ShardingError
+from opweave.platforms import CpuPlatform
+from opweave_engine import (
     LLM,
     AsyncEngine,
     Embedder,
@@ -32,17 +35,14 @@ from opweave.engine import (
     RankFailedError,
     SamplingParams,
 )
-from opweave.engine.errors import InvalidArgumentError
-from opweave.engine.loading.loader import load_model
-from opweave.engine.parallel.executor import RankedExecutor, is_follower, launch
-from opweave.engine.parallel.executor.agreement import Agreement
-from opweave.engine.parallel.executor.follower import AGREED
-from opweave.engine.parallel.executor.launch import Launch
-from opweave.engine.parallel.executor.messages import Start
-from opweave.engine.parallel.executor.processes import HOST, Process
-from opweave.layers import TensorParallel, tensor_parallel
-from opweave.layers.errors import ShardingError
-from opweave.platforms import CpuPlatform
+from opweave_engine.errors import InvalidArgumentError
+from opweave_engine.loading.loader import load_model
+from opweave_engine.parallel.executor import RankedExecutor, is_follower, launch
+from opweave_engine.parallel.executor.agreement import Agreement
+from opweave_engine.parallel.executor.follower import AGREED
+from opweave_engine.parallel.executor.launch import Launch
+from opweave_engine.parallel.executor.messages import Start
+from opweave_engine.parallel.executor.processes import HOST, Process
 from processes import is_alive, wait_until
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
@@ -151,8 +151,8 @@ def test_a_rank_that_hangs_and_one_that_dies_while_nothing_is_computed(
 def test_an_engine_shuts_down_while_a_rank_hangs(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opweave.engine.client.async_engine._ENDING", 0.1)
-    monkeypatch.setattr("opweave.engine.client.streaming_client._ABORTED_WITHIN", 0.1)
+    monkeypatch.setattr("opweave_engine.client.async_engine._ENDING", 0.1)
+    monkeypatch.setattr("opweave_engine.client.streaming_client._ABORTED_WITHIN", 0.1)
     engine = AsyncEngine(checkpoint("one_layer")[0], config=two_ranks())
     pid = pid_of(engine)
 
@@ -188,7 +188,7 @@ def test_compiled(backend: str, checkpoint: Checkpoints) -> None:
 ENDING = """
     import os, signal, sys
     from opweave.config import EngineConfig, ParallelConfig
-    from opweave.engine import LLM, SamplingParams
+    from opweave_engine import LLM, SamplingParams
     signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may have changed it
     llm = LLM({path!r}, config=EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2)))
     print(*llm._core.executor.pids.values(), flush=True)
@@ -288,7 +288,7 @@ def test_more_ranks_than_heads(
     def never(*_: Any) -> None:
         raise AssertionError("a process is started")
 
-    monkeypatch.setattr("opweave.engine.parallel.executor.ranked.Process", never)
+    monkeypatch.setattr("opweave_engine.parallel.executor.ranked.Process", never)
     config = json.loads((checkpoint("one_layer")[0] / "config.json").read_text())
     config |= {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -12,15 +12,15 @@ from torch import multiprocessing
 from torch.distributed import HashStore
 
 from engine.communicating import KINDS, RANKS, run_rank
-from opweave.engine.errors import CommunicatorError
-from opweave.engine.parallel.communicators import (
+from opweave.platforms import CpuPlatform, CudaPlatform
+from opweave.plugins import resolve_obj_by_qualname
+from opweave_engine.errors import CommunicatorError
+from opweave_engine.parallel.communicators import (
     RankGroup,
     SharedMemoryCommunicator,
     TorchCommunicator,
 )
-from opweave.engine.parallel.communicators.segment import Segment
-from opweave.platforms import CpuPlatform, CudaPlatform
-from opweave.plugins import resolve_obj_by_qualname
+from opweave_engine.parallel.communicators.segment import Segment
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,7 +18,7 @@ from typing import Any
 import openai
 import pytest
 
-from opweave.engine import LLM, SamplingParams
+from opweave_engine import LLM, SamplingParams
 from server.fake_engine import CHECKPOINT
 
 pytestmark = pytest.mark.slow  # importing torch three times takes a while

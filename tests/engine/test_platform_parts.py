@@ -13,25 +13,25 @@ from torch import Tensor
 from models.tiny_checkpoints import random_ids
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig
 from opweave.config.patches import ConfigPatch
-from opweave.engine import LLM, EngineCore, SamplingParams
-from opweave.engine.attention import (
+from opweave.platforms import AttentionSpec, CpuPlatform
+from opweave_engine import LLM, EngineCore, SamplingParams
+from opweave_engine.attention import (
     CacheSpec,
     LatentPagedAttention,
     PagedAttention,
     SequenceBatch,
 )
-from opweave.engine.errors import (
+from opweave_engine.errors import (
     InvalidArgumentError,
     NonFiniteLogitsError,
     UnsupportedCacheError,
 )
-from opweave.engine.parallel.executor import InProcessExecutor
-from opweave.engine.runner.model_runner import ModelRunner
-from opweave.engine.runner.step import SequenceStep
-from opweave.engine.runner.worker import Worker
-from opweave.engine.sampling.sampler import Sampled, Sampler, SamplingRequest
-from opweave.engine.scheduler import Scheduled, Scheduler
-from opweave.platforms import AttentionSpec, CpuPlatform
+from opweave_engine.parallel.executor import InProcessExecutor
+from opweave_engine.runner.model_runner import ModelRunner
+from opweave_engine.runner.step import SequenceStep
+from opweave_engine.runner.worker import Worker
+from opweave_engine.sampling.sampler import Sampled, Sampler, SamplingRequest
+from opweave_engine.scheduler import Scheduled, Scheduler
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

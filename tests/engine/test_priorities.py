@@ -12,8 +12,8 @@ from torch import Tensor
 
 from opweave import ir
 from opweave.config import EngineConfig, KernelConfig
-from opweave.engine import LLM, SamplingParams
 from opweave.ir.testing import restored
+from opweave_engine import LLM, SamplingParams
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 ONE = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

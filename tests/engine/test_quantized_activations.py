@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from engine import quantized_checkpoints as q
 from engine.compared_logits import IDS, logits, theirs
 from models import tiny_checkpoints
-from opweave.engine import CheckpointError, load_model
 from opweave.layers.linear.w8a8 import W8A8Method
+from opweave_engine import CheckpointError, load_model
 
 Quantize = Callable[[Tensor], Tensor]
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from engine import quantized_checkpoints as q
 from engine.compared_logits import close, logits, theirs
-from opweave.engine import CheckpointError, load_model
-from opweave.engine.loading.quantized.bitsandbytes import BitsAndBytes
-from opweave.models import UnsupportedModelError
+from opweave_engine import CheckpointError, load_model
+from opweave_engine.loading.quantized.bitsandbytes import BitsAndBytes
+from opweave_engine.models import UnsupportedModelError
 
 CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "_load_in_4bit": True,
           "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,

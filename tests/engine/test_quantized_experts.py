@@ -27,8 +27,8 @@ from engine.test_quantized_activations import (
 from engine.test_quantized_formats import CASES as WEIGHT_ONLY
 from models import layer_checkpoints
 from models.test_two_ranks import Outcomes, check, language_model, run
-from opweave.engine import load_model
 from opweave.layers import FusedMoE, ShardingError, TensorParallel, tensor_parallel
+from opweave_engine import load_model
 
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
 MIXTRAL = {"hidden_size": 256, "intermediate_size": 128, "head_dim": 64}

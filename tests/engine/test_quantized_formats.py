@@ -14,9 +14,9 @@ from engine import compared_logits
 from engine import quantized_checkpoints as q
 from engine.compared_logits import IDS, close, theirs
 from opweave import ir
-from opweave.engine import CheckpointError, load_model
-from opweave.engine.loading.loader import check_ranks
-from opweave.models import UnsupportedModelError
+from opweave_engine import CheckpointError, load_model
+from opweave_engine.loading.loader import check_ranks
+from opweave_engine.models import UnsupportedModelError
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}

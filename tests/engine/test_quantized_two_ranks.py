@@ -15,8 +15,8 @@ from engine.test_quantized_activations import assert_quantized, quantize_inputs
 from engine.test_quantized_formats import CASES
 from models import tiny_checkpoints
 from models.test_two_ranks import Outcomes, check, language_model, run
-from opweave.engine import load_model
 from opweave.layers import ShardingError, TensorParallel, tensor_parallel
+from opweave_engine import load_model
 
 NAMES = ("gptq_asymmetric", "awq", "int4", "int8", "float8")
 

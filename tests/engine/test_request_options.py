@@ -16,7 +16,7 @@ from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
 from models.tiny_checkpoints import write_tokenizer
 from opweave.config import CacheConfig, EngineConfig
-from opweave.engine import (
+from opweave_engine import (
     LLM,
     Checkpoint,
     NoTokenLeftError,
@@ -25,7 +25,7 @@ from opweave.engine import (
     SamplingParamsError,
     Tokenizer,
 )
-from opweave.engine.sampling.bad_words import BadWords
+from opweave_engine.sampling.bad_words import BadWords
 from server.fake_engine import CHECKPOINT
 
 PROMPT = "Return the list of"

@@ -19,12 +19,12 @@ from transformers.generation.logits_process import (
 )
 
 from hypothesis_profiles import examples
-from opweave.engine import NonFiniteLogitsError, SamplingParams
-from opweave.engine.runner.step import SequenceStep
-from opweave.engine.sampling.history import History
-from opweave.engine.sampling.randomness import derived_seed, uniform
-from opweave.engine.sampling.sampler import Sampler, SamplingRequest, sample
-from opweave.engine.sampling.truncation import cut_distributions, plain_weights
+from opweave_engine import NonFiniteLogitsError, SamplingParams
+from opweave_engine.runner.step import SequenceStep
+from opweave_engine.sampling.history import History
+from opweave_engine.sampling.randomness import derived_seed, uniform
+from opweave_engine.sampling.sampler import Sampler, SamplingRequest, sample
+from opweave_engine.sampling.truncation import cut_distributions, plain_weights
 
 
 def warped(logits: Tensor, params: SamplingParams) -> Tensor:

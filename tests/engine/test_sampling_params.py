@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from opweave.engine import EngineError, SamplingParams, SamplingParamsError
-from opweave.engine.sampling.seeds import RequestSeeds
+from opweave_engine import EngineError, SamplingParams, SamplingParamsError
+from opweave_engine.sampling.seeds import RequestSeeds
 
 
 def test_defaults() -> None:

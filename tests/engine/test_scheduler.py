@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.simulated_model import VOCABULARY, SimulatedModel, alone
 from opweave.config import SchedulerConfig
-from opweave.engine.cache import (
+from opweave_engine.cache import (
     CacheGroup,
     EveryToken,
     KVCacheManager,
@@ -18,8 +18,8 @@ from opweave.engine.cache import (
     SequenceState,
     Window,
 )
-from opweave.engine.request.request import Request
-from opweave.engine.scheduler import Scheduled, Scheduler
+from opweave_engine.request.request import Request
+from opweave_engine.scheduler import Scheduled, Scheduler
 
 BLOCK = 4
 LONGEST = 40  # tokens of a request, prompt and answer

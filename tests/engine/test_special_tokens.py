@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from models.tiny_checkpoints import BOS, EOS, VOCABULARY, write_tokenizer
-from opweave.engine import ChatTemplate, Checkpoint, Tokenizer
+from opweave_engine import ChatTemplate, Checkpoint, Tokenizer
 
 TEXTS = ["<s>the</s> <image>dog", "a<eot>b <extra> c", "the  quick\n<new>dog <image> <pad>"]
 NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "mask_token", "image_token")

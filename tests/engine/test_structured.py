@@ -24,7 +24,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from opweave.engine import (
+from opweave_engine import (
     Checkpoint,
     EngineDeadError,
     GrammarQueueFullError,
@@ -34,14 +34,14 @@ from opweave.engine import (
     StructuredOutputsParams,
     Tokenizer,
 )
-from opweave.engine.sampling.logits_processors import adjusted
-from opweave.engine.sampling.sampler import SamplingRequest
-from opweave.engine.structured import grammar_compiler, grammar_program
-from opweave.engine.structured.grammar_compiler import GrammarCompiler
-from opweave.engine.structured.grammar_program import native_vocabulary
-from opweave.engine.structured.json_schema import enforceable
-from opweave.engine.structured.state import GrammarState
-from opweave.engine.structured.vocabulary import vocabulary_arguments
+from opweave_engine.sampling.logits_processors import adjusted
+from opweave_engine.sampling.sampler import SamplingRequest
+from opweave_engine.structured import grammar_compiler, grammar_program
+from opweave_engine.structured.grammar_compiler import GrammarCompiler
+from opweave_engine.structured.grammar_program import native_vocabulary
+from opweave_engine.structured.json_schema import enforceable
+from opweave_engine.structured.state import GrammarState
+from opweave_engine.structured.vocabulary import vocabulary_arguments
 from server.fake_engine import CHECKPOINT, VOCABULARY
 
 EOS = 2

@@ -19,7 +19,7 @@ from engine.test_data_parallel import replicated
 from engine.test_structured import CRASHING, reference_chain
 from models.tiny_checkpoints import EOS
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from opweave.engine import (
+from opweave_engine import (
     LLM,
     AsyncEngine,
     EngineError,

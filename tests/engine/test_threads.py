@@ -12,10 +12,10 @@ import torch
 
 from opweave import platforms
 from opweave.config import EngineConfig
-from opweave.engine import LLM, AsyncEngine, Embedder, SamplingParams
-from opweave.engine.parallel.executor.ranked import _threads
-from opweave.engine.runner.cpu_threads import cpu_threads
 from opweave.ir.errors import SettingError
+from opweave_engine import LLM, AsyncEngine, Embedder, SamplingParams
+from opweave_engine.parallel.executor.ranked import _threads
+from opweave_engine.runner.cpu_threads import cpu_threads
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from opweave.engine import Checkpoint
-from opweave.engine import Tokenizer as OwnTokenizer
-from opweave.engine.tokenization.token_length import longest_token
+from opweave_engine import Checkpoint
+from opweave_engine import Tokenizer as OwnTokenizer
+from opweave_engine.tokenization.token_length import longest_token
 
 TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-pydoc"
 BYTES = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}

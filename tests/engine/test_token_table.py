@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine import test_equality
-from opweave.models import CausalLM, model_class, supported_architectures
+from opweave_engine.models import CausalLM, model_class, supported_architectures
 
 PAGE = Path(__file__).parents[2] / "docs" / "design" / "tokens.md"
 

@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 
 from hypothesis_profiles import examples
 from models.tiny_checkpoints import BOS, EOS, VOCABULARY, write_tokenizer
-from opweave.engine import Checkpoint, CheckpointError, MissingDependencyError, Tokenizer
-from opweave.engine.errors import TokenizerError
-from opweave.engine.tokenization.detokenizer import Detokenizer
-from opweave.engine.tokenization.incremental_decoder import IncrementalDecoder
+from opweave_engine import Checkpoint, CheckpointError, MissingDependencyError, Tokenizer
+from opweave_engine.errors import TokenizerError
+from opweave_engine.tokenization.detokenizer import Detokenizer
+from opweave_engine.tokenization.incremental_decoder import IncrementalDecoder
 
 TEXTS = ["", "the quick dog", "naïve façade", "東京 🙂", "a\n\n b\tc", "</s>the<s>"]
 
@@ -185,7 +185,7 @@ def test_missing_dependencies(
     checkpoint: Callable[[str], tuple[Path, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from opweave.engine import LLM
+    from opweave_engine import LLM
 
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'opweave\[serve\]'"):

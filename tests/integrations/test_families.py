@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch.nn import functional
 
-from opweave.integrations.transformers import TransformersModel
+from opweave_engine.transformers import TransformersModel
 from runs.families.compare import compare
 from runs.families.models import compile_model, optimize
 
@@ -77,8 +77,8 @@ def test_compiled_logits_are_those_of_transformers() -> None:
 
 def test_a_difference_of_optimized_logits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = SimpleNamespace(linear=lambda x, weight, bias: 1.1 * functional.linear(x, weight, bias))
-    monkeypatch.setattr("opweave.integrations.optimize.linears.ir", SimpleNamespace(ops=ops))
-    monkeypatch.setattr("opweave.integrations.optimize.model.difference", lambda *_: "")
+    monkeypatch.setattr("opweave.optimization.linears.ir", SimpleNamespace(ops=ops))
+    monkeypatch.setattr("opweave.optimization.model.difference", lambda *_: "")
     (result,) = optimize("llama")
     assert result.status == "different"
     assert "logits differ by" in result.detail

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 import opweave
-from opweave.integrations.optimize.attention import attention
+from opweave.optimization.attention import attention
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from models.tiny_checkpoints import random_ids, write_tokenizer
 from opweave.config import EngineConfig
-from opweave.engine import AsyncEmbedder, AsyncEngine, CheckpointError, Embedder, PromptError
-from opweave.engine.client.engine_class import engine_class
-from opweave.integrations.transformers import TransformersEncoder
-from opweave.models import UnsupportedModelError
+from opweave_engine import AsyncEmbedder, AsyncEngine, CheckpointError, Embedder, PromptError
+from opweave_engine.client.engine_class import engine_class
+from opweave_engine.models import UnsupportedModelError
+from opweave_engine.transformers import TransformersEncoder
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320,

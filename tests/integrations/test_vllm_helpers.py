@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.library import Library, opcheck
 
 from opweave.base import transaction
-from opweave.integrations.vllm_api.logger import init_logger
-from opweave.integrations.vllm_api.utils import direct_register_custom_op
+from opweave_vllm.vllm_api.logger import init_logger
+from opweave_vllm.vllm_api.utils import direct_register_custom_op
 
 X = torch.tensor([1.0, -2.0])
 

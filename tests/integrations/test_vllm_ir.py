@@ -14,9 +14,9 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from opweave import ir as own
-from opweave.integrations.vllm_api import ir
-from opweave.integrations.vllm_api.ir import op as module
-from opweave.integrations.vllm_api.ir.op import (
+from opweave_vllm.vllm_api import ir
+from opweave_vllm.vllm_api.ir import op as module
+from opweave_vllm.vllm_api.ir.op import (
     RESERVED_PROVIDERS,
     IrOp,
     IrOpImpl,

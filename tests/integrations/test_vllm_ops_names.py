@@ -11,31 +11,31 @@ from torch import Tensor
 from torch.nn import Linear, functional
 
 from opweave import layers
-from opweave.integrations.vllm_api import _custom_ops, config, distributed, envs
-from opweave.integrations.vllm_api.distributed.utils import is_weak_contiguous
-from opweave.integrations.vllm_api.model_executor.layers import fused_moe
-from opweave.integrations.vllm_api.model_executor.layers.fused_moe import (
+from opweave.ir.errors import SettingError
+from opweave.ir.ops.expert_activation import EXPERT_ACTIVATIONS
+from opweave.layers import TensorParallel, tensor_parallel
+from opweave_vllm.vllm_api import _custom_ops, config, distributed, envs
+from opweave_vllm.vllm_api.distributed.utils import is_weak_contiguous
+from opweave_vllm.vllm_api.model_executor.layers import fused_moe
+from opweave_vllm.vllm_api.model_executor.layers.fused_moe import (
     FusedMoEConfig,
     FusedMoEQuantConfig,
     MoEActivation,
     activation,
 )
-from opweave.integrations.vllm_api.model_executor.layers.fused_moe.config import (
+from opweave_vllm.vllm_api.model_executor.layers.fused_moe.config import (
     FusedMoEParallelConfig,
 )
-from opweave.integrations.vllm_api.model_executor.layers.linear import LinearMethodBase
-from opweave.integrations.vllm_api.model_executor.utils import replace_parameter, set_weight_attrs
-from opweave.integrations.vllm_api.utils import math_utils
-from opweave.integrations.vllm_api.v1.attention.backend import (
+from opweave_vllm.vllm_api.model_executor.layers.linear import LinearMethodBase
+from opweave_vllm.vllm_api.model_executor.utils import replace_parameter, set_weight_attrs
+from opweave_vllm.vllm_api.utils import math_utils
+from opweave_vllm.vllm_api.v1.attention.backend import (
     AttentionBackend,
     CommonAttentionMetadata,
 )
-from opweave.integrations.vllm_api.v1.attention.backends.utils import split_decodes_and_prefills
-from opweave.ir.errors import SettingError
-from opweave.ir.ops.expert_activation import EXPERT_ACTIVATIONS
-from opweave.layers import TensorParallel, tensor_parallel
+from opweave_vllm.vllm_api.v1.attention.backends.utils import split_decodes_and_prefills
 
-LAYERS = "opweave.integrations.vllm_api.model_executor.layers"
+LAYERS = "opweave_vllm.vllm_api.model_executor.layers"
 
 
 def test_sizes() -> None:

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from opweave import ir, layers
-from opweave.integrations.vllm_api import _custom_ops, config, current_platform, distributed
-from opweave.integrations.vllm_api.forward_context import (
+from opweave.layers import TensorParallel, tensor_parallel
+from opweave_vllm.vllm_api import _custom_ops, config, current_platform, distributed
+from opweave_vllm.vllm_api.forward_context import (
     ForwardContext,
     get_forward_context,
     is_forward_context_available,
     override_forward_context,
     set_forward_context,
 )
-from opweave.integrations.vllm_api.model_executor.layers.quantization import QuantizationConfig
-from opweave.integrations.vllm_api.model_executor.utils import set_weight_attrs
-from opweave.integrations.vllm_api.v1.attention.backends.utils import PAD_SLOT_ID
-from opweave.layers import TensorParallel, tensor_parallel
+from opweave_vllm.vllm_api.model_executor.layers.quantization import QuantizationConfig
+from opweave_vllm.vllm_api.model_executor.utils import set_weight_attrs
+from opweave_vllm.vllm_api.v1.attention.backends.utils import PAD_SLOT_ID
 
 
 def test_the_forward_context_is_that_of_the_block() -> None:
@@ -74,7 +74,7 @@ WITHOUT_TRITON = """
 import importlib.util, sys
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "triton" else found(name, *rest)
-from opweave.integrations.vllm_api.triton_utils import HAS_TRITON, tl, triton
+from opweave_vllm.vllm_api.triton_utils import HAS_TRITON, tl, triton
 @triton.autotune(configs=[triton.Config({}, num_warps=1)], key=["n"])
 @triton.jit
 def kernel(x, n: tl.constexpr): pass

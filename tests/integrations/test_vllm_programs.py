@@ -11,8 +11,8 @@ from conftest import Case, FreshCases
 PRELUDE = """
     import torch
     from torch import Tensor, nn
-    from opweave.integrations.vllm_api import ir
-    from opweave.integrations.vllm_api.platforms import current_platform
+    from opweave_vllm.vllm_api import ir
+    from opweave_vllm.vllm_api.platforms import current_platform
 """
 
 
@@ -87,7 +87,7 @@ AROUND = {
     ),
     "replace_many": (
         """
-        from opweave.integrations.vllm_api import CustomOp
+        from opweave_vllm.vllm_api import CustomOp
 
         def declare(name):
             class Layer(CustomOp):
@@ -139,7 +139,7 @@ AROUND = {
 
 def on_opweave(code: str) -> str:
     """Change the imports."""
-    return re.sub(r"^from vllm\b", "from opweave.integrations.vllm_api", code, flags=re.MULTILINE)
+    return re.sub(r"^from vllm\b", "from opweave_vllm.vllm_api", code, flags=re.MULTILINE)
 
 
 def test_programs_run(fresh_cases: FreshCases) -> None:

@@ -14,12 +14,12 @@ from opweave.config import (
     current_compilation_config,
 )
 from opweave.integrations import vllm_api
-from opweave.integrations.vllm_api import config, current_platform
-from opweave.integrations.vllm_api import plugins as loaders
-from opweave.integrations.vllm_api.model_executor import custom_op
-from opweave.integrations.vllm_api.platforms import resolve_current_platform_cls_qualname
 from opweave.ir.errors import UnknownProviderError
 from opweave.platforms import Capabilities, DeviceCapability, Platform
+from opweave_vllm.vllm_api import config, current_platform
+from opweave_vllm.vllm_api import plugins as loaders
+from opweave_vllm.vllm_api.model_executor import custom_op
+from opweave_vllm.vllm_api.platforms import resolve_current_platform_cls_qualname
 
 QUESTIONS = ("cuda", "rocm", "cuda_alike", "cpu", "xpu", "tpu", "out_of_tree")
 
@@ -88,7 +88,7 @@ def test_a_platform_without_a_number_has_no_capability(
 
 def test_importing_resolves_nothing(fresh_cases: FreshCases) -> None:
     code = """
-    from opweave.integrations.vllm_api import current_platform, plugins
+    from opweave_vllm.vllm_api import current_platform, plugins
     from opweave.platforms.resolution import is_resolved
     assert not is_resolved()
     current_platform.is_cpu()

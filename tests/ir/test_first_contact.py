@@ -228,5 +228,5 @@ def test_an_op_may_have_the_name_of_a_file_of_ops(fresh_python: Callable[..., An
         assert torch.equal(ir.ops.norm(x), x + 1)
         found = ir.ops.rms_norm(x, None, 1e-6)
         torch.testing.assert_close(found, ir.ops.rms_norm.native(x, None, 1e-6))
-        import opweave.engine.llm, opweave.models
+        import opweave_engine.llm, opweave_engine.models
     """)

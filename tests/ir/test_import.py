@@ -45,8 +45,8 @@ def test_importing_loads_no_kernel_and_nothing_heavy(fresh_python: FreshPython) 
         "opweave._C_ops",
         "opweave.native",
         "opweave.platforms",
-        "opweave.models",
-        "opweave.engine",
+        "opweave_engine.models",
+        "opweave_engine",
         "opweave.cli",
         "opweave.compile",
     )

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.layer_checkpoints import randomized
 from models.tiny_checkpoints import BOS, EOS, PAD, VOCABULARY, random_ids
-from opweave.engine import LLM, SamplingParams
+from opweave_engine import LLM, SamplingParams
 
 LENGTHS = (1, 9, 70, 300)
 COUNT = 8  # tokens that are written after each prompt

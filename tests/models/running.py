@@ -15,7 +15,7 @@ from opweave.conformance import ranks
 from opweave.conformance.ranks import Rank
 from opweave.layers import SequenceStates
 from opweave.layers.parallel import TensorParallel, tensor_parallel
-from opweave.models import ForwardContext, forward_context
+from opweave_engine.models import ForwardContext, forward_context
 
 # Lowered graphs run as they are by default, and through code generation in the long sweep.
 each_codegen = pytest.mark.parametrize(

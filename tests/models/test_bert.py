@@ -13,8 +13,8 @@ from transformers import AutoModel
 
 from models.running import assert_near, compiled, each_codegen, on_ranks
 from models.tiny_checkpoints import random_ids
-from opweave.engine import load_model
-from opweave.models import BertModel
+from opweave_engine import load_model
+from opweave_engine.models import BertModel
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 LENGTHS = (5, 1, 8)

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoConfig
 
 from models.tiny_checkpoints import KINDS, LLAMA3_ROPE
-from opweave.models import (
+from opweave_engine.models import (
     SUPPORTED_ARCHITECTURES,
     InvalidConfigError,
     LlamaConfig,

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 
-from opweave.models import (
+from opweave_engine.models import (
     BertConfig,
     DeepseekV3Config,
     Gemma3Config,

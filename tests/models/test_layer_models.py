@@ -24,8 +24,8 @@ from models.running import (
 )
 from models.tiny_checkpoints import random_ids
 from opweave import ir
-from opweave.engine import load_model
-from opweave.models import CausalLM, forward_context
+from opweave_engine import load_model
+from opweave_engine.models import CausalLM, forward_context
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 KINDS = ("deepseek", "deepseek_direct", "gemma3", "gemma3_untied")

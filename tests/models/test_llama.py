@@ -13,9 +13,9 @@ from torch import Tensor
 from models.running import GrowingCache, assert_near, expected, in_steps, step_context, whole
 from models.tiny_checkpoints import KINDS, random_ids
 from opweave import ir
-from opweave.engine import load_model
 from opweave.ir.testing import restored
-from opweave.models import forward_context
+from opweave_engine import load_model
+from opweave_engine.models import forward_context
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 TOKENS = 17  # more than the sliding windows

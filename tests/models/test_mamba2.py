@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from models.running import GrowingCache, assert_near, expected, on_ranks, step_context, whole
 from models.tiny_checkpoints import BOS, EOS, PAD, VOCABULARY, random_ids
 from opweave import ir
-from opweave.engine import load_model
 from opweave.layers import SequenceStates, StateCache, sequence_states
-from opweave.models import (
+from opweave_engine import load_model
+from opweave_engine.models import (
     InvalidConfigError,
     Mamba2Config,
     Mamba2ForCausalLM,

@@ -16,9 +16,9 @@ from models.layer_checkpoints import gpt_oss_block
 from models.running import assert_near, expected, in_steps, on_ranks, whole
 from models.tiny_checkpoints import VOCABULARY
 from opweave import ir
-from opweave.engine import load_model
-from opweave.engine.loading.checkpoint import Checkpoint, TensorFile
-from opweave.models import (
+from opweave_engine import load_model
+from opweave_engine.loading.checkpoint import Checkpoint, TensorFile
+from opweave_engine.models import (
     GptOssMoE,
     InvalidConfigError,
     MixtralForCausalLM,

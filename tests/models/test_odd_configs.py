@@ -15,15 +15,15 @@ from transformers import Gemma3ForConditionalGeneration as HfGemma3
 
 from models.comparing import SIZES, check_as_transformers, write
 from models.layer_checkpoints import randomized
-from opweave.engine import CheckpointError, load_model
-from opweave.models import (
+from opweave_engine import CheckpointError, load_model
+from opweave_engine.models import (
     DeepseekV3Config,
     Gemma3Config,
     InvalidConfigError,
     LlamaConfig,
     MixtureConfig,
 )
-from opweave.models.activations import ACTIVATIONS
+from opweave_engine.models.activations import ACTIVATIONS
 
 DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12,

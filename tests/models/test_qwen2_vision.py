@@ -15,8 +15,8 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids
 
 from models.running import assert_near, compiled, each_codegen, on_ranks
-from opweave.engine import load_model
-from opweave.models import ModelError, PatchGrid, Qwen2VisionTransformer
+from opweave_engine import load_model
+from opweave_engine.models import ModelError, PatchGrid, Qwen2VisionTransformer
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 SIZES = [(1, 4, 6), (3, 2, 4), (1, 2, 2)]  # an image, a video, a small image

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from conftest import FreshPython
 from opweave.base.owner import Owner, owned_by
-from opweave.models import (
+from opweave_engine.models import (
     CheckpointModel,
     DuplicateModelError,
     InvalidModelError,
@@ -67,7 +67,7 @@ def test_a_model_by_class_or_reference(model: str | type[CheckpointModel]) -> No
 def test_a_reference_is_imported_at_first_use(tmp_path: Path, fresh_python: FreshPython) -> None:
     (tmp_path / "late.py").write_text("raise RuntimeError('imported')", encoding="utf-8")
     fresh_python("""
-        from opweave.models import model_class, register_model, supported_architectures
+        from opweave_engine.models import model_class, register_model, supported_architectures
         register_model("LateModel", "late:Late")
         assert "LateModel" in supported_architectures()
         try:
@@ -91,7 +91,9 @@ def test_two_models_of_one_architecture_are_named_with_their_owners() -> None:
 
 
 def test_models_of_opweave_cannot_be_registered_again() -> None:
-    with pytest.raises(DuplicateModelError, match=r"opweave\.models\.llama:LlamaForCausalLM; so"):
+    with pytest.raises(
+        DuplicateModelError, match=r"opweave_engine\.models\.llama:LlamaForCausalLM; so"
+    ):
         register_model("LlamaForCausalLM", Doubling)
     assert model_class(config("Qwen3ForCausalLM")) is LlamaForCausalLM
 
@@ -101,7 +103,10 @@ def test_models_of_opweave_cannot_be_registered_again() -> None:
     [
         ("no.such.package:Model", "there is no module 'no'"),
         (f"{__name__}:Missing", "has no 'Missing'"),
-        (f"{__name__}:ACME", "must be a class that derives from opweave.models.CheckpointModel"),
+        (
+            f"{__name__}:ACME",
+            "must be a class that derives from opweave_engine.models.CheckpointModel",
+        ),
         ("Model", "is not a qualified name"),
     ],
 )

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from models.tiny_checkpoints import LLAMA3_ROPE, YARN
-from opweave.models import InvalidConfigError, UnsupportedModelError
-from opweave.models.fields import Fields
-from opweave.models.rope_config import max_positions, rope_parameters
+from opweave_engine.models import InvalidConfigError, UnsupportedModelError
+from opweave_engine.models.fields import Fields
+from opweave_engine.models.rope_config import max_positions, rope_parameters
 
 
 def read(config: dict[str, Any], **options: Any) -> dict[str, Any]:

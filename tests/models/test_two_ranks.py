@@ -16,7 +16,7 @@ from models.running import assert_near, expected
 from models.tiny_checkpoints import random_ids
 from models.two_ranks import RANKS, run_rank
 from opweave.config.engine import ModelImpl
-from opweave.models import PatchGrid
+from opweave_engine.models import PatchGrid
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 LLAMA = ("llama", "biases", "mistral", "qwen2", "qwen3")  # of the one fixture, the others

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from opweave.engine import Checkpoint, CheckpointError, load_model
-from opweave.engine.loading.checkpoint import TensorFile
 from opweave.layers import TensorParallel, tensor_parallel
-from opweave.models import CheckpointModel, WeightsError, build_model
+from opweave_engine import Checkpoint, CheckpointError, load_model
+from opweave_engine.loading.checkpoint import TensorFile
+from opweave_engine.models import CheckpointModel, WeightsError, build_model
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 FILE = "model.safetensors"

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, distributed
 
 from opweave.config.engine import ModelImpl
-from opweave.engine.loading.loader import load_model
 from opweave.layers import TensorParallel, tensor_parallel
-from opweave.models import GptOssMoE, LanguageModel, Qwen2VisionTransformer
+from opweave_engine.loading.loader import load_model
+from opweave_engine.models import GptOssMoE, LanguageModel, Qwen2VisionTransformer
 
 RANKS = 2
 

@@ -25,11 +25,11 @@ from opweave.compile.plan import Plan
 from opweave.compile.plugin_passes import plugin_passes
 from opweave.config import CompilationConfig, EngineConfig
 from opweave.config.open_registry import DuplicateNameError
-from opweave.engine.errors import InvalidArgumentError
-from opweave.engine.runner.compilation import check_backend, compiled_forward
 from opweave.platforms import register_pass
 from opweave.platforms.passes import registered_passes
 from opweave.plugins.errors import ReferenceNameError
+from opweave_engine.errors import InvalidArgumentError
+from opweave_engine.runner.compilation import check_backend, compiled_forward
 
 from .conftest import Acme, installed
 
@@ -252,8 +252,8 @@ def test_backends_that_do_not_exist(module: ModuleType) -> None:
 # Plugins of the engine
 
 SEAMS = """
-    from opweave.engine.request.io_processor import IOProcessor
-    from opweave.engine.metrics.stat_logger import StatLogger
+    from opweave_engine.request.io_processor import IOProcessor
+    from opweave_engine.metrics.stat_logger import StatLogger
 
     class Words(IOProcessor):
         def prompts(self, request):
@@ -280,8 +280,8 @@ SEAMS = """
 def test_io_processors_and_stat_loggers(fresh_cases: FreshCases) -> None:
     good = """
         from opweave.config import EngineConfig
-        from opweave.engine.request.io_processor import io_processor
-        from opweave.engine.metrics.stat_logger import stat_loggers
+        from opweave_engine.request.io_processor import io_processor
+        from opweave_engine.metrics.stat_logger import stat_loggers
         from opweave.plugins.errors import PluginTypeError, UnknownPluginError
 
         config = EngineConfig(seed=3)
@@ -303,7 +303,7 @@ def test_io_processors_and_stat_loggers(fresh_cases: FreshCases) -> None:
     """
     bad = """
         from opweave.config import EngineConfig
-        from opweave.engine.metrics.stat_logger import stat_loggers
+        from opweave_engine.metrics.stat_logger import stat_loggers
         try:
             stat_loggers(EngineConfig())
         except TypeError as error:

@@ -13,7 +13,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import opweave.models.registry
 import opweave.platforms
 import opweave.plugins  # noqa: F401
 

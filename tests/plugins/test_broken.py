@@ -337,7 +337,7 @@ ROWS = {
     "an unknown model, of a plugin that failed": Row(
         registers("acme", "of_acme", "raise OSError('no bus')"),
         """
-        from opweave.models.registry import model_class
+        from opweave_engine.models.registry import model_class
         model_class({"architectures": ["AcmeForCausalLM"]})
         """,
         "UnsupportedModelError",

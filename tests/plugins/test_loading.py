@@ -41,7 +41,7 @@ CALLS = """
 REGISTERS = """
     from opweave import ir
     from opweave.layers import RMSNorm
-    from opweave.models.registry import register_model
+    from opweave_engine.models.registry import register_model
     from tests_registry import table
     from torch import Tensor
 
@@ -183,7 +183,7 @@ def test_an_error_of_opweave_is_at_the_line_of_the_plugin(installed: Install) ->
 def test_all_or_nothing_and_whose(
     installed: Install, registry: ir.Registry, table: OpenRegistry[int], fails: bool
 ) -> None:
-    from opweave.models.registry import supported_architectures
+    from opweave_engine.models.registry import supported_architectures
 
     source = REGISTERS.replace("FAIL", "raise OSError('late')" if fails else "")
     loader = installed(plugin("acme", source))

@@ -14,11 +14,11 @@ import pytest
 import uvicorn
 from openai import OpenAI
 
-from opweave.engine import ChatTemplate
-from opweave.engine.request.io_processor import IOProcessor
-from opweave.server import ServerConfig, create_app, listen
-from opweave.server.run import http_server, url
-from opweave.server.state import ServerState
+from opweave_engine import ChatTemplate
+from opweave_engine.request.io_processor import IOProcessor
+from opweave_engine.server import ServerConfig, create_app, listen
+from opweave_engine.server.run import http_server, url
+from opweave_engine.server.state import ServerState
 from server.fake_engine import FakeEngine
 
 TEMPLATE = ChatTemplate(

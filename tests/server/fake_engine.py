@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from opweave.engine import (
+from opweave_engine import (
     Checkpoint,
     CompletionOutput,
     EmbeddingOutput,
@@ -26,11 +26,11 @@ from opweave.engine import (
     SamplingParams,
     Tokenizer,
 )
-from opweave.engine.metrics.stats import SECONDS, TOKENS, Histogram
-from opweave.engine.request.outputs import FinishReason
-from opweave.engine.request.prompts import Prompt, split_prompt
-from opweave.engine.tokenization.detokenizer import Detokenizer
-from opweave.engine.tokenization.incremental_decoder import IncrementalDecoder
+from opweave_engine.metrics.stats import SECONDS, TOKENS, Histogram
+from opweave_engine.request.outputs import FinishReason
+from opweave_engine.request.prompts import Prompt, split_prompt
+from opweave_engine.tokenization.detokenizer import Detokenizer
+from opweave_engine.tokenization.incremental_decoder import IncrementalDecoder
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "models" / "tiny-pydoc"
 VOCABULARY = 2048

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from opweave.engine import CompletionOutput, RequestOutput, RequestTimings, SamplingParams
-from opweave.engine.tokenization.detokenizer import Detokenizer
+from opweave_engine import CompletionOutput, RequestOutput, RequestTimings, SamplingParams
+from opweave_engine.tokenization.detokenizer import Detokenizer
 from server.fake_engine import Call, FakeEngine
 
 

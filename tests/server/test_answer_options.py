@@ -14,8 +14,8 @@ import pytest
 from torch import Tensor
 
 from opweave.config import EngineConfig
-from opweave.engine import LLM, AsyncEngine, SamplingParams
-from opweave.server import ServerConfig
+from opweave_engine import LLM, AsyncEngine, SamplingParams
+from opweave_engine.server import ServerConfig
 from server.conftest import TEMPLATE, Running, running
 from server.fake_engine import CHECKPOINT
 

@@ -15,8 +15,8 @@ import pytest
 
 from opweave.cli import main
 from opweave.cli.errors import CliError
-from opweave.cli.load import Answer, Load, arrivals, prompts, summarize
-from opweave.server import ServerConfig
+from opweave_engine.cli.load import Answer, Load, arrivals, prompts, summarize
+from opweave_engine.server import ServerConfig
 from server.conftest import Start
 from server.fake_engine import CONTEXT, FakeEngine
 

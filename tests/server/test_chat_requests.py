@@ -9,8 +9,8 @@ import pytest
 
 from engine import chat_templates as of
 from engine.test_chat_messages import ARGUMENTS, TOOLS, USER, call, theirs
-from opweave.engine import ChatTemplate
-from opweave.server import ServerConfig
+from opweave_engine import ChatTemplate
+from opweave_engine.server import ServerConfig
 from server.conftest import Running, running
 from server.test_errors import error_of
 

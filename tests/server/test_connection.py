@@ -12,8 +12,8 @@ from contextlib import closing
 import httpx
 import pytest
 
-from opweave.server import ServerConfig
-from opweave.server.idle_connections import IdleConnections, most_connections
+from opweave_engine.server import ServerConfig
+from opweave_engine.server.idle_connections import IdleConnections, most_connections
 from server.conftest import Running, Start
 from server.fake_engine import FakeEngine
 from server.test_disconnect import ask
@@ -105,7 +105,9 @@ def test_another_protocol_is_no_news(server: Running, caplog: pytest.LogCaptureF
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("opweave.server.run")  # the package has a function of the name
+    module = importlib.import_module(
+        "opweave_engine.server.run"
+    )  # the package has a function of the name
     monkeypatch.setattr(module, "most_connections", lambda: 3)
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModel
 
 from models.layer_checkpoints import write_checkpoint
 from models.tiny_checkpoints import write_tokenizer
-from opweave.engine import (
+from opweave_engine import (
     ChatTemplate,
     Embedder,
     PoolingParams,

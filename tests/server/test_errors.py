@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
-from opweave.engine import Checkpoint, EngineDeadError, GrammarQueueFullError
-from opweave.engine.tokenization.tokenizer import AbsentTokenizer
+from opweave_engine import Checkpoint, EngineDeadError, GrammarQueueFullError
+from opweave_engine.tokenization.tokenizer import AbsentTokenizer
 from server.conftest import Running, Start, running
 from server.fake_engine import CHECKPOINT, CONTEXT, FakeEngine
 
@@ -467,7 +467,7 @@ def test_what_breaks_in_the_server_is_logged_and_not_told(
     server = start()
     monkeypatch.setattr(type(server.engine), "model_name", property(lambda _: 1 / 0), raising=False)
     del server.engine.__dict__["model_name"]
-    with caplog.at_level(logging.ERROR, "opweave.server"):
+    with caplog.at_level(logging.ERROR, "opweave_engine.server"):
         answer = server.get("/v1/models", headers={"X-Request-Id": "id-17"})
     assert "id-17" in error_of(answer, 500)["message"]
     assert "division" not in answer.text

@@ -11,9 +11,9 @@ import pytest
 
 from opweave.config import EngineConfig
 from opweave.config.daemon_threads import DaemonThreads
-from opweave.engine import ChatTemplate, SamplingParams
-from opweave.engine.request.io_processor import IOProcessor
-from opweave.server import ServerConfig
+from opweave_engine import ChatTemplate, SamplingParams
+from opweave_engine.request.io_processor import IOProcessor
+from opweave_engine.server import ServerConfig
 from server.conftest import Running, Start
 from server.test_disconnect import ask
 from server.test_errors import error_of

@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from opweave.engine import Checkpoint, Tokenizer
-from opweave.server import ServerConfig
-from opweave.server.errors import ApiError
-from opweave.server.protocol import base
-from opweave.server.protocol.base import RequestFields
-from opweave.server.protocol.chat import ChatRequest
-from opweave.server.protocol.completions import CompletionRequest
-from opweave.server.protocol.embeddings import EmbeddingRequest
-from opweave.server.protocol.responses import ResponsesRequest
-from opweave.server.protocol.tokens import DetokenizeRequest
-from opweave.server.validation import check_size
+from opweave_engine import Checkpoint, Tokenizer
+from opweave_engine.server import ServerConfig
+from opweave_engine.server.errors import ApiError
+from opweave_engine.server.protocol import base
+from opweave_engine.server.protocol.base import RequestFields
+from opweave_engine.server.protocol.chat import ChatRequest
+from opweave_engine.server.protocol.completions import CompletionRequest
+from opweave_engine.server.protocol.embeddings import EmbeddingRequest
+from opweave_engine.server.protocol.responses import ResponsesRequest
+from opweave_engine.server.protocol.tokens import DetokenizeRequest
+from opweave_engine.server.validation import check_size
 from server.command import ROOT
 from server.conftest import Running, Start, running
 from server.fake_engine import CHECKPOINT, FakeEngine

@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from opweave.server import ServerConfig, ServerConfigError, streaming
+from opweave_engine.server import ServerConfig, ServerConfigError, streaming
 from server.conftest import Running, Start
 from server.fake_engine import FakeEngine
 from server.test_errors import error_of

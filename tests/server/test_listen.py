@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from opweave.server import AddressError, listen
+from opweave_engine.server import AddressError, listen
 
 
 def test_two_servers_that_start_together() -> None:

@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from opweave.engine import SamplingParams
+from opweave_engine import SamplingParams
 from server.conftest import Running, Start
 from server.fake_engine import SPECIAL, VOCABULARY, FakeEngine, tokens
 
@@ -354,7 +354,7 @@ def test_models(client: OpenAI) -> None:
 
 
 def test_served_model_names(start: Start) -> None:
-    from opweave.server import ServerConfig
+    from opweave_engine.server import ServerConfig
 
     client = start(config=ServerConfig(served_model_names=("org/a", "b"))).openai()
     assert [model.id for model in client.models.list()] == ["org/a", "b"]

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import chat_templates
-from opweave.engine import ChatTemplate
-from opweave.server.output import (
+from opweave_engine import ChatTemplate
+from opweave_engine.server.output import (
     AnswerParser,
     ArgumentsDelta,
     CallStart,
@@ -21,9 +21,9 @@ from opweave.server.output import (
     Event,
     ReasoningDelta,
 )
-from opweave.server.output.call_format import CallFormat
-from opweave.server.output.calls import DeepSeek, Hermes, LlamaJson, Mistral
-from opweave.server.output.style import OutputStyle
+from opweave_engine.server.output.call_format import CallFormat
+from opweave_engine.server.output.calls import DeepSeek, Hermes, LlamaJson, Mistral
+from opweave_engine.server.output.style import OutputStyle
 
 FORMATS: list[type[CallFormat]] = [Hermes, LlamaJson, Mistral, DeepSeek]
 NAMES = ("get_weather", "add")

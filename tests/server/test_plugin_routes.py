@@ -11,10 +11,10 @@ from fastapi import APIRouter, FastAPI
 from opweave.base import transaction
 from opweave.base.owner import Owner, owned_by
 from opweave.config import http_routers
-from opweave.config.http_routers import add_router
 from opweave.config.open_registry import DuplicateNameError, OpenRegistry
-from opweave.engine import EngineClient
-from opweave.server import PluginRouteError, ServerConfig, create_app
+from opweave_engine import EngineClient
+from opweave_engine.server import PluginRouteError, ServerConfig, create_app
+from opweave_engine.server.http_routers import add_router
 from server.conftest import Start
 from server.fake_engine import FakeEngine
 
@@ -26,7 +26,7 @@ OTHER = Owner("other", "other-device", "2.0")
 def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh: OpenRegistry[Any] = OpenRegistry("HTTP router")
     monkeypatch.setattr(http_routers, "routers", fresh)
-    monkeypatch.setattr("opweave.server.plugin_routes.routers", fresh)
+    monkeypatch.setattr("opweave_engine.server.plugin_routes.routers", fresh)
 
 
 def router_with(path: str, *methods: str) -> Callable[[EngineClient], APIRouter]:

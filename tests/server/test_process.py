@@ -14,13 +14,13 @@ import pytest
 from models.layer_checkpoints import write_checkpoint
 from models.tiny_checkpoints import write_tokenizer
 from opweave.config import EngineConfig
-from opweave.engine import LLM, Checkpoint, Embedder, InvalidArgumentError, open_engine
-from opweave.engine.errors import CheckpointError
-from opweave.engine.request.io_processor import IOProcessor, IOProcessors, io_processor
 from opweave.plugins import IO_PROCESSOR_PLUGINS, installed
 from opweave.plugins.errors import UnknownPluginError
 from opweave.plugins.loader import Loader
 from opweave.plugins.policy import PluginPolicy
+from opweave_engine import LLM, Checkpoint, Embedder, InvalidArgumentError, open_engine
+from opweave_engine.errors import CheckpointError
+from opweave_engine.request.io_processor import IOProcessor, IOProcessors, io_processor
 from plugins import helpers
 from server.conftest import Running, Start, running
 from server.fake_engine import CHECKPOINT, FakeEngine
@@ -30,8 +30,8 @@ from server.test_limits import until
 
 PATH = "/v1/process"
 SOURCE = '''
-from opweave.engine import SamplingParams
-from opweave.engine.request.io_processor import IOProcessor
+from opweave_engine import SamplingParams
+from opweave_engine.request.io_processor import IOProcessor
 
 class Outlines(IOProcessor):
     """Writes the beginning of a function for each name."""

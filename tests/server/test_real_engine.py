@@ -15,11 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from models.layer_checkpoints import write_checkpoint
 from models.tiny_checkpoints import write_tokenizer
-from opweave.engine import LLM, AsyncEngine, Embedder, SamplingParams, open_engine
 from opweave.plugins import installed
 from opweave.plugins.loader import Loader
 from opweave.plugins.policy import PluginPolicy
-from opweave.server import ServerConfig
+from opweave_engine import LLM, AsyncEngine, Embedder, SamplingParams, open_engine
+from opweave_engine.server import ServerConfig
 from plugins import helpers
 from server.conftest import TEMPLATE, Running, running
 from server.fake_engine import CHECKPOINT

@@ -19,17 +19,21 @@ from pydantic import BaseModel
 from typing_extensions import is_typeddict
 
 from opweave.config import EngineConfig
-from opweave.engine import ChatTemplate
-from opweave.server import ServerConfig
-from opweave.server.protocol.base import RequestBody
-from opweave.server.protocol.chat import ChatRequest
-from opweave.server.protocol.completions import CompletionRequest
-from opweave.server.protocol.embeddings import EmbeddingConversation, EmbeddingRequest
-from opweave.server.protocol.process import ProcessRequest
-from opweave.server.protocol.responses import ResponsesRequest
-from opweave.server.protocol.scoring import RerankRequest, ScoreRequest
-from opweave.server.protocol.tokens import DetokenizeRequest, TokenizeConversation, TokenizePrompt
-from opweave.server.request_fields import ENDPOINTS, Row
+from opweave_engine import ChatTemplate
+from opweave_engine.server import ServerConfig
+from opweave_engine.server.protocol.base import RequestBody
+from opweave_engine.server.protocol.chat import ChatRequest
+from opweave_engine.server.protocol.completions import CompletionRequest
+from opweave_engine.server.protocol.embeddings import EmbeddingConversation, EmbeddingRequest
+from opweave_engine.server.protocol.process import ProcessRequest
+from opweave_engine.server.protocol.responses import ResponsesRequest
+from opweave_engine.server.protocol.scoring import RerankRequest, ScoreRequest
+from opweave_engine.server.protocol.tokens import (
+    DetokenizeRequest,
+    TokenizeConversation,
+    TokenizePrompt,
+)
+from opweave_engine.server.request_fields import ENDPOINTS, Row
 from server.conftest import Running, running
 from server.fake_engine import FakeEngine
 from server.test_schema import Echo

@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response
 
 from engine.test_structured import PYDOC
-from opweave.engine import AsyncEngine
+from opweave_engine import AsyncEngine
 from server.conftest import Running, Start
 from server.fake_engine import CHECKPOINT, FakeEngine
 from server.scripted_engine import ScriptedEngine

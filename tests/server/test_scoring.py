@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from models.tiny_checkpoints import write_checkpoint, write_cross_encoder
-from opweave.engine import open_engine
+from opweave_engine import open_engine
 from server.conftest import Running, running
 
 QUERY = "the quick fox"

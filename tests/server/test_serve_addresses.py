@@ -15,13 +15,19 @@ import pytest
 
 from opweave.cli import main
 from opweave.cli.app import app
-from opweave.cli.serve import serve_app
-from opweave.cli.vllm_options import REPLACEMENTS
-from opweave.engine.sampling.sampling_params import MAX_LOGPROBS
 from opweave.platforms import Platform
-from opweave.server import AddressError, ServerConfig, ServerConfigError, create_app, listen_unix
-from opweave.server.request_fields import ENDPOINTS
-from opweave.server.tls import check_certificate
+from opweave_engine.cli.serve import serve_app
+from opweave_engine.cli.vllm_options import REPLACEMENTS
+from opweave_engine.sampling.sampling_params import MAX_LOGPROBS
+from opweave_engine.server import (
+    AddressError,
+    ServerConfig,
+    ServerConfigError,
+    create_app,
+    listen_unix,
+)
+from opweave_engine.server.request_fields import ENDPOINTS
+from opweave_engine.server.tls import check_certificate
 from server.command import Command
 from server.conftest import running
 from server.fake_engine import CHECKPOINT, FakeEngine

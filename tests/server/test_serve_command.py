@@ -17,9 +17,9 @@ import openai
 import pytest
 
 from opweave.cli import main
-from opweave.cli.serve import serve_app
 from opweave.config import environment
-from opweave.engine import LLM, SamplingParams
+from opweave_engine import LLM, SamplingParams
+from opweave_engine.cli.serve import serve_app
 from server.command import ROOT, Command
 from server.fake_engine import CHECKPOINT
 from server.test_limits import until
@@ -139,7 +139,7 @@ def test_the_log(command: Command, client: openai.OpenAI) -> None:
     assert (access["method"], access["path"]) == ("POST", "/v1/completions")
     assert (access["status"], access["ignored_fields"]) == (200, ["odd"])
     assert access["seconds"] > 0
-    options = [line["message"] for line in lines if line["logger"] == "opweave.cli.serve"]
+    options = [line["message"] for line in lines if line["logger"] == "opweave_engine.cli.serve"]
     assert "option --port: 0 (command line)" in options
     assert any(text.startswith("option --max-num-seqs: 8 (/") for text in options)
     assert "secret" not in command.log.read_text()

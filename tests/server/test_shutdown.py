@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from opweave.server.middleware import Envelope
+from opweave_engine.server.middleware import Envelope
 from server.test_limits import stalled, until
 
 TESTS = Path(__file__).parents[1]
@@ -28,9 +28,9 @@ PATH = "/v1/completions"
 FORKS = """
 import json, os, sys, time, traceback
 
-from opweave.engine import ChatTemplate
-from opweave.server import ServerConfig, create_app, listen, run
-from opweave.server.run import url
+from opweave_engine import ChatTemplate
+from opweave_engine.server import ServerConfig, create_app, listen, run
+from opweave_engine.server.run import url
 from server.fake_engine import FakeEngine
 
 class Endless(ChatTemplate):

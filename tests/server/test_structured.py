@@ -17,7 +17,7 @@ import pytest
 from pydantic import BaseModel
 
 from engine.test_structured import CHOICE_OF_30_000, CRASHING, reference_chain, rule_chain
-from opweave.engine import AsyncEngine
+from opweave_engine import AsyncEngine
 from server.command import Command
 from server.conftest import TEMPLATE, Running, running
 from server.fake_engine import CHECKPOINT

@@ -13,11 +13,11 @@ import openai
 import pytest
 
 from engine.test_structured import PYDOC, VOCABULARY, GrammarCompiler, allowed
-from opweave.engine import LLM, AsyncEngine, ChatTemplate, SamplingParams
-from opweave.server import ServerConfig
-from opweave.server.output.call_format import CallFormat
-from opweave.server.output.calls import DeepSeek, Hermes, LlamaJson, Mistral
-from opweave.server.output.grammar import answer_grammar
+from opweave_engine import LLM, AsyncEngine, ChatTemplate, SamplingParams
+from opweave_engine.server import ServerConfig
+from opweave_engine.server.output.call_format import CallFormat
+from opweave_engine.server.output.calls import DeepSeek, Hermes, LlamaJson, Mistral
+from opweave_engine.server.output.grammar import answer_grammar
 from server.conftest import Running, Start, running
 from server.fake_engine import CHECKPOINT
 from server.scripted_engine import ScriptedEngine

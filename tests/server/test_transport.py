@@ -9,7 +9,7 @@ import zlib
 
 import pytest
 
-from opweave.server import ServerConfig
+from opweave_engine.server import ServerConfig
 from server.conftest import Running, Start
 from server.test_limits import until
 
@@ -124,7 +124,7 @@ def test_the_client_of_a_proxy_is_logged(
         monkeypatch.delenv("FORWARDED_ALLOW_IPS", raising=False)
     else:
         monkeypatch.setenv("FORWARDED_ALLOW_IPS", trusted)
-    with caplog.at_level("INFO", "opweave.server.access"):
+    with caplog.at_level("INFO", "opweave_engine.server.access"):
         start().get("/health", headers={"X-Forwarded-For": "203.0.113.7"})
         until(lambda: "path='/health'" in caplog.text)
     assert f"client='{client}'" in caplog.text

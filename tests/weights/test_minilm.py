@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
-from opweave.engine import AsyncEmbedder, Embedder
+from opweave_engine import AsyncEmbedder, Embedder
 from server.conftest import Running, running
 from weights import trained_models
 from weights.trained_models import minilm

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from opweave.engine import LLM, SamplingParams, StructuredOutputsParams
+from opweave_engine import LLM, SamplingParams, StructuredOutputsParams
 from weights.trained_models import smollm2
 
 PROMPTS = [

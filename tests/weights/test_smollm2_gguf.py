@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from opweave.engine import LLM, SamplingParams, load_model
+from opweave_engine import LLM, SamplingParams, load_model
 from weights.trained_models import smollm2, smollm2_gguf
 
 TEXT = Path(__file__).parents[2] / "examples" / "models" / "tiny-pydoc" / "heldout.txt"

@@ -20,21 +20,21 @@ from torch import Tensor
 
 from opweave import ir, platforms
 from opweave.config import EngineConfig, ParallelConfig, SchedulerConfig
-from opweave.engine import EngineStats, SamplingParams
-from opweave.engine.attention import (
+from opweave.platforms import CpuPlatform
+from opweave_engine import EngineStats, SamplingParams
+from opweave_engine.attention import (
     FullAttentionSpec,
     LatentAttentionSpec,
     PagedAttention,
     SequenceBatch,
 )
-from opweave.engine.cache import CacheGroup, EveryToken, KVCacheManager
-from opweave.engine.errors import NonFiniteLogitsError, UnsupportedCacheError
-from opweave.engine.metrics.stats import StatCounter
-from opweave.engine.request.request import Request
-from opweave.engine.runner.model_runner import ModelRunner
-from opweave.engine.runner.step import SequenceStep
-from opweave.engine.sampling.sampler import Sampled, Sampler, SamplingRequest
-from opweave.platforms import CpuPlatform
+from opweave_engine.cache import CacheGroup, EveryToken, KVCacheManager
+from opweave_engine.errors import NonFiniteLogitsError, UnsupportedCacheError
+from opweave_engine.metrics.stats import StatCounter
+from opweave_engine.request.request import Request
+from opweave_engine.runner.model_runner import ModelRunner
+from opweave_engine.runner.step import SequenceStep
+from opweave_engine.sampling.sampler import Sampled, Sampler, SamplingRequest
 
 BLOCK = 16
 

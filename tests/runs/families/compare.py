@@ -12,8 +12,8 @@ from typing import Any
 
 from opweave.config import EngineConfig
 from opweave.config.cache import CacheConfig
-from opweave.engine import LLM, EngineError, RequestOutput, SamplingParams
-from opweave.models import ModelError
+from opweave_engine import LLM, EngineError, RequestOutput, SamplingParams
+from opweave_engine.models import ModelError
 from runs.families.oracle import COUNT, Continuation, reference
 
 TOLERANCE = 1e-3  # of log-probabilities
@@ -97,7 +97,7 @@ class _Warnings(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.text = ""
-        self._log = logging.getLogger("opweave.integrations.transformers")
+        self._log = logging.getLogger("opweave_engine.transformers")
 
     def emit(self, record: logging.LogRecord) -> None:
         self.text = record.getMessage()[:300]

@@ -49,8 +49,11 @@ _BODIES = "tests/runs/gpu_queue/bodies"
 # Kernels and their definitions; the checks are those of the tests for the CPU.
 _KERNELS = ("opweave.kernels", "opweave.ir.ops")
 _ENGINE = (
-    *(f"src/opweave/{part}" for part in ("compile", "engine", "ir", "kernels", "layers")),
-    *(f"src/opweave/{part}" for part in ("models", "platforms")),
+    *(
+        f"packages/opweave/src/opweave/{part}"
+        for part in ("compile", "engine", "ir", "kernels", "layers")
+    ),
+    *(f"packages/opweave/src/opweave/{part}" for part in ("models", "platforms")),
 )
 
 
@@ -80,7 +83,7 @@ def _implementations(device: str) -> Iterator[Job]:
     ]
     # opweave's kernels first, then those of installed libraries, then torch's own, the definitions.
     found.sort(key=lambda impl: (impl.provider == "native", impl.provider != "triton"))
-    core = files_in("src/opweave/ir")
+    core = files_in("packages/opweave/src/opweave/ir")
     for impl in found:
         arguments = {"op": impl.op.name, "provider": impl.provider, "device": device}
         name = f"{impl.op.name}:{impl.provider}"
@@ -142,7 +145,9 @@ def _generation(device: str, size: str) -> Iterator[Job]:
 
 
 def _kernels(device: str) -> Iterator[Job]:
-    sources = partial(files_in, "src/opweave/kernels/triton", "src/opweave/ir")
+    sources = partial(
+        files_in, "packages/opweave/src/opweave/kernels/triton", "packages/opweave/src/opweave/ir"
+    )
     body = _body("kernels")
     on: Mapping[str, Any] = {"device": device}
     if device == "cpu":

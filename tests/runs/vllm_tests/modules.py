@@ -3,7 +3,7 @@
 ============================================  ==================================================
 import                                        gives
 ============================================  ==================================================
-``vllm.X``                                    ``opweave.integrations.vllm_api.X``, if it exists
+``vllm.X``                                    ``opweave_vllm.vllm_api.X``, if it exists
 a name of ``vllm.model_executor``             that of ``opweave.layers``, as the guide says
 a pass of ``vllm.compilation.passes``         a stand-in that runs opweave's pass, see ``passes``
 ``torch.ops.vllm_ir``                         ``torch.ops.opweave``
@@ -26,7 +26,7 @@ import torch
 
 from opweave import layers
 
-OWN = "opweave.integrations.vllm_api"
+OWN = "opweave_vllm.vllm_api"
 
 
 class NoCounterpart(BaseException):

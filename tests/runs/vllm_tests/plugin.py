@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from opweave.integrations.vllm_api.config import VllmConfig, set_current_vllm_config
-from opweave.integrations.vllm_api.ir.op import IrOp
 from opweave.ir import isolated_registry
+from opweave_vllm.vllm_api.config import VllmConfig, set_current_vllm_config
+from opweave_vllm.vllm_api.ir.op import IrOp
 from runs.vllm_tests import modules, passes
 from runs.vllm_tests.outcomes import FAILED, PASSED, SKIPPED
 

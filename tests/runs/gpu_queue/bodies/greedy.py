@@ -13,7 +13,7 @@ from gpu_queue.job import Row
 from models import layer_checkpoints, tiny_checkpoints
 from opweave.config import CacheConfig, EngineConfig
 from opweave.config.child_process import inherited_environment
-from opweave.engine import LLM, SamplingParams
+from opweave_engine import LLM, SamplingParams
 
 FAMILIES = ("llama", "mixtral", "deepseek", "gemma3", "mamba2")
 _PROMPTS = (3, 17, 40)  # tokens

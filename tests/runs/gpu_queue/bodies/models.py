@@ -20,7 +20,7 @@ from opweave.config import (
     EngineConfig,
     SchedulerConfig,
 )
-from opweave.engine import EngineCore, RequestOutput, SamplingParams
+from opweave_engine import EngineCore, RequestOutput, SamplingParams
 
 DTYPE = torch.bfloat16
 _BLOCK = 64  # tokens

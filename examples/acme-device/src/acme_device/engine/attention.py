@@ -9,13 +9,13 @@ from torch import Tensor
 
 from acme_device.engine.usage import usage
 from opweave import ir
-from opweave.engine.attention import (
+from opweave_engine.attention import (
     AttentionBackend,
     CacheSpec,
     FullAttentionSpec,
     SequenceBatch,
 )
-from opweave.engine.cache import NULL_BLOCK
+from opweave_engine.cache import NULL_BLOCK
 
 
 class AcmeAttention(AttentionBackend):

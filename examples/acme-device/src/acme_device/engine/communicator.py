@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from acme_device.engine.usage import usage
-from opweave.engine.parallel.communicators import SharedMemoryCommunicator
+from opweave_engine.parallel.communicators import SharedMemoryCommunicator
 
 
 class AcmeCommunicator(SharedMemoryCommunicator):

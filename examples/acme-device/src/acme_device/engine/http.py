@@ -11,7 +11,7 @@ from fastapi import APIRouter
 import acme_device
 from acme_device.engine.usage import usage
 from opweave import platforms
-from opweave.engine import EngineClient
+from opweave_engine import EngineClient
 
 
 def router(engine: EngineClient) -> APIRouter:

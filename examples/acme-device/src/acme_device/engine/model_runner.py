@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from acme_device.engine.usage import usage
-from opweave.engine.errors import NonFiniteLogitsError
-from opweave.engine.runner.model_runner import ModelRunner
-from opweave.engine.runner.step import SequenceStep
-from opweave.engine.sampling.sampler import Sampled
+from opweave_engine.errors import NonFiniteLogitsError
+from opweave_engine.runner.model_runner import ModelRunner
+from opweave_engine.runner.step import SequenceStep
+from opweave_engine.sampling.sampler import Sampled
 
 
 class AcmeModelRunner(ModelRunner):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from acme_device.engine.usage import usage
-from opweave.engine.sampling.sampler import Sampled, Sampler, SamplingRequest
+from opweave_engine.sampling.sampler import Sampled, Sampler, SamplingRequest
 
 
 class AcmeSampler(Sampler):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from acme_device.engine.usage import usage
-from opweave.engine.scheduler import Scheduled, Scheduler
+from opweave_engine.scheduler import Scheduled, Scheduler
 
 
 class AcmeScheduler(Scheduler):

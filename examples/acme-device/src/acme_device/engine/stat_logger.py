@@ -10,8 +10,8 @@ import torch
 from acme_device.engine.usage import usage
 from opweave import platforms
 from opweave.config import EngineConfig
-from opweave.engine.metrics.stat_logger import StatLogger
-from opweave.engine.metrics.stats import EngineStats
+from opweave_engine.metrics.stat_logger import StatLogger
+from opweave_engine.metrics.stats import EngineStats
 
 _log = logging.getLogger("opweave.acme")  # below opweave: --log-level shows it
 

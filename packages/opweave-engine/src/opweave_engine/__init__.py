@@ -1,0 +1,97 @@
+"""The inference engine: loads a checkpoint, and generates text or embeddings."""
+
+from opweave_engine.chat import ChatTemplate
+from opweave_engine.client.async_embedder import AsyncEmbedder
+from opweave_engine.client.async_engine import AsyncEngine
+from opweave_engine.client.engine_client import EngineClient
+from opweave_engine.client.open_engine import open_engine
+from opweave_engine.core import EngineCore
+from opweave_engine.embedding.embedder import Embedder
+from opweave_engine.embedding.pooling_params import PoolingParams
+from opweave_engine.errors import (
+    CacheSizeError,
+    ChatTemplateError,
+    CheckpointError,
+    CommunicatorError,
+    EngineDeadError,
+    EngineError,
+    GrammarQueueFullError,
+    InvalidArgumentError,
+    MissingDependencyError,
+    NonFiniteLogitsError,
+    NoTokenLeftError,
+    PromptError,
+    RankFailedError,
+    ReplicaFailedError,
+    SamplingParamsError,
+    TokenizerError,
+    UnexpectedKeywordError,
+    UnsupportedCacheError,
+)
+from opweave_engine.llm import LLM
+from opweave_engine.loading.checkpoint import Checkpoint
+from opweave_engine.loading.loader import load_model
+from opweave_engine.metrics.selection_report import KernelUse
+from opweave_engine.metrics.stats import EngineStats, HistogramCounts
+from opweave_engine.moved import support_old_paths
+from opweave_engine.parallel.data_parallel import DataParallelEngine
+from opweave_engine.request.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    FinishReason,
+    Logprob,
+    RequestOutput,
+    RequestTimings,
+    ScoreOutput,
+)
+from opweave_engine.sampling.sampling_params import SamplingParams
+from opweave_engine.structured import StructuredOutputsParams
+from opweave_engine.tokenization.tokenizer import Tokenizer
+
+__all__ = [
+    "LLM",
+    "AsyncEmbedder",
+    "AsyncEngine",
+    "CacheSizeError",
+    "ChatTemplate",
+    "ChatTemplateError",
+    "Checkpoint",
+    "CheckpointError",
+    "CommunicatorError",
+    "CompletionOutput",
+    "DataParallelEngine",
+    "Embedder",
+    "EmbeddingOutput",
+    "EngineClient",
+    "EngineCore",
+    "EngineDeadError",
+    "EngineError",
+    "EngineStats",
+    "FinishReason",
+    "GrammarQueueFullError",
+    "HistogramCounts",
+    "InvalidArgumentError",
+    "KernelUse",
+    "Logprob",
+    "MissingDependencyError",
+    "NoTokenLeftError",
+    "NonFiniteLogitsError",
+    "PoolingParams",
+    "PromptError",
+    "RankFailedError",
+    "ReplicaFailedError",
+    "RequestOutput",
+    "RequestTimings",
+    "SamplingParams",
+    "SamplingParamsError",
+    "ScoreOutput",
+    "StructuredOutputsParams",
+    "Tokenizer",
+    "TokenizerError",
+    "UnexpectedKeywordError",
+    "UnsupportedCacheError",
+    "load_model",
+    "open_engine",
+]
+
+support_old_paths()

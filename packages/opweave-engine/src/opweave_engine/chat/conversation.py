@@ -1,0 +1,148 @@
+"""Validates conversations, and renders them as prompts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from inspect import signature
+from typing import Any
+
+from opweave.ir.errors import did_you_mean
+from opweave_engine.chat import ChatTemplate, Message
+from opweave_engine.chat.plain import as_mapping
+from opweave_engine.errors import (
+    ChatTemplateError,
+    InvalidArgumentError,
+    PromptError,
+    UnexpectedKeywordError,
+)
+from opweave_engine.loading.checkpoint import Checkpoint
+
+_log = logging.getLogger(__name__)
+
+_NOT_VARIABLES = signature(ChatTemplate.render).parameters.keys() - {"self", "variables"}
+
+
+def template_for(checkpoint: Checkpoint, given: str | None) -> ChatTemplate:
+    """Return the checkpoint's chat template, or the one in *given*: a name, a file or a template.
+
+    Raises:
+        ChatTemplateError: the template is missing, or is not valid Jinja.
+    """
+    if given is not None:
+        return ChatTemplate.given(given, checkpoint)
+    if (own := ChatTemplate.of(checkpoint)) is None:
+        raise ChatTemplateError(
+            f"{checkpoint.path} has no chat template: its model may not be made for conversations. "
+            "Give a template (chat_template=..., or --chat-template FILE), or use generate."
+        )
+    return own
+
+
+def check_keywords(
+    given: Mapping[str, Any], template: ChatTemplate, function: Callable[..., Any] | None = None
+) -> None:
+    """Check that the template reads a variable for each of the keyword arguments *given*.
+
+    Raises:
+        UnexpectedKeywordError: it does not; the message lists the parameters of *function*, too.
+    """
+    known, fault = template.traits.variables, "is not"
+    if function is not None:
+        known |= signature(function).parameters.keys() - {"self", "variables"}
+        fault = f"is neither a parameter of {function.__name__} nor"
+    for name in given:
+        if name not in template.traits.variables:
+            raise UnexpectedKeywordError(
+                f"{name!r} {fault} a variable of the chat template. {did_you_mean(name, known)}",
+                name,
+            )
+
+
+def checked_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the variables in *chat_template_kwargs*.
+
+    Raises:
+        InvalidArgumentError: it is not a mapping, or one of them is a parameter.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise InvalidArgumentError(
+            f"chat_template_kwargs={given!r} must be a dict of variables.", "chat_template_kwargs"
+        )
+    if clash := sorted(_NOT_VARIABLES & given.keys()):
+        raise InvalidArgumentError(
+            f"chat_template_kwargs cannot hold {', '.join(clash)}; give it as a parameter.",
+            "chat_template_kwargs",
+        )
+    return dict(given)
+
+
+def render_all(
+    conversations: Sequence[Sequence[Message]],
+    template: ChatTemplate,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    documents: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool,
+    variables: Mapping[str, Any],
+) -> list[str]:
+    """Return the prompt of each conversation.
+
+    Raises:
+        ChatTemplateError, PromptError, InvalidArgumentError: as :meth:`ChatTemplate.render`; or
+            the template does not use the tools or documents.
+    """
+    template.check_use(tools=tools, documents=documents)
+    for name in sorted(variables.keys() - template.chosen(tools).traits.variables):
+        _log.warning("the chat template does not read the variable %r", name)
+    render = partial(
+        template.render,
+        tools=tools,
+        documents=documents,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        **variables,
+    )
+    texts = []
+    for index, messages in enumerate(conversations):
+        try:
+            texts.append(render(messages))
+        except (PromptError, ChatTemplateError) as error:
+            if len(conversations) == 1:
+                raise
+            raise type(error)(f"conversation {index}: {error}", error.parameter) from error
+    return texts
+
+
+def as_conversations(messages: object) -> list[list[Message]]:
+    """Return one conversation or several as a list of them.
+
+    Messages are dicts, or objects of the OpenAI client's types.
+
+    Raises:
+        PromptError: an item is not a message, or a conversation is empty.
+    """
+    if isinstance(messages, list | tuple) and messages:
+        messages = [messages] if isinstance(as_mapping(messages[0]), Mapping) else messages
+    if not isinstance(messages, list | tuple):
+        raise PromptError(
+            f"messages must be a list of messages, or of such lists, not {messages!r}."
+        )
+    return [_conversation(one) for one in messages]
+
+
+def _conversation(messages: object) -> list[Message]:
+    if not isinstance(messages, list | tuple) or not messages:
+        raise PromptError(f"A conversation is {messages!r}; it must be a list of messages.")
+    found = [as_mapping(message) for message in messages]
+    for message in found:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise PromptError(
+                f"A message is {message!r}; it must be a dict like "
+                "{'role': 'user', 'content': 'Hello'}."
+            )
+    return found

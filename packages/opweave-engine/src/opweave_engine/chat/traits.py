@@ -1,0 +1,196 @@
+"""How a chat template reads messages, found in its syntax tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from opweave_engine.chat.syntax import Field, Placed, Syntax, is_constant
+from opweave_engine.dependencies import require
+
+# Filters that take a list of content parts, as a template applies them to content.
+_FILTERS_OF_PARTS = {"selectattr", "rejectattr", "map", "groupby"}
+_FILTERS_OF_TEXT = {
+    "e", "escape", "from_json", "fromjson", "indent", "lower", "replace", "safe", "string", "trim",
+    "upper",
+}  # fmt: skip
+_TRANSPARENT_FILTERS = {"default", "d"}
+
+
+@dataclass(frozen=True)
+class Traits:
+    """The message format that a template expects.
+
+    Attributes:
+        source: the template.
+        tree: its syntax tree.
+    """
+
+    source: str
+    tree: Any
+
+    def mentions(self, name: str) -> bool:
+        """Whether *name* occurs anywhere in the template."""
+        return name in self.source
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template reads the parts of a message whose content is a list."""
+        return bool(self._uses_of_parts)
+
+    @cached_property
+    def needs_parts(self) -> bool:
+        """Whether it reads parts without testing first whether the content is a string."""
+        return not all(map(self._is_guarded, self._uses_of_parts))
+
+    @cached_property
+    def takes_arguments_as_text(self) -> bool:
+        """Whether it prints the arguments of a call unchanged, and never as an object."""
+        kinds = set(filter(None, map(self._use_of_arguments, self._syntax.placed)))
+        return kinds == {"text"}
+
+    @cached_property
+    def needs_null_content(self) -> bool:
+        """Whether it prints the calls of a message only if its content is None."""
+        return any(
+            any(self._tests_for_none(part) for part in self._syntax.below(each.node.test))
+            and any(
+                self._mentions("tool_calls", part) for part in (each.node.test, *each.node.body)
+            )
+            for each in self._syntax.placed
+            if isinstance(each.node, self._nodes.If)
+        )
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The variables that the template reads and does not set itself."""
+        environment = self.tree.environment
+        # Of a tree of its own: Jinja folds constants in the one that it looks through.
+        tree = environment.parse(self.source)
+        found = require("jinja2.meta").find_undeclared_variables(tree)
+        return frozenset(found - environment.globals.keys())
+
+    @cached_property
+    def strings(self) -> frozenset[str]:
+        """All string constants, which include the roles that the template distinguishes."""
+        constants = (each.node for each in self._syntax.placed)
+        return frozenset(
+            node.value for node in constants if is_constant(node) and isinstance(node.value, str)
+        )
+
+    @cached_property
+    def _nodes(self) -> Any:
+        return require("jinja2.nodes")
+
+    @cached_property
+    def _syntax(self) -> Syntax:
+        return Syntax(self.tree)
+
+    @cached_property
+    def _content(self) -> Field:
+        return Field("content", self._syntax)
+
+    @cached_property
+    def _arguments(self) -> Field:
+        return Field("arguments", self._syntax)
+
+    @cached_property
+    def _uses_of_parts(self) -> list[Placed]:
+        return [each for each in self._syntax.placed if self._uses_parts(each.node)]
+
+    def _uses_parts(self, node: Any) -> bool:
+        nodes, content = self._nodes, self._content
+        # A loop that looks for images alone takes a string, too: its characters are not images.
+        if isinstance(node, nodes.For):
+            return content.is_value(node.iter) and self._mentions("text", node)
+        if isinstance(node, nodes.Filter):
+            takes_parts = node.name in _FILTERS_OF_PARTS and content.is_value(node.node)
+            return takes_parts and self._mentions("text", node)
+        if not isinstance(node, nodes.Getattr | nodes.Getitem):
+            return False
+        # The text of the first part: content[0].text, content[0]['text'], (content | first).text
+        name = node.attr if isinstance(node, nodes.Getattr) else getattr(node.arg, "value", None)
+        item = node.node
+        if isinstance(item, nodes.Filter):
+            is_item = item.name in ("first", "last")
+        else:
+            is_item = isinstance(item, nodes.Getitem) and not isinstance(item.arg, nodes.Slice)
+        is_of_parts = isinstance(name, str) and name != "type" and not hasattr(str, name)
+        return is_of_parts and is_item and content.is_value(item.node)
+
+    def _is_guarded(self, use: Placed) -> bool:
+        """Return whether *use* depends on a test for strings."""
+        return any(
+            self._tests_for_string(each.node)
+            for inner, above in zip((use.node, *use.above), use.above, strict=False)
+            for condition in self._conditions(inner, above)
+            for each in self._syntax.below(condition)
+        )
+
+    def _conditions(self, inner: Any, above: Any) -> list[Any]:
+        """Return what *above* tests before it comes to *inner*, which is a child of it."""
+        nodes = self._nodes
+        if isinstance(above, nodes.And | nodes.Or):
+            return [above]
+        if isinstance(above, nodes.CondExpr):
+            return [above.test]
+        if not isinstance(above, nodes.If):
+            return []
+        branches = [above, *above.elif_]
+        found = [branch.test for branch in branches]
+        if any(inner is node for node in above.else_):
+            return found
+        count = next((i for i, branch in enumerate(branches) if branch is inner), 1)
+        return found[:count]
+
+    def _tests_for_string(self, node: Any) -> bool:
+        is_test = isinstance(node, self._nodes.Test) and node.name == "string"
+        return is_test and self._content.is_value(node.node)
+
+    def _tests_for_none(self, placed: Placed) -> bool:
+        node, nodes = placed.node, self._nodes
+        if placed.above and isinstance(placed.above[0], nodes.Not):
+            return False
+        if isinstance(node, nodes.Compare) and [each.op for each in node.ops] == ["eq"]:
+            sides = (node.expr, node.ops[0].expr)
+            has_none = any(is_constant(side) and side.value is None for side in sides)
+            return has_none and any(map(self._content.is_value, sides))
+        is_test = isinstance(node, nodes.Test) and node.name == "none"
+        return is_test and self._content.is_value(node.node)
+
+    def _mentions(self, name: str, root: Any) -> bool:
+        """Return whether *root* has an attribute or a string of that name."""
+        found = (each.node for each in self._syntax.below(root))
+        return any(name in (getattr(n, "attr", None), getattr(n, "value", None)) for n in found)
+
+    def _use_of_arguments(self, placed: Placed) -> str | None:
+        """Return what the template takes arguments for where it reads them: text or an object."""
+        node = placed.node
+        if not self._arguments.is_read(node):
+            return None
+        for above in placed.above:
+            if not self._passes_on(node, above):
+                return self._kind_of_use(node, above)
+            node = above
+        return None
+
+    def _passes_on(self, node: Any, above: Any) -> bool:
+        """Return whether the value of *node* may be that of the expression around it."""
+        nodes = self._nodes
+        if isinstance(above, nodes.CondExpr):
+            return node is not above.test
+        is_default = isinstance(above, nodes.Filter) and above.name in _TRANSPARENT_FILTERS
+        return is_default or isinstance(above, nodes.Or)
+
+    def _kind_of_use(self, node: Any, above: Any) -> str | None:
+        nodes = self._nodes
+        if isinstance(above, nodes.Output | nodes.Add | nodes.Concat):
+            return "text"
+        if isinstance(above, nodes.Filter):
+            return "text" if above.name in _FILTERS_OF_TEXT else "object"
+        if isinstance(above, nodes.Getattr):
+            return "text" if hasattr(str, above.attr) else "object"
+        if isinstance(above, nodes.Getitem) and node is above.node:
+            return "text" if isinstance(above.arg, nodes.Slice) else "object"
+        return "object" if isinstance(above, nodes.For) else None

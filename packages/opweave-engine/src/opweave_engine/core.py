@@ -1,0 +1,405 @@
+"""The engine core: schedules requests, runs the model, and collects tokens, step by step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from opweave import platforms
+from opweave.config import EngineConfig
+from opweave.platforms import Platform
+from opweave.plugins import resolve_obj_by_qualname
+from opweave_engine.cache import KVCacheManager
+from opweave_engine.cache.plan import CachePlan, plan_cache
+from opweave_engine.errors import EngineError, InvalidArgumentError, NonFiniteLogitsError
+from opweave_engine.loading.checkpoint import Checkpoint, Progress
+from opweave_engine.loading.generation_config import log_defaults, sampling_defaults
+from opweave_engine.metrics.selection_report import SelectionReport
+from opweave_engine.metrics.stat_logger import stat_loggers
+from opweave_engine.metrics.stats import EngineStats, StatCounter
+from opweave_engine.parallel.executor import Executor
+from opweave_engine.request.active_request import ActiveRequest
+from opweave_engine.request.detokenized_output import DetokenizedOutput
+from opweave_engine.request.factory import RequestFactory
+from opweave_engine.request.outputs import RequestOutput
+from opweave_engine.request.prompts import Prompt, PromptReader
+from opweave_engine.request.request import Request
+from opweave_engine.runner.compilation import check_backend
+from opweave_engine.runner.step import SequenceStep
+from opweave_engine.sampling.logprobs import named
+from opweave_engine.sampling.sampling_params import SamplingParams
+from opweave_engine.scheduler import Scheduled, Scheduler
+from opweave_engine.structured.grammar_compiler import GrammarCompiler
+from opweave_engine.tokenization.tokenizer import tokenizer_of
+
+_log = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """A model, its KV cache, and the requests that share them.
+
+    Only one thread at a time may call :meth:`add_request`, :meth:`abort` and :meth:`step`.
+    :meth:`prepare` and :meth:`stats` may be called from another thread. Installed stat loggers get
+    the statistics after each step.
+
+    Args:
+        model: the directory of a checkpoint.
+        config: how to run it; the platform may change it.
+        platform: names the executor, worker, runner, scheduler, sampler and attention backends;
+            None: the current platform.
+        progress: called while loading, with the number of tensors loaded so far and in total.
+
+    Attributes:
+        config: the configuration after the platform's changes.
+        executor: runs the workers.
+        grammars: the compiled grammars for structured output; compile a grammar before
+            :meth:`prepare` to make that fast.
+        scheduler: chooses the tokens of each step.
+        tokenizer: the checkpoint's tokenizer.
+        sampling_defaults: sampling parameters from the checkpoint, by name.
+        max_model_len: the maximum number of tokens of a prompt and its output.
+
+    Raises:
+        EngineError, ModelError: the checkpoint is missing, damaged or not supported, or the cache
+            is too small.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        config: EngineConfig,
+        *,
+        platform: Platform | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.platform = platform or platforms.current_platform
+        self.config = config = platforms.configured(config, self.platform)
+        check_backend(config.compilation)
+        checkpoint = Checkpoint(model)
+        checkpoint.config()  # first: its error says that the directory is not a checkpoint
+        self.tokenizer = tokenizer_of(checkpoint, config)
+        self.sampling_defaults = sampling_defaults(checkpoint, config.generation_config)
+        log_defaults(checkpoint, config.generation_config, self.sampling_defaults)
+        executor: type[Executor] = resolve_obj_by_qualname(self.platform.get_executor_cls(config))
+        self.executor = executor(model, config, self.platform, progress)
+        try:
+            self._start()
+        except BaseException:  # there is no engine yet that could shut it down
+            self.executor.shutdown()
+            raise
+
+    def _start(self) -> None:
+        config, facts = self.config, self.executor.facts
+        plan = plan_cache(
+            facts.groups, config.cache, config.scheduler, facts.context, facts.memory, facts.free
+        )
+        self.max_model_len, self.model_config = plan.max_model_len, facts.config
+        self._selections = self._warm_up(plan)
+        cache = KVCacheManager(
+            plan.cache_groups(facts.groups),
+            plan.block_size,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+        )
+        scheduler: type[Scheduler] = resolve_obj_by_qualname(
+            self.platform.get_scheduler_cls(config)
+        )
+        limits = config.scheduler
+        if facts.needs_whole_prompts:
+            budget = max(limits.max_num_batched_tokens, self.max_model_len)
+            limits = replace(limits, enable_chunked_prefill=False, max_num_batched_tokens=budget)
+            _log.info("prompts are not split over steps, since the model's logits depend on it")
+        self.scheduler = scheduler(limits, cache)
+        eos_token_ids = self._known_eos(facts.vocab_size)
+        self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size, eos_token_ids)
+        prompts = PromptReader(self.tokenizer, facts.vocab_size, self.max_model_len)
+        self._factory = RequestFactory(
+            prompts, self.grammars, self.platform, eos_token_ids, config.seed
+        )
+        self._requests: dict[str, ActiveRequest] = {}
+        # By the name of the sequence in the scheduler.
+        self._outputs: dict[str, tuple[ActiveRequest, DetokenizedOutput]] = {}
+        self._counter, self._loggers = StatCounter(), stat_loggers(config)
+
+    @property
+    def vocab_size(self) -> int:
+        """The size of the vocabulary: token ids are below it."""
+        return self._factory.prompts.vocab_size
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is unfinished."""
+        return self.scheduler.has_unfinished
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The ids of all unfinished requests."""
+        return list(self._requests)
+
+    def tokens(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
+        """Return the tokens of one prompt, truncated as *params* ask.
+
+        Raises:
+            PromptError: the prompt is empty, too long, or has token ids outside the vocabulary.
+        """
+        return self._factory.tokens(prompt, params, add_special_tokens=add_special_tokens)
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        streams: bool = True,
+        deltas: bool = False,
+        add_special_tokens: bool = True,
+    ) -> ActiveRequest:
+        """Return a request for :meth:`add_request`.
+
+        Args:
+            request_id: a name that is unique among unfinished requests.
+            prompt: a text, token ids, or a dict with one of them and a ``cache_salt``.
+            params: the sampling parameters.
+            priority: the scheduling priority, an integer; with the priority policy, lower ones are
+                scheduled first.
+            streams: return an output after every token instead of only at the end.
+            deltas: outputs contain only new text and tokens; only the first contains the prompt.
+            add_special_tokens: add the tokenizer's special tokens to a text.
+
+        Raises:
+            PromptError: the prompt is empty, too long, or has token ids outside the vocabulary.
+            SamplingParamsError: *params* are not SamplingParams, name token ids outside the
+                vocabulary, or contain a grammar that cannot be compiled.
+            InvalidArgumentError: *priority* is not an integer.
+            OpweaveError: the platform rejects the request.
+        """
+        return self._factory.make(
+            request_id,
+            prompt,
+            params,
+            priority=priority,
+            streams=streams,
+            deltas=deltas,
+            add_special_tokens=add_special_tokens,
+        )
+
+    def add_request(self, request: ActiveRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidArgumentError: an unfinished request has the same name.
+        """
+        if request.request_id in self._requests:
+            raise InvalidArgumentError(
+                f"request_id={request.request_id!r} is in use by a request that is not finished."
+            )
+        self.scheduler.add(request.outputs[0].request)  # first: it may reject the request
+        self._requests[request.request_id] = request
+        for output in request.outputs:
+            self._outputs[output.request.request_id] = request, output
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """Abort requests; return the last output of each one that was unfinished."""
+        found = [self._requests[name] for name in request_ids if name in self._requests]
+        for request in found:
+            request.abort()
+            self._forget_all(request)
+        return [request.next_output() for request in found]
+
+    def step(self) -> list[RequestOutput]:
+        """Compute the next tokens of as many requests as fit.
+
+        Requests whose logits are not finite fail, and the others are computed again. A request
+        whose own state raises an exception fails, too: its masks, log-probabilities or text. After
+        an error of the executor, all are computed again.
+
+        Returns:
+            The next output of each request that got a token, if it streams or has finished.
+        """
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            return []
+        # Sequences with one new token come first, and those with cached tokens before new ones.
+        scheduled.sort(key=lambda s: (s.num_tokens > 1, s.request.num_computed_tokens == 0))
+        steps = []
+        for item in scheduled:
+            try:
+                steps.append(self._step_of(item))
+            except Exception as error:
+                self.scheduler.undo(scheduled)
+                request = self._outputs[item.request.request_id][0]
+                self._lose(request, _failure(request, error))
+                return [request.next_output()]
+        asking = [item for item, step in zip(scheduled, steps, strict=True) if step.sampling]
+        complete = [item.is_complete for item in asking]
+        starts = [item.request.num_computed_tokens for item in asking]
+        began = time.perf_counter()
+        try:
+            with self._selections.watch(sum(item.num_tokens for item in scheduled)):
+                sampled = self.executor.execute(steps)
+        except Exception as error:
+            self.scheduler.undo(scheduled)
+            if isinstance(error, NonFiniteLogitsError) and error.rows:
+                return self._fail([asking[row].request for row in error.rows], error)
+            raise  # also if the rows are unknown
+        self.scheduler.update(scheduled)
+        outputs = [self._outputs[item.request.request_id][1] for item in asking]
+        self.grammars.advance(
+            (output.grammar, found.token_id)
+            for output, is_complete, found in zip(outputs, complete, sampled, strict=True)
+            if is_complete and not output.ends_at(found.token_id)
+        )
+        changed: dict[str, ActiveRequest] = {}
+        failures: dict[str, EngineError] = {}
+        for item, start, is_complete, found in zip(asking, starts, complete, sampled, strict=True):
+            request, output = self._outputs[item.request.request_id]
+            try:
+                scores = [named(each, self.tokenizer) for each in found.prompt_logprobs]
+                request.score_prompt(start, scores)
+                if is_complete:
+                    output.append(found.token_id, named(found.logprobs, self.tokenizer))
+            except Exception as error:
+                failures[request.request_id] = _failure(request, error)
+                changed[request.request_id] = request
+                continue
+            if is_complete:
+                self._count(request, output)
+                changed[request.request_id] = request
+        for request in changed.values():
+            failure = failures.get(request.request_id) or request.grammar_failure
+            if failure is not None:
+                self._lose(request, failure)
+        self._counter.step(time.perf_counter() - began, sum(s.num_tokens for s in scheduled))
+        for logger in self._loggers:
+            logger.record(self.stats())
+        return [r.next_output() for r in changed.values() if r.streams or r.is_finished]
+
+    def stats(self) -> EngineStats:
+        """Return the statistics since the engine started."""
+        scheduler, counter = self.scheduler, self._counter
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            kv_usage=scheduler.cache.usage,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            preemptions=scheduler.num_preemptions,
+            prompt_tokens=counter.prompt_tokens,
+            generation_tokens=counter.generation_tokens,
+            steps=counter.steps,
+            finished=dict(counter.finished),
+            histograms=counter.histograms(),
+            kernels=self._selections.kernels,
+            compile_seconds=self._selections.compile_seconds,
+        )
+
+    def check_idle(self) -> None:
+        """Check that no request is left, and that every block is free.
+
+        Raises:
+            CacheIntegrityError: otherwise.
+        """
+        self.scheduler.cache.check_empty()
+
+    def fail(self, error: EngineError) -> None:
+        """End all unfinished requests with *error*, because the engine has died."""
+        for request in list(self._requests.values()):
+            self._lose(request, error)
+
+    def shutdown(self) -> None:
+        """Abort all unfinished requests, and free the model and its cache."""
+        self.abort(self.unfinished)
+        self.grammars.close()
+        self.executor.shutdown()
+        for logger in self._loggers:
+            logger.shutdown()
+
+    def _known_eos(self, vocab_size: int) -> frozenset[int]:
+        given = self.tokenizer.eos_token_ids
+        known = frozenset(token for token in given if 0 <= token < vocab_size)
+        if unknown := sorted(given - known):
+            _log.warning(
+                "the end-of-text tokens %s are ignored: the model has the ids from 0 to %d",
+                unknown, vocab_size - 1,
+            )  # fmt: skip
+        return known
+
+    def _warm_up(self, plan: CachePlan) -> SelectionReport:
+        usage, began = SelectionReport(), time.perf_counter()
+        self.executor.allocate(plan)
+        if self.config.compilation.compiles:
+            usage.compile_seconds = time.perf_counter() - began
+        if self.config.compilation.uses_passes:
+            usage.add_graph()
+        return usage
+
+    def _step_of(self, item: Scheduled) -> SequenceStep:
+        sequence = item.request
+        request, output = self._outputs[sequence.request_id]
+        output.schedule()
+        start = sequence.num_computed_tokens
+        targets = request.prompt_targets(output, start, item.num_tokens)
+        return SequenceStep(
+            sequence.request_id,
+            sequence.token_ids[start : start + item.num_tokens],
+            start,
+            item.tables,
+            output.sampling if item.is_complete or targets else None,
+            targets,
+        )
+
+    def _count(self, request: ActiveRequest, output: DetokenizedOutput) -> None:
+        """Account for a new token: start the other outputs, or end this one."""
+        is_first = output.num_tokens == 1
+        computes_prompt = output is request.outputs[0]
+        self._counter.token(
+            output.since_last,
+            is_first=is_first,
+            num_prompt_tokens=output.request.num_prompt_tokens if computes_prompt else 0,
+        )
+        if is_first and computes_prompt:
+            for other in request.outputs[1:]:
+                self.scheduler.add(other.request)
+        if output.is_finished:
+            self._forget(output)
+        if request.is_finished:
+            del self._requests[request.request_id]
+
+    def _fail(self, sequences: Sequence[Request], error: EngineError) -> list[RequestOutput]:
+        found = {id(r): r for r, _ in (self._outputs[each.request_id] for each in sequences)}
+        for sequence in sequences:  # its logits were not checked before: any block may be wrong
+            self.scheduler.cache.forget(sequence)
+        for request in found.values():
+            self._lose(request, error)
+        return [request.next_output() for request in found.values()]
+
+    def _lose(self, request: ActiveRequest, error: EngineError) -> None:
+        request.fail(error)
+        self._forget_all(request)
+
+    def _forget_all(self, request: ActiveRequest) -> None:
+        del self._requests[request.request_id]
+        for output in request.outputs:
+            if output.request.request_id in self._outputs:
+                self._forget(output)
+
+    def _forget(self, output: DetokenizedOutput) -> None:
+        del self._outputs[output.request.request_id]
+        self.scheduler.remove(output.request.request_id)
+        self._counter.finish(output.finish_reason or "error", output.timings())
+
+
+def _failure(request: ActiveRequest, error: Exception) -> EngineError:
+    _log.error("request %s failed", request.request_id, exc_info=error)
+    failure = EngineError(f"The request failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,127 @@
+"""Base of language models: embedding, decoder layers, final norm, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from opweave.layers import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
+from opweave_engine.models.errors import WeightsError
+from opweave_engine.models.language_model import LanguageModel
+from opweave_engine.models.weights import Merged
+
+HEAD = "lm_head.weight"  # the output matrix in checkpoints
+
+
+class Decoder(nn.Module):
+    """Embedding, decoder layers and final norm, connected by a hidden state and a residual.
+
+    Args:
+        embed_tokens: maps ids to hidden states.
+        layers: each takes positions, hidden state and residual (None in the first layer), and
+            returns hidden state and residual.
+        norm: adds the residual, and normalizes.
+        embed_scale: factor on the embedding.
+    """
+
+    def __init__(
+        self,
+        embed_tokens: VocabParallelEmbedding,
+        layers: Iterable[nn.Module],
+        norm: nn.Module,
+        embed_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens, self.layers, self.norm = embed_tokens, nn.ModuleList(layers), norm
+        self.embed_scale = embed_scale
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        hidden, residual = self.embed_tokens(input_ids), None
+        if self.embed_scale is not None:
+            hidden = hidden * self.embed_scale
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual)
+        normed: Tensor = self.norm(hidden, residual)[0]
+        return normed
+
+
+class CausalLM(LanguageModel):
+    """A language model of opweave's layers; :meth:`load_weights` fills it.
+
+    Args:
+        model: maps ids to hidden states.
+        vocab_size, hidden_size: sizes from the configuration.
+        dtype: dtype of weights and activations.
+        tied: whether the embedding is also the output matrix.
+        max_positions: the maximum sequence length; None: unlimited.
+        soft_cap: the soft cap of the logits.
+    """
+
+    merged: ClassVar[Merged] = {
+        "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
+        "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
+    }
+
+    def __init__(
+        self,
+        model: Decoder,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        dtype: torch.dtype,
+        tied: bool,
+        max_positions: int | None,
+        soft_cap: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.vocab_size, self.max_positions = vocab_size, max_positions
+        self.model, self.dtype = model, dtype
+        self.lm_head = ParallelLMHead(vocab_size, hidden_size, params_dtype=dtype)
+        if tied:
+            self.lm_head = self.lm_head.tie_weights(model.embed_tokens)
+        self.logits_processor = LogitsProcessor(vocab_size, soft_cap=soft_cap)
+        self.requires_grad_(False)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        hidden: Tensor = self.model(input_ids, positions)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.logits_processor(self.lm_head, hidden)
+        return logits
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        # Older checkpoints also hold the rotary frequencies, which follow from the configuration.
+        given = ((n, t) for n, t in tensors if not n.endswith("rotary_emb.inv_freq"))
+        super().load_weights(self._tied(given) if self.is_tied else given)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the embedding is also the output matrix."""
+        return self.lm_head.weight is self.model.embed_tokens.weight
+
+    @property
+    def embedding_name(self) -> str:
+        """The name of the embedding in checkpoints."""
+        weight = self.model.embed_tokens.weight
+        return next(n for n, place in self.places().items() if place.parameter is weight)
+
+    def _tied(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the matrix that is embedding and output once, whichever names a checkpoint uses."""
+        found, embedding = None, self.embedding_name
+        for name, tensor in tensors:
+            if name not in (HEAD, embedding):
+                yield name, tensor
+            elif found is None or found.shape != tensor.shape:  # which will not fit
+                found = tensor
+                yield embedding, tensor
+            elif not tensor.is_meta and not torch.equal(
+                *(t.to(self.dtype) for t in (found, tensor))
+            ):
+                raise WeightsError(
+                    f"config.json ties the embeddings, but {HEAD} differs from {embedding}. Set "
+                    "'tie_word_embeddings' to false in config.json to use both."
+                )

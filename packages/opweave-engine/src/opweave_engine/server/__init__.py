@@ -1,0 +1,20 @@
+"""The server: OpenAI's API over HTTP."""
+
+from opweave_engine.server.app import create_app
+from opweave_engine.server.config import ServerConfig
+from opweave_engine.server.errors import ApiError, ServerConfigError, ServerError
+from opweave_engine.server.plugin_routes import PluginRouteError
+from opweave_engine.server.run import AddressError, listen, listen_unix, run
+
+__all__ = [
+    "AddressError",
+    "ApiError",
+    "PluginRouteError",
+    "ServerConfig",
+    "ServerConfigError",
+    "ServerError",
+    "create_app",
+    "listen",
+    "listen_unix",
+    "run",
+]

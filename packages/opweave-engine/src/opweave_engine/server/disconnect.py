@@ -1,0 +1,106 @@
+"""Cancels work when the client disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from opweave_engine.server.merge_streams import cancelled, close
+
+T = TypeVar("T")
+
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that did not wait
+HANG_UP_KEY = "hang_up"  # in the state of a request: closes its connection at once
+
+
+class ClientGoneError(Exception):
+    """The client has disconnected."""
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of *work*; cancel it as soon as the client disconnects.
+
+    Raises:
+        ClientGoneError: the client has disconnected.
+    """
+    working = asyncio.create_task(work)
+    hanging_up = asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait({working, hanging_up}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        await cancelled([working, hanging_up])
+
+
+class EventStream(Response):
+    """A response of server-sent events. Closes their source as soon as the client disconnects.
+
+    Args:
+        events: yields the encoded events, and never raises.
+        source: the source of *events*; closed even if *events* never started.
+        deadline: the event loop's time at which the response is cut off, even if the client does
+            not read.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[str, None],
+        source: AsyncIterator[object],
+        *,
+        deadline: float,
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._source, self._deadline = events, source, deadline
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events.
+
+        Raises:
+            ClientGoneError: the client did not read them in time.
+        """
+        sending = asyncio.create_task(self._send(send))
+        hanging_up = asyncio.create_task(_disconnected(receive))
+        left = self._deadline - asyncio.get_running_loop().time()
+        try:
+            done, _ = await asyncio.wait(
+                {sending, hanging_up}, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+            if sending in done:
+                sending.result()
+            elif not done:
+                if hang_up := scope["state"].get(HANG_UP_KEY):
+                    hang_up()  # else the connection stays until the client reads what was sent
+                    await hanging_up
+                raise ClientGoneError
+        finally:
+            await cancelled([sending, hanging_up])
+            await self._events.aclose()
+            await close(self._source)
+
+    async def _send(self, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        async for event in self._events:
+            body = event.encode("utf-8")
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

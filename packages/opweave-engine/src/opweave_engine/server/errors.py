@@ -1,0 +1,193 @@
+"""Errors: exceptions, and error objects of OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from starlette.requests import Request
+
+from opweave.ir.errors import OpweaveError
+from opweave_engine import (
+    EngineDeadError,
+    EngineError,
+    GrammarQueueFullError,
+    NonFiniteLogitsError,
+    TokenizerError,
+)
+
+_log = logging.getLogger(__name__)
+
+RETRY = {"Retry-After": "1"}  # the client may retry
+NO_RETRY = {"X-Should-Retry": "false"}  # OpenAI's clients repeat other requests that got a 5xx
+HANG_UP = {"Connection": "close"}  # the connection is closed
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ServerError(OpweaveError):
+    """Base class of the errors of :mod:`opweave_engine.server`."""
+
+
+class ServerConfigError(ServerError, ValueError):
+    """A configuration value of the server is invalid."""
+
+
+class ApiError(ServerError):
+    """An error response.
+
+    Args:
+        message: the reason, for people.
+        status: the HTTP status.
+        param: the invalid request field.
+        code: the reason, for programs.
+        headers: additional headers of the response.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.param, self.code = message, status, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """The error object."""
+        kind = _TYPES.get(self.status)
+        if kind is None:
+            kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def json(self) -> str:
+        """Return the error object as ASCII JSON."""
+        return json.dumps(self.body)
+
+
+def unsupported(path: str, given: str, note: str) -> ApiError:
+    """Return the error for an unsupported field.
+
+    Args:
+        path: the path of the field.
+        given: the field and its value, as the message shows them.
+        note: the reason or the alternative.
+    """
+    return ApiError(
+        f"{given} is not supported. {note}", param=path.partition(".")[0], code="unsupported"
+    )
+
+
+def too_large(limit: int) -> ApiError:
+    """Return the error for a body of more than *limit* bytes."""
+    return ApiError(
+        f"The request is larger than {limit} bytes, which is the most that the server takes.",
+        status=413,
+        code="request_too_large",
+        headers=HANG_UP,
+    )
+
+
+def no_tokenizer() -> ApiError:
+    """Return the error for a text prompt if the model has no tokenizer."""
+    return ApiError(
+        "The server has no tokenizer, since the model's directory has none: send token ids "
+        "instead of text.",
+        code="no_tokenizer",
+    )
+
+
+def shutting_down() -> ApiError:
+    """Return the error for a request that has not finished when the server shuts down."""
+    return ApiError(
+        "The server shuts down, and the request took too long to wait for.",
+        status=503,
+        code="shutting_down",
+    )
+
+
+def not_arrived(seconds: float) -> ApiError:
+    """Return the error for a request that did not arrive within *seconds*."""
+    return ApiError(
+        f"The request did not arrive within {seconds:g} s.",
+        status=408,
+        code="timeout",
+        headers=HANG_UP,
+    )
+
+
+def api_error(error: Exception, request: Request) -> ApiError:
+    """Return the error response for *error*. Errors in the server itself are only logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineDeadError):
+        server = request.app.state.server
+        if server.admission.is_closed and server.engine.dead_with is None:
+            return shutting_down()
+        return _dead(is_running=server.engine.is_running)
+    if (found := engine_error(error)) is not None:
+        return found
+    request_id = request.state.request_id
+    _log.error("request %s failed", request_id, exc_info=error)
+    return ApiError(
+        f"Something went wrong in the server. Its log says more about request {request_id}.",
+        status=500,
+        code="internal_error",
+    )
+
+
+def engine_error(error: Exception) -> ApiError | None:
+    """Return the error response for an engine error about this request, or None."""
+    if isinstance(error, EngineError) and isinstance(error, ValueError):
+        return ApiError(str(error), param=getattr(error, "parameter", None))
+    if isinstance(error, TokenizerError):
+        return no_tokenizer()
+    if isinstance(error, GrammarQueueFullError):
+        return ApiError(str(error), status=429, code="queue_full", headers=RETRY)
+    if isinstance(error, NonFiniteLogitsError):
+        return ApiError(str(error), status=500, code="non_finite_logits")
+    return None
+
+
+def _dead(*, is_running: bool) -> ApiError:
+    if is_running:  # the request may have killed the replica, and would kill the next one
+        return ApiError(
+            "The replica that worked on this request has died. Other replicas take new requests.",
+            status=503,
+            code="replica_died",
+            headers=NO_RETRY,
+        )
+    return ApiError("The engine does not run.", status=503, code="engine_dead")
+
+
+def http_error(status: int, detail: str, headers: Mapping[str, str] | None) -> ApiError:
+    """Return the error response for an error of the web framework."""
+    phrase = HTTPStatus(status).phrase
+    message = phrase if detail in ("", phrase) else detail
+    return ApiError(
+        f"{message.rstrip('.')}.",
+        status=status,
+        code=phrase.lower().replace(" ", "_"),
+        headers=headers,
+    )

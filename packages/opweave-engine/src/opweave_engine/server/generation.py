@@ -1,0 +1,156 @@
+"""Generates the outputs of one HTTP request."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from opweave_engine import (
+    CompletionOutput,
+    MissingDependencyError,
+    NonFiniteLogitsError,
+    PromptError,
+    RequestOutput,
+    RequestTimings,
+    SamplingParams,
+    SamplingParamsError,
+)
+from opweave_engine.request.accumulator import OutputAccumulator, merge_deltas
+from opweave_engine.request.prompts import DictPrompt
+from opweave_engine.server.deadline import Deadline
+from opweave_engine.server.errors import ApiError, shutting_down
+from opweave_engine.server.merge_streams import close, merge_streams
+from opweave_engine.server.prompts import Prompt
+from opweave_engine.server.protocol.structured import form_error
+from opweave_engine.server.state import ServerState
+
+_log = logging.getLogger(__name__)
+
+Deltas = AsyncGenerator[tuple[int, RequestOutput], None]  # each with the number of its prompt
+
+
+@dataclass(frozen=True)
+class GenerationJob:
+    """The prompts and parameters of one HTTP request.
+
+    Attributes:
+        server: runs the request.
+        kind: the prefix of its id.
+        prompts: at least one.
+        params: the sampling parameters.
+        deadline: when the response must be complete.
+        priority: the scheduling priority; lower numbers go first.
+        param: the request field that the prompts come from.
+        form_field: the request field that constrains the form of the output.
+        request_id: the suffix of its id; None: a random one.
+        id: the id in responses.
+        created: seconds since 1970.
+    """
+
+    server: ServerState
+    kind: str
+    prompts: list[Prompt]
+    params: SamplingParams
+    deadline: Deadline
+    priority: int = 0
+    param: str = "prompt"
+    form_field: str = "structured_outputs"
+    request_id: str | None = None
+    id: str = field(init=False)
+    created: int = field(default_factory=lambda: int(time.time()))
+    _name: str = field(default_factory=lambda: uuid.uuid4().hex)  # unique in the engine
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "id", f"{self.kind}-{self.request_id or self._name}")
+
+    @property
+    def model(self) -> str:
+        """The name of the model in responses."""
+        return self.server.model_names[0]
+
+    async def deltas(self) -> Deltas:
+        """Yield the deltas of all prompts, each with the index of its prompt. Closing it aborts.
+
+        Raises:
+            ApiError: too many requests are running, the deadline passes, or the server stops.
+            EngineError: the engine fails.
+        """
+        if self.server.config.log_prompts:
+            _log.info("%s prompts %r", self.id, [p.text or p.ids for p in self.prompts])
+        several = self.param if self.params.n == 1 else "n"
+        with self.server.admission.places(len(self.prompts) * self.params.n, param=several):
+            async with aclosing(self._merged()) as deltas:
+                while True:
+                    try:
+                        async with self.deadline.limit():
+                            index, delta = await anext(deltas)
+                    except StopAsyncIteration:
+                        return
+                    except PromptError as error:
+                        raise ApiError(str(error), param=self.param) from error
+                    except (SamplingParamsError, MissingDependencyError) as error:
+                        if self.params.structured_outputs is None:
+                            raise
+                        raise form_error(error, self.form_field) from error
+                    self._check_not_aborted(delta)
+                    yield index, delta
+
+    async def outputs(self, *, partial: bool = False) -> list[RequestOutput]:
+        """Return the complete outputs, in the order of the prompts; raises as :meth:`deltas`.
+
+        With *partial*, a prompt that failed has an output with its error, unless all failed.
+        """
+        totals = [OutputAccumulator() for _ in self.prompts]
+        async with aclosing(self.deltas()) as deltas:
+            async for index, delta in deltas:
+                totals[index].add(delta)
+        complete = [total.output() for total in totals]
+        errors = [output.error for output in complete if output.error is not None]
+        if errors and (not partial or len(errors) == len(complete)):
+            raise errors[0]
+        return complete
+
+    def _merged(self) -> Deltas:
+        streams = [self._isolated(index) for index in range(len(self.prompts))]
+        return merge_streams(streams, merge_deltas)
+
+    async def _isolated(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the deltas of one prompt. If its logits are NaN, the other prompts continue."""
+        stream, is_first = self._generate(index), True
+        unfinished = set(range(self.params.n))
+        try:
+            async for delta in stream:
+                is_first = False
+                unfinished -= {each.index for each in delta.outputs if each.finish_reason}
+                yield delta
+        except NonFiniteLogitsError as error:
+            if len(self.prompts) == 1:
+                raise
+            ends: list[CompletionOutput] = [
+                CompletionOutput(each, "", [], "error") for each in sorted(unfinished)
+            ]
+            prompt = self.prompts[index].ids if is_first else []
+            timings = RequestTimings(0.0, 0.0, 0.0)
+            yield RequestOutput(self.id, None, prompt, ends, True, timings, error=error)
+        finally:
+            await close(stream)
+
+    def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
+        prompt = self.prompts[index]
+        return self.server.engine.generate_deltas(
+            prompt.ids
+            if prompt.cache_salt is None
+            else DictPrompt(prompt_token_ids=prompt.ids, cache_salt=prompt.cache_salt),
+            self.params,
+            request_id=f"{self.kind}-{self._name}-{index}",
+            priority=self.priority,
+        )
+
+    def _check_not_aborted(self, delta: RequestOutput) -> None:
+        aborted = any(output.finish_reason == "abort" for output in delta.outputs)
+        if aborted and self.server.admission.is_closed:
+            raise shutting_down()

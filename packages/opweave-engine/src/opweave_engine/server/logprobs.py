@@ -1,0 +1,151 @@
+"""Log-probabilities in the formats of OpenAI's chat and completion APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from opweave_engine import Logprob
+from opweave_engine.server.protocol.answers import PromptLogprob, PromptLogprobs
+from opweave_engine.server.protocol.chat import ChatLogprobs, ChatTokenLogprob, TopLogprob
+from opweave_engine.server.protocol.completions import CompletionLogprobs
+from opweave_engine.tokenization.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_LEAST = -9999.0  # JSON has no infinity; OpenAI and vLLM write this number
+
+
+def chat_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[Mapping[int, Logprob]] | None,
+    count: int,
+    tokenizer: Tokenizer,
+    *,
+    as_ids: bool = False,
+) -> ChatLogprobs | None:
+    """Return the logprobs of a chat, with the *count* most likely tokens at each position.
+
+    With *as_ids*, tokens are written as ``token_id:17``.
+    """
+    if logprobs is None:
+        return None
+
+    def entry(token: int, at: Mapping[int, Logprob]) -> TopLogprob:
+        found, known = at[token], tokenizer.bytes_of(token)
+        return TopLogprob(
+            token=_by_id(token) if as_ids else found.decoded_token,
+            logprob=_number(found),
+            bytes=None if known is None else list(known),
+        )
+
+    return ChatLogprobs(
+        content=[
+            ChatTokenLogprob(
+                **entry(token, at).model_dump(),
+                top_logprobs=[entry(likely, at) for likely in _most_likely(at, count)],
+            )
+            for token, at in zip(token_ids, logprobs, strict=True)
+        ]
+    )
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[Mapping[int, Logprob] | None] | None,
+    count: int,
+    offsets: list[int],
+    tokenizer: Tokenizer,
+    *,
+    first: str = "",
+    as_ids: bool = False,
+) -> CompletionLogprobs | None:
+    """Return the logprobs of a completion.
+
+    Args:
+        token_ids: the tokens.
+        logprobs: the logprobs of the tokens; None for the first token of a prompt.
+        count: the number of most likely tokens to list.
+        offsets: the position of each token in the text.
+        tokenizer: gives the bytes of a token that is part of a character.
+        first: the text of a token without logprobs.
+        as_ids: write tokens as ``token_id:17``.
+    """
+    if logprobs is None:
+        return None
+
+    def name(token: int, at: Mapping[int, Logprob]) -> str:
+        return _by_id(token) if as_ids else _unique(at[token].decoded_token, tokenizer, token)
+
+    def unnamed(token: int) -> str:
+        return _by_id(token) if as_ids else first
+
+    def top(at: Mapping[int, Logprob], token: int) -> dict[str, float]:
+        """Return the most likely tokens by name, and *token*, which is always there."""
+        found: dict[str, float] = {}
+        for likely in _most_likely(at, count):
+            found.setdefault(name(likely, at), _number(at[likely]))
+        found[name(token, at)] = _number(at[token])
+        return found
+
+    pairs = list(zip(token_ids, logprobs, strict=True))
+    return CompletionLogprobs(
+        tokens=[unnamed(token) if at is None else name(token, at) for token, at in pairs],
+        token_logprobs=[None if at is None else _number(at[token]) for token, at in pairs],
+        top_logprobs=[None if at is None else top(at, token) for token, at in pairs]
+        if count
+        else None,
+        text_offset=offsets,
+    )
+
+
+def prompt_logprobs(
+    logprobs: Sequence[Mapping[int, Logprob] | None] | None, token_ids: Sequence[int], count: int
+) -> PromptLogprobs | None:
+    """Return the logprobs of a prompt in vLLM's format: the *count* best, and the token itself."""
+    if logprobs is None:
+        return None
+    return [
+        None
+        if at is None
+        else {
+            each: PromptLogprob(
+                logprob=_number(found), rank=found.rank, decoded_token=found.decoded_token
+            )
+            for each, found in at.items()
+            if each == token or found.rank <= count
+        }
+        for token, at in zip(token_ids, logprobs, strict=True)
+    ]
+
+
+def joined(one: CompletionLogprobs | None, two: CompletionLogprobs | None) -> CompletionLogprobs:
+    """Concatenate two lists of logprobs, which may be None."""
+    parts = [part for part in (one, two) if part is not None]
+    tops = [part.top_logprobs for part in parts if part.top_logprobs is not None]
+    return CompletionLogprobs(
+        tokens=[token for part in parts for token in part.tokens],
+        token_logprobs=[value for part in parts for value in part.token_logprobs],
+        top_logprobs=[top for part in tops for top in part] if tops else None,
+        text_offset=[offset for part in parts for offset in part.text_offset],
+    )
+
+
+def _number(found: Logprob) -> float:
+    return max(found.logprob, _LEAST)
+
+
+def _by_id(token: int) -> str:
+    return f"token_id:{token}"
+
+
+def _unique(text: str, tokenizer: Tokenizer, token: int) -> str:
+    """Return the text of *token*, or its bytes, as OpenAI writes them, if they are incomplete.
+
+    All parts of characters have the same text, U+FFFD.
+    """
+    if _REPLACEMENT not in text or (known := tokenizer.bytes_of(token)) is None:
+        return text
+    return text if known == text.encode() else "bytes:" + "".join(f"\\x{b:02x}" for b in known)
+
+
+def _most_likely(at: Mapping[int, Logprob], count: int) -> list[int]:
+    return sorted((t for t in at if at[t].rank <= count), key=lambda token: at[token].rank)

@@ -1,0 +1,167 @@
+"""Prometheus metrics of the engine, collected on request, and of HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from http import HTTPMethod
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from starlette.types import Scope
+
+from opweave_engine import EngineClient, EngineStats, HistogramCounts
+from opweave_engine.server.ops import preferred
+from opweave_engine.server.plugin_list import plugins
+
+# The engine's names, the names that dashboards know, and what they are.
+_GAUGES = {
+    "running": ("num_requests_running", "Number of running answers."),
+    "waiting": ("num_requests_waiting", "Number of waiting answers."),
+    "kv_usage": ("kv_cache_usage_perc", "Fraction of the KV cache in use, from 0 to 1."),
+    "compile_seconds": ("compile_seconds", "Duration of compilation at startup."),
+    "replicas": ("num_replicas", "Number of live replicas."),
+}
+_COUNTERS = {
+    "prefix_queries": ("prefix_cache_queries", "Tokens looked up in the prefix cache."),
+    "prefix_hits": ("prefix_cache_hits", "Tokens found in the prefix cache."),
+    "preemptions": ("num_preemptions", "Preempted answers, which are recomputed later."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens."),
+    "generation_tokens": ("generation_tokens", "Generated tokens."),
+    "steps": ("engine_steps", "Engine steps."),
+}
+_HISTOGRAMS = {
+    "time_to_first_token": ("time_to_first_token_seconds", "Time to first token of an answer."),
+    "inter_token_latency": ("inter_token_latency_seconds", "Time between two tokens."),
+    "queue_time": ("request_queue_time_seconds", "Time that an answer waits to be scheduled."),
+    "prefill_time": ("request_prefill_time_seconds", "Time from scheduling to the first token."),
+    "decode_time": ("request_decode_time_seconds", "Time from the first token to the last."),
+    "inference_time": ("request_inference_time_seconds", "Time of prefill and decode."),
+    "e2e_latency": (
+        "e2e_request_latency_seconds",
+        "Time from the arrival of the request to the last token of the answer.",
+    ),
+    "step_time": ("engine_step_seconds", "Duration of an engine step."),
+    "iteration_tokens": ("iteration_tokens", "Tokens in an engine step."),
+}
+PREFIX = "opweave_"
+
+
+class Metrics:
+    """The metrics of one server, in a separate registry.
+
+    Args:
+        engine: the engine.
+        model: the value of the label ``model_name``.
+    """
+
+    def __init__(self, engine: EngineClient, model: str) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(engine, model))
+        self._requests = Counter(
+            f"{PREFIX}http_requests", "HTTP responses.", ("method", "path", "status"),
+            registry=self._registry,
+        )  # fmt: skip
+        self._seconds = Histogram(
+            f"{PREFIX}http_request_duration_seconds", "Duration of HTTP requests.", ("path",),
+            registry=self._registry,
+        )  # fmt: skip
+
+    def observe(self, scope: Scope, status: int, seconds: float) -> None:
+        """Count one response; unknown paths and methods share a label."""
+        path = getattr(scope.get("route"), "path", "unknown")
+        is_known = path != "unknown" and scope["method"] in HTTPMethod.__members__
+        method = scope["method"] if is_known else "any"
+        self._requests.labels(method, path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, engine: EngineClient, model: str) -> None:
+        self._engine, self._model = engine, model
+
+    def describe(self) -> list[Metric]:
+        return []  # the metrics are known only when they are collected
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        for field, (name, doc) in _GAUGES.items():
+            gauge = GaugeMetricFamily(PREFIX + name, doc, labels=["model_name"])
+            gauge.add_metric([self._model], getattr(stats, field))
+            yield gauge
+        for field, (name, doc) in _COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, doc, labels=["model_name"])
+            counter.add_metric([self._model], getattr(stats, field))
+            yield counter
+        yield self._finished(stats)
+        for field, counts in stats.histograms.items():
+            yield self._histogram(field, counts)
+        yield self._calls(stats)
+        yield _ops()
+        yield _plugins()
+
+    def _finished(self, stats: EngineStats) -> Metric:
+        finished = CounterMetricFamily(
+            f"{PREFIX}request_success",
+            "Finished answers, by finish reason.",
+            labels=["model_name", "finished_reason"],
+        )
+        for reason, count in stats.finished.items():
+            finished.add_metric([self._model, reason], count)
+        return finished
+
+    def _histogram(self, field: str, counts: HistogramCounts) -> Metric:
+        name, doc = _HISTOGRAMS.get(field, (field, "As the engine counts it."))
+        bounds = [*map(str, counts.bounds), "+Inf"]
+        family = HistogramMetricFamily(PREFIX + name, doc, labels=["model_name"])
+        family.add_metric(
+            [self._model],
+            list(zip(bounds, accumulate(counts.counts), strict=True)),
+            counts.total,
+        )
+        return family
+
+    def _calls(self, stats: EngineStats) -> Metric:
+        calls = GaugeMetricFamily(
+            f"{PREFIX}op_calls",
+            "Calls of an op in one forward pass, by provider and number of tokens.",
+            labels=["model_name", "op", "provider", "tokens"],
+        )
+        for use in stats.kernels:
+            tokens = "any" if use.tokens is None else str(use.tokens)
+            calls.add_metric([self._model, use.op, use.provider, tokens], use.calls)
+        return calls
+
+
+def _ops() -> Metric:
+    info = InfoMetricFamily(
+        f"{PREFIX}op_selection",
+        "The preferred available provider of each op.",
+        labels=["op", "provider", "plugin"],
+    )
+    for op, (provider, plugin) in preferred().items():
+        info.add_metric([op, provider, plugin], {})
+    return info
+
+
+def _plugins() -> Metric:
+    info = InfoMetricFamily(
+        f"{PREFIX}plugin",
+        "Plugins that were found.",
+        labels=["plugin", "group", "distribution", "version", "state"],
+    )
+    for each in plugins():
+        labels = [str(each[k]) for k in ("name", "group", "distribution", "version", "state")]
+        info.add_metric(labels, {})
+    return info

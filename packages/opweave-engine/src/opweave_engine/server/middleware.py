@@ -1,0 +1,261 @@
+"""Middleware: request ids, authentication, body limits and error responses."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from opweave_engine.server.content_encoding import decoded
+from opweave_engine.server.disconnect import CLIENT_CLOSED_REQUEST, ClientGoneError
+from opweave_engine.server.errors import ApiError, api_error, not_arrived, too_large
+from opweave_engine.server.validation import check_size
+
+_access = logging.getLogger("opweave_engine.server.access")
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_LINGERS_SECONDS = 1.0
+_QUICK = 1 << 16  # bytes that are decompressed in less than a millisecond or two
+_OF_THE_ENCODED = (b"content-encoding", b"content-length")  # headers about the body as it was sent
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})  # for probes, which have no key
+
+Observe = Callable[[Scope, int, float], None]  # of a response: its request, status and seconds
+
+
+def error_response(error: ApiError) -> Response:
+    """Return *error* as a response."""
+    return Response(error.json(), error.status, error.headers, "application/json")
+
+
+class Envelope:
+    """Assigns request ids, logs requests, and converts exceptions to responses."""
+
+    def __init__(self, app: ASGIApp, observe: Observe) -> None:
+        self._app, self._observe = app, observe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        scope.setdefault("state", {})["request_id"] = request_id
+        started, status = time.perf_counter(), 0
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                _add_headers(message, scope["state"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_on)
+        except ClientGoneError:
+            if not status:
+                await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
+            status = CLIENT_CLOSED_REQUEST
+        except asyncio.CancelledError:  # the server ends
+            if status:  # and the client has not read everything
+                status = CLIENT_CLOSED_REQUEST
+            else:
+                late = ApiError("The server shuts down.", status=503, code="shutting_down")
+                await error_response(late)(scope, receive, send_on)
+        except Exception as error:
+            answer = error_response(api_error(error, Request(scope)))
+            if not status:
+                await answer(scope, receive, send_on)
+        finally:
+            seconds = time.perf_counter() - started
+            self._observe(scope, status, seconds)
+            _log_access(scope, status, seconds)
+
+
+class HeadAsGet:
+    """Answers HEAD as GET, without the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_on(message: Message) -> None:
+            is_body = message["type"] == "http.response.body"
+            await send({**message, "body": b""} if is_body else message)
+
+        # A copy: uvicorn looks at the method of its own to know that no body is due.
+        asked = {**scope, "method": "GET"}
+        try:
+            await self._app(asked, receive, send_on)
+        finally:
+            scope.update({name: asked[name] for name in ("route",) if name in asked})
+
+
+class RootPath:
+    """Accepts paths with and without the prefix *root*, which a proxy may remove."""
+
+    def __init__(self, app: ASGIApp, root: str) -> None:
+        self._app, self._root = app, root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] == "http":
+            path: str = scope["path"]
+            whole = path if path.startswith(f"{self._root}/") else self._root + path
+            scope.update(root_path=self._root, path=whole)
+        await self._app(scope, receive, send)
+
+
+class ApiKey:
+    """Refuses requests without one of the keys, if there are any."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+        self._app, self._keys = app, [key.encode("ascii") for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http" or self._is_open(scope) or self._has_key(scope):
+            await self._app(scope, receive, send)
+            return
+        refusal = ApiError(
+            "The API key is missing or wrong. Send it in the header Authorization: Bearer KEY.",
+            status=401,
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await error_response(refusal)(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        path: str = scope["path"]
+        return not self._keys or path.removeprefix(scope.get("root_path", "")) in OPEN_PATHS
+
+    def _has_key(self, scope: Scope) -> bool:
+        kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        sent = given.strip().encode("utf-8", "replace")
+        # All keys are compared, so that the time does not tell which one was nearly right.
+        matches = [hmac.compare_digest(sent, key) for key in self._keys]
+        return kind.lower() == "bearer" and any(matches)
+
+
+class WholeBody:
+    """Receives and decompresses the whole body, within limits, before passing on a request."""
+
+    def __init__(self, app: ASGIApp, limit: int, timeout: float) -> None:
+        self._app, self._limit, self._timeout = app, limit, timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(self._timeout):
+                body = await self._decoded(scope, await self._read(scope, receive))
+                check_size(body, Headers(scope=scope).get("content-type", ""))
+        except TimeoutError:
+            await _refuse(not_arrived(self._timeout), receive, send)
+        except ApiError as error:
+            await _refuse(error, receive, send)
+        else:
+            await self._app(scope, _replaying(body, receive), send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._limit:
+            raise too_large(self._limit)
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            if size > self._limit:
+                raise too_large(self._limit)
+            if not message.get("more_body", False):
+                return b"".join(chunks)
+
+    async def _decoded(self, scope: Scope, body: bytes) -> bytes:
+        """Return the body without its Content-Encoding, which is removed from the headers."""
+        encoding = Headers(scope=scope).get("content-encoding", "")
+        if not encoding or not body:
+            return body
+        work = partial(decoded, body, encoding, self._limit)
+        plain = await asyncio.to_thread(work) if len(body) > _QUICK else work()
+        scope["headers"] = [(n, v) for n, v in scope["headers"] if n not in _OF_THE_ENCODED]
+        return plain
+
+
+async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
+    """Answer with *error*, and continue reading for a while.
+
+    Closing a connection with unread data resets it, and a client that is still writing would lose
+    the answer (RFC 9112, section 9.6).
+    """
+    answer = error_response(error)
+    start = {"type": "http.response.start", "status": answer.status_code}
+    await send({**start, "headers": answer.raw_headers})
+    await send({"type": "http.response.body", "body": answer.body, "more_body": True})
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LINGERS_SECONDS):
+            while (await receive()).get("more_body", False):
+                pass
+    await send({"type": "http.response.body"})
+
+
+def _replaying(body: bytes, receive: Receive) -> Receive:
+    is_read = False
+
+    async def replay() -> Message:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _request_id(scope: Scope) -> str:
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _add_headers(message: Message, state: dict[str, Any]) -> None:
+    headers = MutableHeaders(scope=message)
+    headers["X-Request-Id"] = state["request_id"]
+    if ignored := state.get("ignored"):
+        headers["X-Opweave-Ignored"] = ", ".join(ignored)
+
+
+def _log_access(scope: Scope, status: int, seconds: float) -> None:
+    client = scope.get("client")
+    fields = {
+        "request_id": scope["state"]["request_id"],
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status,
+        "seconds": round(seconds, 6),
+        "client": client[0] if client else None,
+    }
+    if ignored := scope["state"].get("ignored"):
+        fields["ignored_fields"] = ignored
+    shown = " ".join(f"{name}={value!a}" for name, value in fields.items())
+    _access.info("%s", shown, extra={"fields": fields})

@@ -1,0 +1,367 @@
+"""The prompts of a request, as tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar, cast
+
+from fastapi import Request
+
+from opweave_engine import ChatTemplate, PoolingParams, SamplingParams, Tokenizer, TokenizerError
+from opweave_engine.server.deadline import Deadline
+from opweave_engine.server.errors import ApiError, no_tokenizer
+from opweave_engine.server.protocol.base import Input, for_header
+from opweave_engine.server.protocol.chat import Conversation
+from opweave_engine.server.state import ServerState
+from opweave_engine.tokenization.tokenizer import Side
+
+Item = TypeVar("Item", bound=Sequence[object])
+T = TypeVar("T")
+
+# Sizes of texts are in characters, those of lists of token ids in tokens.
+_INLINE_SIZE = 4096  # takes about a millisecond, less than passing it to a thread
+_BATCH_SIZE = 65_536  # the tokenizers library takes up to 50 ms and cannot be interrupted
+_MAX_SIZE = 1 << 20
+_MAX_SIZE_PER_TOKEN = 32  # of the context; few tokens have more characters
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How to tokenize and truncate prompts.
+
+    Attributes:
+        add_special_tokens: add the tokenizer's special tokens.
+        keep: the maximum number of tokens of a prompt; None: all.
+        side: the side on which longer prompts are truncated.
+    """
+
+    add_special_tokens: bool = True
+    keep: int | None = None
+    side: Side = "left"
+
+    @classmethod
+    def of(
+        cls, params: SamplingParams, server: ServerState, *, add_special_tokens: bool
+    ) -> Reading:
+        """Return the settings for the prompts of a request with *params*."""
+        return cls(add_special_tokens, params.prompt_limit(server.engine.max_model_len))
+
+    def tokens(self, text: str, tokenizer: Tokenizer) -> list[int]:
+        """Return the tokens of a text."""
+        return tokenizer.encode(
+            text,
+            add_special_tokens=self.add_special_tokens,
+            keep=self.keep,
+            truncation_side=self.side,
+        )
+
+    def prompt(self, text: str, ids: list[int]) -> Prompt:
+        """Return a prompt; if it may be truncated, its text is detokenized from its tokens."""
+        return Prompt(None if len(ids) == self.keep else text, ids)
+
+    def cut(self, ids: list[int]) -> list[int]:
+        """Truncate a prompt that was sent as tokens."""
+        if self.keep is None:
+            return ids
+        return ids[-self.keep :] if self.side == "left" else ids[: self.keep]
+
+
+DEFAULT_READING = Reading()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        text: its text; None if the client sent tokens.
+        ids: its tokens.
+        cache_salt: shares cached prefixes only with prompts of the same salt.
+    """
+
+    text: str | None
+    ids: list[int]
+    cache_salt: str | None = None
+
+
+async def read_prompts(
+    given: Input,
+    server: ServerState,
+    deadline: Deadline,
+    *,
+    param: str,
+    n: int = 1,
+    at_once: int | None = None,
+    reading: Reading = DEFAULT_READING,
+    cache_salt: str | None = None,
+) -> list[Prompt]:
+    """Return the prompts of a request, in order.
+
+    Args:
+        given: one prompt or several.
+        server: the server with the tokenizer.
+        deadline: of the request.
+        param: the request field of the prompts.
+        n: the number of answers per prompt.
+        at_once: the maximum number of prompts that the engine gets at one time; None: all.
+        reading: how to tokenize and truncate prompts.
+        cache_salt: of all prompts.
+
+    Raises:
+        ApiError: the list is empty or too long, a prompt cannot fit into the context, or an error
+            of :func:`read_all`.
+        PromptError: a text contains half of a surrogate pair.
+    """
+    several = _as_list(given)
+    if not several:
+        raise ApiError(f"{param} is empty; it must hold at least one prompt.", param=param)
+    count = len(several) if at_once is None else min(len(several), at_once)
+    server.admission.check(count * n, param=param if n == 1 else "n")
+    texts = [one for one in several if isinstance(one, str)]
+    for text in texts:
+        check_length(text, server, param=param, reading=reading)
+    encode = partial(reading.tokens, tokenizer=server.engine.tokenizer)
+    read = iter(await read_all(encode, texts, server, deadline, param=param))
+    prompts = [
+        reading.prompt(one, next(read)) if isinstance(one, str) else Prompt(None, reading.cut(one))
+        for one in several
+    ]
+    return [replace(prompt, cache_salt=cache_salt) for prompt in prompts]
+
+
+async def read_pairs(
+    pairs: Sequence[tuple[str, str]],
+    server: ServerState,
+    deadline: Deadline,
+    *,
+    param: str,
+    reading: Reading,
+    at_once: int,
+) -> tuple[list[Prompt], list[PoolingParams]]:
+    """Return the prompt of each pair of texts, and its pooling parameters.
+
+    Args:
+        pairs: the pairs of a request.
+        server: the server with the tokenizer.
+        deadline: the end of the request.
+        param: the request field of the second texts.
+        reading: how to truncate pairs.
+        at_once: the maximum number of pairs that the engine gets at one time.
+
+    Raises:
+        ApiError: there are too many pairs, a text cannot fit into the context, or as for
+            :func:`read_all`.
+    """
+    server.admission.check(min(len(pairs), at_once), param=param)
+    for text in {text for pair in pairs for text in pair}:
+        check_length(text, server, param=param, reading=reading)
+
+    def encode(pair: tuple[str, str]) -> tuple[list[int], list[int]]:
+        tokenizer, side = server.engine.tokenizer, reading.side
+        return tokenizer.encode_pair(*pair, keep=reading.keep, truncation_side=side)
+
+    encoded = await read_all(encode, pairs, server, deadline, param=param, size=_pair_size)
+    prompts = [Prompt(None, ids) for ids, _ in encoded]
+    return prompts, [PoolingParams(token_type_ids=types) for _, types in encoded]
+
+
+async def render(
+    conversation: Conversation, request: Request, server: ServerState, deadline: Deadline
+) -> str:
+    """Return the text of a conversation; record the variables that the template ignores.
+
+    Raises:
+        ApiError: there is no chat template, too many requests are running, the deadline passes, or
+            the server stops.
+        ChatTemplateError, PromptError: the template refuses the messages, or they are malformed.
+    """
+    with server.admission.places(1, param="messages"):
+        text, unread = await server.as_guest(partial(_render, conversation, server), deadline)
+    request.state.ignored = [*request.state.ignored, *for_header(unread)]
+    return text
+
+
+def _render(conversation: Conversation, server: ServerState) -> tuple[str, list[str]]:
+    """Return the text of a conversation, and the paths of variables that the template ignores."""
+    template = _template(conversation.chat_template, server)
+    template.check_use(
+        tools=conversation.shown_tools,
+        documents=conversation.documents,
+    )
+    text = template.render(conversation.for_template(), **conversation.template_arguments())
+    variables = (conversation.chat_template_kwargs or {}).keys()
+    unread = variables - template.chosen(conversation.shown_tools).traits.variables
+    return text, [f"chat_template_kwargs.{name}" for name in sorted(unread)]
+
+
+def _template(given: str | None, server: ServerState) -> ChatTemplate:
+    """Return the template for a request, which may give a name or a template."""
+    own = server.chat_template
+    if given is not None and own is not None and (named := own.by_name(given)) is not None:
+        return named
+    if given is not None and not server.config.trust_request_chat_template:
+        names = f" Names of templates: {', '.join(own.named)}." if own and own.named else ""
+        raise ApiError(
+            "chat_template: templates in requests are not supported by this server, since they "
+            f"are programs; start it with --trust-request-chat-template.{names}",
+            param="chat_template",
+            code="unsupported",
+        )
+    if given is not None:
+        return ChatTemplate(given, "of the request", server.special_tokens)
+    if own is None:
+        raise ApiError(
+            "The model has no chat template: its checkpoint brings none. Start the server with "
+            "--chat-template FILE, or use /v1/completions.",
+            code="no_chat_template",
+        )
+    return own
+
+
+async def detokenize(
+    ids: Sequence[int], server: ServerState, deadline: Deadline, *, param: str
+) -> str:
+    """Return the text of *ids*.
+
+    Raises:
+        ApiError: an id is not in the vocabulary, or an error of :func:`read_all`.
+    """
+
+    def decode(ids: Sequence[int]) -> str:
+        tokenizer = server.engine.tokenizer
+        for token in set(ids):
+            # The model may have more tokens than the tokenizer; those have no text.
+            if token >= server.engine.vocab_size and tokenizer.token(token) is None:
+                raise ApiError(f"The vocabulary has no token {token}.", param=param)
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    (text,) = await read_all(decode, [ids], server, deadline, param=param)
+    return text
+
+
+async def read_all(
+    work: Callable[[Item], T],
+    items: Sequence[Item],
+    server: ServerState,
+    deadline: Deadline,
+    *,
+    param: str,
+    size: Callable[[Item], int] = len,
+) -> list[T]:
+    """Return the result of *work*, which uses the tokenizer, for each text or list of token ids.
+
+    Many items run in threads, in batches between which other requests have their turn. A long item
+    cannot be interrupted, so it waits in a queue for long items only.
+
+    Raises:
+        ApiError: an item is too long, there is no tokenizer, too many requests are running, the
+            deadline passes, or the server stops.
+    """
+    limit = max(_MAX_SIZE, _MAX_SIZE_PER_TOKEN * server.engine.max_model_len)
+    for item in items:
+        if size(item) > limit:
+            unit = "tokens" if isinstance(item, list) else "characters"
+            raise ApiError(
+                f"{param} has {size(item)} {unit}, but the server takes at most {limit}. Send it "
+                "in parts.",
+                param=param,
+                code="text_too_long",
+            )
+
+    def results(batch: Sequence[Item]) -> list[T]:
+        return [work(item) for item in batch]
+
+    try:
+        if sum(map(size, items)) < _INLINE_SIZE:
+            return results(items)
+        complete: list[T] = []
+        loop = asyncio.get_running_loop()
+        with server.admission.places(1, param=param):
+            async with deadline.limit():
+                for batch in _batches(items, size):
+                    is_long = size(batch[0]) >= _BATCH_SIZE
+                    threads = server.long_readers if is_long else server.readers
+                    complete += await loop.run_in_executor(threads, results, batch)
+        return complete
+    except TokenizerError as error:
+        raise no_tokenizer() from error
+
+
+def _pair_size(pair: tuple[str, str]) -> int:
+    return len(pair[0]) + len(pair[1])
+
+
+def _batches(items: Sequence[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Yield *items* in order, in batches with fewer than ``_BATCH_SIZE`` characters or one item."""
+    batch: list[Item] = []
+    total = 0
+    for item in items:
+        total += size(item)
+        if batch and total >= _BATCH_SIZE:
+            yield batch
+            batch, total = [], size(item)
+        batch.append(item)
+    if batch:
+        yield batch
+
+
+def check_length(
+    text: str, server: ServerState, *, param: str, reading: Reading = DEFAULT_READING
+) -> None:
+    """Raise ApiError if *text* cannot fit into the context with any tokenization.
+
+    This avoids tokenizing megabytes, which takes seconds.
+    """
+    room = server.engine.max_model_len
+    if len(text) <= room or reading.keep is not None:  # as almost all are
+        return
+    longest = server.engine.tokenizer.longest_token
+    if longest is not None and len(text) > longest * room:
+        raise ApiError(
+            f"The context has {room} tokens of at most {longest} characters, but the "
+            f"prompt has {len(text)} characters. Shorten it.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def check_context(
+    prompts: list[Prompt],
+    params: SamplingParams,
+    server: ServerState,
+    *,
+    param: str,
+    limit: str,
+    asks: bool = True,
+) -> None:
+    """Raise ApiError if a prompt and its answer together exceed the context.
+
+    Args:
+        prompts: the prompts of the request.
+        params: the sampling parameters, with the maximum length of an answer.
+        server: the server with the engine.
+        param: the request field of the prompts.
+        limit: the request field of ``max_tokens``.
+        asks: whether the request sets ``max_tokens``; the checkpoint's default is only a limit.
+    """
+    room = server.engine.max_model_len
+    for prompt in prompts:
+        answer = params.max_tokens if asks and params.max_tokens is not None else 1
+        asked = len(prompt.ids) + answer
+        if asked > room:
+            least = ", which always needs one" if answer == 1 else ""
+            raise ApiError(
+                f"The context has {room} tokens, but the request asks for {asked}: "
+                f"{len(prompt.ids)} in the prompt and {answer} for the answer{least}. "
+                "Shorten one of them.",
+                param=limit if len(prompt.ids) < room else param,
+                code="context_length_exceeded",
+            )
+
+
+def _as_list(given: Input) -> list[str] | list[list[int]]:
+    is_one = isinstance(given, str) or (given and isinstance(given[0], int))
+    return cast("list[str] | list[list[int]]", [given] if is_one else given)

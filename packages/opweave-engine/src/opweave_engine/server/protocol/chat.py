@@ -1,0 +1,261 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from opweave_engine import FinishReason, SamplingParams, SamplingParamsError
+from opweave_engine.server.errors import ApiError
+from opweave_engine.server.protocol.answers import PromptLogprobs
+from opweave_engine.server.protocol.base import (
+    Int,
+    Items,
+    RequestBody,
+    RequestFields,
+    ResponseBody,
+    Text,
+)
+from opweave_engine.server.protocol.sampling import SamplingFields
+from opweave_engine.server.protocol.usage import Usage
+
+ChatFinishReason = FinishReason | Literal["tool_calls"]
+# Fields of a request that chat_template_kwargs may hold instead, and those that it may not.
+_EITHER = ("add_generation_prompt", "continue_final_message", "documents")
+_RESERVED = {"messages", "tools", "chat_template"}
+
+
+class ContentPart(RequestFields):
+    """A part of a message; its type determines the field with the text."""
+
+    type: Text | None = None
+    text: Text | None = None
+    refusal: Text | None = None
+    thinking: Text | None = None
+
+
+class ChatMessage(RequestFields):
+    """A message; the chat template reads the fields that are not listed here."""
+
+    role: Annotated[Text, Field(min_length=1)]
+    content: Text | Items[Text | ContentPart] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message with every field that was sent."""
+        content = self.content
+        if isinstance(content, list):
+            parts = [part if isinstance(part, str) else dict(part) for part in content]
+            return {**dict(self), "content": parts}
+        return dict(self)
+
+
+class Conversation(RequestBody):
+    """A conversation, which the chat template renders as a prompt."""
+
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
+    tools: Items[dict[str, Any]] | None = None
+    documents: Items[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Text | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _move_from_variables(cls, values: Any) -> Any:
+        """Move fields in ``chat_template_kwargs`` to the fields of the same names."""
+        variables = values.get("chat_template_kwargs") if isinstance(values, Mapping) else None
+        if not isinstance(variables, Mapping):
+            return values
+        moved = {name: variables[name] for name in _EITHER if variables.get(name) is not None}
+        for name, value in moved.items():
+            if values.get(name, value) not in (None, value):
+                raise ApiError(
+                    f"{name}={values[name]!a} differs from {value!a} in chat_template_kwargs; "
+                    "give one of them.",
+                    param=name,
+                )
+        others = {name: value for name, value in variables.items() if name not in _EITHER}
+        return {**values, **moved, "chat_template_kwargs": others}
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _no_clash(cls, variables: dict[str, Any] | None) -> dict[str, Any] | None:
+        if clash := sorted(_RESERVED & (variables or {}).keys()):
+            raise ValueError(f"cannot hold {', '.join(clash)}, which the request itself has")
+        return variables
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """The functions that the prompt must describe to the model."""
+        return self.tools
+
+    def for_template(self) -> list[dict[str, Any]]:
+        """Return the messages as dictionaries."""
+        return [message.as_dict() for message in self.messages]
+
+    def template_arguments(self) -> dict[str, Any]:
+        """Return the other arguments of :meth:`opweave_engine.ChatTemplate.render`, by name."""
+        given = {name: getattr(self, name) for name in _EITHER} | {"tools": self.shown_tools}
+        own = {name: value for name, value in given.items() if value is not None}
+        return {**(self.chat_template_kwargs or {}), **own}
+
+
+class ChatRequest(SamplingFields, Conversation):
+    """Answer a conversation."""
+
+    endpoint = "chat"
+
+    tool_choice: Text | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+
+    def params(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
+        """Return the parameters; *defaults* are the checkpoint's.
+
+        Raises:
+            SamplingParamsError: a value is out of range.
+            ApiError: the request contradicts itself.
+        """
+        names = {"logprobs": "top_logprobs", "max_tokens": self.limit_field}
+        try:
+            return self._params(defaults)
+        except SamplingParamsError as error:
+            raise _renamed(error, names) from error
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        return None if self.tool_choice == "none" else self.tools
+
+    @property
+    def limit_field(self) -> str:
+        """The field that limits the length of the answer."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    def _params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError("top_logprobs needs logprobs=true.", param="top_logprobs")
+        count = (self.top_logprobs or 0) if self.logprobs else None
+        limit = getattr(self, self.limit_field)
+        if limit is None:
+            limit = defaults.get("max_tokens")
+        return self.sampling_params(
+            limit, defaults, logprobs=count, prompt_logprobs=self.prompt_logprobs
+        )
+
+
+class TopLogprob(ResponseBody):
+    """A likely token, with its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(TopLogprob):
+    """The sampled token, and the most likely tokens."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(ResponseBody):
+    """Log-probabilities of an answer or a delta."""
+
+    content: list[ChatTokenLogprob]
+
+
+class CalledFunction(ResponseBody):
+    """A function, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(ResponseBody):
+    """A call of a function."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class AnswerMessage(ResponseBody):
+    """The answer; missing parts are omitted."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        return {k: v for k, v in fields.items() if v is not None or k == "content"}
+
+
+class ChatChoice(ResponseBody):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChatFinishReason | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatResponse(ResponseBody):
+    """All answers."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class ChatChunkChoice(ResponseBody):
+    """A delta of one answer; the first one has the ``role``."""
+
+    index: int
+    delta: dict[str, Any]
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChatFinishReason | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(ResponseBody):
+    """An event of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+def _renamed(error: SamplingParamsError, names: Mapping[str, str]) -> SamplingParamsError:
+    """Return *error* with this endpoint's names of the fields."""
+    message = re.sub(r"\w+(?==)", lambda found: names.get(found[0], found[0]), str(error))
+    return SamplingParamsError(message, names.get(error.parameter or "", error.parameter))

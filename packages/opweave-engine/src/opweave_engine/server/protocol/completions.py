@@ -1,0 +1,94 @@
+"""``/v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+from opweave_engine import FinishReason, SamplingParams, SamplingParamsError
+from opweave_engine.server.errors import unsupported
+from opweave_engine.server.protocol.answers import ErrorDetail, PromptLogprobs
+from opweave_engine.server.protocol.base import Input, Int, ResponseBody
+from opweave_engine.server.protocol.sampling import SamplingFields
+from opweave_engine.server.protocol.usage import Usage
+
+_MAX_TOKENS = 16  # as OpenAI's API has it
+
+
+class CompletionRequest(SamplingFields):
+    """Continue one or more prompts."""
+
+    endpoint = "completions"
+
+    prompt: Input
+    echo: bool | None = None
+    logprobs: Int | None = None
+    best_of: Int | None = None
+
+    @property
+    def writes_nothing(self) -> bool:
+        """Whether the request only scores the prompt, without generating."""
+        return self.max_tokens == 0
+
+    def params(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
+        """Return the parameters; *defaults* are the checkpoint's.
+
+        Raises:
+            SamplingParamsError: a value is out of range.
+            ApiError: the request asks for something that is not supported.
+        """
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise unsupported("best_of", f"best_of={self.best_of}", "It must equal n; use n.")
+        if self.max_tokens is not None and self.max_tokens < 0:
+            message = f"max_tokens={self.max_tokens} must be an integer of at least 0."
+            raise SamplingParamsError(message, "max_tokens")
+        limit = self.max_tokens
+        if limit is None:
+            limit = defaults.get("max_tokens", _MAX_TOKENS)
+        return self.sampling_params(
+            1 if self.writes_nothing else limit,
+            defaults,
+            logprobs=self.logprobs,
+            prompt_logprobs=self._prompt_logprobs(),
+        )
+
+    def _prompt_logprobs(self) -> int | None:
+        """Return the number of logprobs per prompt token, or None."""
+        echoed = self.logprobs if self.echo else None
+        wanted = [count for count in (self.prompt_logprobs, echoed) if count is not None]
+        return max(wanted, default=None)
+
+
+class CompletionLogprobs(ResponseBody):
+    """Log-probabilities, in lists with one entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(ResponseBody):
+    """One answer, or a delta of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    error: ErrorDetail | None = None
+
+
+class CompletionResponse(ResponseBody):
+    """All answers or, in a stream, a delta of one answer."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None

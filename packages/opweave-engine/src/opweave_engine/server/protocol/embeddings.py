@@ -1,0 +1,107 @@
+"""``/v1/embeddings``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Tag
+
+from opweave_engine import PoolingParams
+from opweave_engine.server.errors import ApiError
+from opweave_engine.server.protocol.base import Input, Int, RequestBody, ResponseBody, Text, either
+from opweave_engine.server.protocol.chat import Conversation
+
+
+class EncoderFields(RequestBody):
+    """Options of requests to encoders."""
+
+    truncate_prompt_tokens: Int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    request_id: Text | None = None
+    user: Text | None = None
+
+    def kept_tokens(self, context: int) -> int | None:
+        """Return the maximum number of tokens of a prompt for this *context*; None: no truncation.
+
+        Raises:
+            ApiError: the number is out of range.
+        """
+        keep = self.truncate_prompt_tokens
+        if keep is not None and keep != -1 and keep < 1:
+            raise ApiError(
+                f"truncate_prompt_tokens={keep} must be at least 1, or -1 for as many as the model "
+                "takes.",
+                param="truncate_prompt_tokens",
+            )
+        return context if keep == -1 else keep
+
+
+class EmbeddingFields(EncoderFields):
+    """Options of embeddings."""
+
+    endpoint = "embeddings"
+
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    add_special_tokens: bool | None = None
+
+    def params(self) -> PoolingParams:
+        """Return the parameters.
+
+        Raises:
+            SamplingParamsError: a value is out of range.
+            ApiError: two fields contradict each other.
+        """
+        given = {self.normalize, self.use_activation} - {None}
+        if len(given) > 1:
+            raise ApiError(
+                "normalize and use_activation differ; give one of them.", param="normalize"
+            )
+        return PoolingParams(self.dimensions, given.pop() if given else None)
+
+
+class EmbeddingRequest(EmbeddingFields):
+    """Embed texts."""
+
+    input: Input
+
+
+class EmbeddingConversation(EmbeddingFields, Conversation):
+    """Embed a conversation."""
+
+    def template_arguments(self) -> dict[str, Any]:
+        """Return the arguments, without the header of an answer."""
+        return {"add_generation_prompt": False, **super().template_arguments()}
+
+
+EmbeddingBody = Annotated[
+    Annotated[EmbeddingRequest, Tag("EmbeddingRequest")]
+    | Annotated[EmbeddingConversation, Tag("EmbeddingConversation")],
+    Discriminator(either("input", "EmbeddingRequest", "messages", "EmbeddingConversation")),
+]
+
+
+class Embedding(ResponseBody):
+    """The vector of one text: numbers, or base64 of little-endian 32-bit floats."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(ResponseBody):
+    """The number of tokens in the texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingResponse(ResponseBody):
+    """The vectors, in the order of the texts."""
+
+    object: Literal["list"] = "list"
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage

@@ -1,0 +1,187 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from opweave_engine import CompletionOutput, FinishReason, RequestOutput
+from opweave_engine.server.answer_plan import AnswerPlan
+from opweave_engine.server.chat_generation import chat_generation
+from opweave_engine.server.disconnect import unless_gone
+from opweave_engine.server.generation import Deltas, GenerationJob
+from opweave_engine.server.logprobs import chat_logprobs, prompt_logprobs
+from opweave_engine.server.output import (
+    ArgumentsDelta,
+    CallStart,
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+)
+from opweave_engine.server.parsed_answer import ParsedAnswer
+from opweave_engine.server.protocol.chat import (
+    AnswerMessage,
+    CalledFunction,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatFinishReason,
+    ChatLogprobs,
+    ChatRequest,
+    ChatResponse,
+    ToolCall,
+)
+from opweave_engine.server.protocol.usage import Usage, UsageCounter
+from opweave_engine.server.routes.responses import ERRORS, STREAM, json_response
+from opweave_engine.server.state import Server
+from opweave_engine.server.streaming import stream
+
+router = APIRouter(responses=ERRORS, tags=["OpenAI"])
+
+
+@router.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAM)
+async def chat_completions(body: ChatRequest, request: Request, server: Server) -> Response:
+    """Answer a conversation."""
+    server.accept(body, request)
+    generation, plan = await chat_generation(body, request, server, kind="chatcmpl")
+    writer = _ChatWriter(generation, body, plan)
+    if body.stream:
+        return await stream(generation, writer.events, request)
+    (output,) = await unless_gone(request, generation.outputs())
+    return json_response(writer.response(output))
+
+
+@dataclass(frozen=True)
+class _ChatWriter:
+    """Writes the response to one request."""
+
+    generation: GenerationJob
+    body: ChatRequest
+    plan: AnswerPlan
+
+    def response(self, output: RequestOutput) -> ChatResponse:
+        generation, ids, counter = self.generation, output.prompt_token_ids, UsageCounter()
+        counter.add(output)
+        return ChatResponse(
+            id=generation.id,
+            created=generation.created,
+            model=generation.model,
+            choices=[self._choice(answer) for answer in output.outputs],
+            usage=counter.usage(),
+            prompt_token_ids=ids if self.body.return_token_ids else None,
+            prompt_logprobs=prompt_logprobs(
+                output.prompt_logprobs, ids, self.body.prompt_logprobs or 0
+            ),
+        )
+
+    async def events(self, deltas: Deltas) -> AsyncGenerator[str, None]:
+        parsed: dict[int, ParsedAnswer] = {}
+        counter = UsageCounter()
+        async for _, delta in deltas:
+            counter.add(delta)
+            usage = counter.usage() if self.body.repeats_usage else None
+            for output in delta.outputs:
+                if output.index not in parsed:
+                    is_first, parsed[output.index] = not parsed, ParsedAnswer(self.plan)
+                    begin = {"role": "assistant", "content": ""}
+                    chunk = self._chunk([ChatChunkChoice(index=output.index, delta=begin)], usage)
+                    if is_first and self.body.return_token_ids:
+                        chunk.prompt_token_ids = delta.prompt_token_ids
+                    yield chunk.event()
+                for choice in self._choices(parsed[output.index], output):
+                    yield self._chunk([choice], usage).event()
+        if self.body.includes_usage:
+            yield self._chunk([], counter.usage()).event()
+
+    def _choice(self, answer: CompletionOutput) -> ChatChoice:
+        parsed = ParsedAnswer(self.plan)
+        parsed.add(answer)
+        reasoning = parsed.reasoning if self._shows_reasoning and parsed.reasoning else None
+        is_text = not (parsed.calls or parsed.reasoning)
+        message = AnswerMessage(
+            content=parsed.content if parsed.content or is_text else None,
+            tool_calls=[
+                ToolCall(
+                    id=call.id,
+                    function=CalledFunction(name=call.name, arguments=call.arguments),
+                )
+                for call in parsed.calls
+            ]
+            or None,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
+        )
+        return ChatChoice(
+            index=answer.index,
+            message=message,
+            logprobs=self._logprobs(answer),
+            finish_reason=_finish_reason(answer.finish_reason, parsed),
+            stop_reason=answer.stop_reason,
+            token_ids=answer.token_ids if self.body.return_token_ids else None,
+        )
+
+    def _choices(self, parsed: ParsedAnswer, output: CompletionOutput) -> Iterator[ChatChunkChoice]:
+        calls = len(parsed.calls)
+        deltas = []
+        for event in parsed.add(output):
+            calls += isinstance(event, CallStart)
+            deltas += self._delta(event, parsed, calls - 1)
+        ids = output.token_ids if self.body.return_token_ids else None
+        if (output.logprobs or ids) and not deltas:
+            deltas = [{"content": ""}]  # tokens whose text is held back, or is part of a format
+        logprobs = self._logprobs(output)
+        for delta in deltas:
+            yield ChatChunkChoice(index=output.index, delta=delta, logprobs=logprobs, token_ids=ids)
+            logprobs = ids = None
+        if output.finish_reason is not None:
+            yield ChatChunkChoice(
+                index=output.index,
+                delta={},
+                finish_reason=_finish_reason(output.finish_reason, parsed),
+                stop_reason=output.stop_reason,
+            )
+
+    def _delta(self, event: Event, parsed: ParsedAnswer, index: int) -> list[dict[str, Any]]:
+        match event:
+            case ContentDelta(text):
+                return [{"content": text}]
+            case ReasoningDelta(text):
+                shown = {"reasoning_content": text, "reasoning": text}
+                return [shown] if self._shows_reasoning else []
+            case CallStart(name):
+                call = {"id": parsed.calls[index].id, "type": "function"}
+                function = {"name": name, "arguments": ""}
+                return [{"tool_calls": [{"index": index, **call, "function": function}]}]
+            case ArgumentsDelta(text):
+                return [{"tool_calls": [{"index": index, "function": {"arguments": text}}]}]
+
+    @property
+    def _shows_reasoning(self) -> bool:
+        return self.body.include_reasoning is not False
+
+    def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
+        count, tokenizer = self.body.top_logprobs or 0, self.generation.server.engine.tokenizer
+        return chat_logprobs(
+            output.token_ids,
+            output.logprobs,
+            count,
+            tokenizer,
+            as_ids=bool(self.body.return_tokens_as_token_ids),
+        )
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatChunk:
+        generation = self.generation
+        return ChatChunk(
+            id=generation.id,
+            created=generation.created,
+            model=generation.model,
+            choices=choices,
+            usage=usage,
+        )
+
+
+def _finish_reason(reason: FinishReason | None, parsed: ParsedAnswer) -> ChatFinishReason | None:
+    return "tool_calls" if reason == "stop" and parsed.calls else reason

@@ -1,0 +1,199 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from fastapi import APIRouter, Request, Response
+
+from opweave_engine import CompletionOutput, RequestOutput
+from opweave_engine.server.disconnect import unless_gone
+from opweave_engine.server.errors import engine_error
+from opweave_engine.server.generation import Deltas, GenerationJob
+from opweave_engine.server.logprobs import completion_logprobs, joined, prompt_logprobs
+from opweave_engine.server.offsets import Offsets, prompt_offsets
+from opweave_engine.server.prompts import Reading, check_context, read_prompts
+from opweave_engine.server.protocol.answers import ErrorDetail
+from opweave_engine.server.protocol.completions import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+)
+from opweave_engine.server.protocol.usage import Usage, UsageCounter
+from opweave_engine.server.routes.responses import ERRORS, STREAM, json_response
+from opweave_engine.server.state import Server
+from opweave_engine.server.streaming import stream
+
+router = APIRouter(responses=ERRORS, tags=["OpenAI"])
+
+
+@router.post("/v1/completions", response_model=CompletionResponse, responses=STREAM)
+async def completions(body: CompletionRequest, request: Request, server: Server) -> Response:
+    """Continue one or more prompts."""
+    server.accept(body, request)
+    defaults, deadline = server.engine.sampling_defaults, server.deadline()
+    params = body.params(defaults)
+    reading = Reading.of(params, server, add_special_tokens=body.add_special_tokens is not False)
+    work = read_prompts(
+        body.prompt,
+        server,
+        deadline,
+        param="prompt",
+        n=params.n,
+        reading=reading,
+        cache_salt=body.cache_salt,
+    )
+    prompts = await unless_gone(request, work)
+    asks = body.max_tokens is not None or "max_tokens" not in defaults
+    check_context(prompts, params, server, param="prompt", limit="max_tokens", asks=asks)
+    generation = GenerationJob(
+        server,
+        "cmpl",
+        prompts,
+        params,
+        deadline,
+        body.priority or 0,
+        form_field=body.form_field,
+        request_id=body.request_id,
+    )
+    writer = _CompletionsWriter(generation, body)
+    if body.stream:
+        return await stream(generation, writer.events, request)
+    outputs = await unless_gone(request, generation.outputs(partial=True))
+    return json_response(writer.response(outputs))
+
+
+class _Choice:
+    """The state of one output while it is written.
+
+    Args:
+        first: the first delta of its prompt.
+        echo: the prompt's text, if the response repeats it.
+        offsets: finds the text offsets of its tokens.
+    """
+
+    def __init__(self, first: RequestOutput, echo: str, offsets: Offsets) -> None:
+        self.first, self.echo, self.offsets = first, echo, offsets
+        self.is_new = True
+
+
+@dataclass(frozen=True)
+class _CompletionsWriter:
+    """Writes the response to one request."""
+
+    generation: GenerationJob
+    body: CompletionRequest
+    choices: dict[int, _Choice] = field(default_factory=dict)  # by the index of the choice
+
+    def response(self, outputs: list[RequestOutput]) -> CompletionResponse:
+        counter, choices = self._counter(), []
+        for number, output in enumerate(outputs):
+            counter.add(output, number)
+            found = (self._choice(number, output, each) for each in output.outputs)
+            choices += [choice for choice in found if choice is not None]
+        return self._body(choices, counter.usage())
+
+    async def events(self, deltas: Deltas) -> AsyncGenerator[str, None]:
+        counter = self._counter()
+        async for number, delta in deltas:
+            counter.add(delta, number)
+            usage = counter.usage() if self.body.repeats_usage else None
+            for output in delta.outputs:
+                if (choice := self._choice(number, delta, output)) is not None:
+                    yield self._body([choice], usage).event()
+        if self.body.includes_usage:
+            yield self._body([], counter.usage()).event()
+
+    def _choice(
+        self, number: int, delta: RequestOutput, output: CompletionOutput
+    ) -> CompletionChoice | None:
+        """Return the choice for a delta of an output, or None if there is nothing to send."""
+        index = number * self.generation.params.n + output.index
+        if index not in self.choices:
+            echo = self._prompt_text(number) if self.body.echo else ""
+            self.choices[index] = _Choice(delta, echo, self._offsets(delta, len(echo)))
+        state = self.choices[index]
+        ids = output.token_ids if self.body.return_token_ids else None
+        has_news = output.text or output.finish_reason or output.logprobs or ids
+        if not (has_news or (state.is_new and self.body.echo)):
+            return None
+        reason, stop_reason, text = output.finish_reason, output.stop_reason, output.text
+        if self.body.writes_nothing:  # the engine had to generate a token, which is dropped
+            reason, stop_reason, text = "length" if reason == "stop" else reason, None, ""
+        logprobs = self._logprobs(output, state)
+        choice = CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            token_ids=[] if ids and self.body.writes_nothing else ids,
+            error=_error(delta) if reason == "error" else None,
+        )
+        if state.is_new:
+            self._begin(choice, state)
+        return choice
+
+    def _begin(self, choice: CompletionChoice, state: _Choice) -> None:
+        """Add the fields that only the first chunk of an output has."""
+        state.is_new, choice.text = False, state.echo + choice.text
+        prompt = state.first.prompt_token_ids
+        if self.body.return_token_ids:
+            choice.prompt_token_ids = prompt
+        if (count := self.body.prompt_logprobs) is not None:
+            choice.prompt_logprobs = prompt_logprobs(state.first.prompt_logprobs, prompt, count)
+
+    def _logprobs(self, output: CompletionOutput, state: _Choice) -> CompletionLogprobs | None:
+        if (count := self.body.logprobs) is None:
+            return None
+        known = None if self.body.writes_nothing else output.logprobs
+        offsets = state.offsets.add(output.token_ids)
+        tokenizer, ids = self.generation.server.engine.tokenizer, state.first.prompt_token_ids
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        generated = completion_logprobs(
+            output.token_ids, known, count, offsets, tokenizer, as_ids=as_ids
+        )
+        if not (self.body.echo and state.is_new):
+            return generated
+        offsets = prompt_offsets(tokenizer, ids, state.echo)
+        first = tokenizer.decode(ids[:1])
+        prompt = completion_logprobs(
+            ids, state.first.prompt_logprobs, count, offsets, tokenizer, first=first, as_ids=as_ids
+        )
+        return joined(prompt, generated)
+
+    def _offsets(self, first: RequestOutput, start: int) -> Offsets:
+        return Offsets(
+            self.generation.server.engine.tokenizer,
+            first.prompt_token_ids,
+            start=start,
+            skip_special_tokens=self.generation.params.skip_special_tokens,
+            spaces_between_special_tokens=self.generation.params.spaces_between_special_tokens,
+        )
+
+    def _prompt_text(self, number: int) -> str:
+        prompt = self.generation.prompts[number]
+        if prompt.text is not None:
+            return prompt.text
+        return self.generation.server.engine.tokenizer.decode(prompt.ids)
+
+    def _counter(self) -> UsageCounter:
+        return UsageCounter(counts_completion=not self.body.writes_nothing)
+
+    def _body(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionResponse:
+        generation = self.generation
+        return CompletionResponse(
+            id=generation.id,
+            created=generation.created,
+            model=generation.model,
+            choices=choices,
+            usage=usage,
+        )
+
+
+def _error(output: RequestOutput) -> ErrorDetail | None:
+    """Return the error of a prompt that failed while others did not."""
+    found = None if output.error is None else engine_error(output.error)
+    return None if found is None else ErrorDetail.model_validate(found.body["error"])

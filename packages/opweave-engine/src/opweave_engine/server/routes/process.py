@@ -1,0 +1,110 @@
+"""``POST /v1/process``: requests in the format of a plugin's I/O processor."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from fastapi import APIRouter, Request, Response
+
+from opweave.ir.errors import OpweaveError
+from opweave_engine import EmbeddingOutput, RequestOutput, SamplingParams
+from opweave_engine.request.io_processor import IOProcessor
+from opweave_engine.request.prompts import Prompt as Given
+from opweave_engine.request.prompts import as_list, split_prompt
+from opweave_engine.server.deadline import Deadline
+from opweave_engine.server.disconnect import unless_gone
+from opweave_engine.server.embedding import embed
+from opweave_engine.server.errors import ApiError, ServerError
+from opweave_engine.server.generation import GenerationJob
+from opweave_engine.server.prompts import check_context, read_prompts
+from opweave_engine.server.protocol.base import Input
+from opweave_engine.server.protocol.process import ProcessRequest, ProcessResponse
+from opweave_engine.server.routes.responses import ERRORS
+from opweave_engine.server.state import Server, ServerState
+
+router = APIRouter(responses=ERRORS, tags=["Server"])
+
+_Outputs = Sequence[RequestOutput] | Sequence[EmbeddingOutput]
+
+
+@router.post("/v1/process", response_model=ProcessResponse)
+async def process(body: ProcessRequest, request: Request, server: Server) -> Response:
+    """Answer a request in the format of the server's I/O processor."""
+    server.accept(body, request)
+    if (processor := server.io_processor) is None:
+        raise ApiError(
+            "The server has no I/O processor: its model names none. Start it with "
+            "--io-processor NAME, or use /v1/completions.",
+            code="no_io_processor",
+        )
+    result = await unless_gone(request, _result(processor, body, server, server.deadline()))
+    return _response(result, processor, server)
+
+
+async def _result(
+    processor: IOProcessor, body: ProcessRequest, server: ServerState, deadline: Deadline
+) -> Any:
+    with server.admission.places(1, param="data"):
+        prompts, params = await server.as_guest(
+            partial(_asked, processor, body.data, server), deadline
+        )
+    outputs = await _answered(processor, prompts, params, body, server, deadline)
+    return await server.as_guest(partial(processor.result, body.data, outputs), deadline)
+
+
+def _asked(
+    processor: IOProcessor, data: Any, server: ServerState
+) -> tuple[list[Given], SamplingParams]:
+    try:
+        prompts = as_list(processor.prompts(data))
+        params = processor.sampling_params(data)
+        return prompts, params or SamplingParams(**server.engine.sampling_defaults)
+    except (OpweaveError, ValueError) as error:
+        raise ApiError(str(error), param="data") from error
+
+
+async def _answered(
+    processor: IOProcessor,
+    given: list[Given],
+    params: SamplingParams,
+    body: ProcessRequest,
+    server: ServerState,
+    deadline: Deadline,
+) -> _Outputs:
+    contents, salts = zip(*map(split_prompt, given), strict=True) if given else ((), ())
+    read = await read_prompts(cast(Input, list(contents)), server, deadline, param="data")
+    prompts = [
+        replace(prompt, cache_salt=salt or body.cache_salt)
+        for prompt, salt in zip(read, salts, strict=True)
+    ]
+    if processor.embeds:
+        return await embed(prompts, server, deadline, param="data")
+    # The processor's choice, or the checkpoint's default, which is only a limit.
+    asks = params.max_tokens != server.engine.sampling_defaults.get("max_tokens")
+    check_context(prompts, params, server, param="data", limit="data", asks=asks)
+    generation = GenerationJob(
+        server, "proc", prompts, params, deadline, body.priority or 0, param="data"
+    )
+    return await generation.outputs()
+
+
+def _response(result: Any, processor: IOProcessor, server: ServerState) -> Response:
+    body = ProcessResponse(
+        id=f"proc-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=server.model_names[0],
+        data=None,
+    )
+    try:
+        content = json.dumps({**body.model_dump(), "data": result}, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ServerError(
+            f"I/O processor {type(processor).__name__} returned a value that is not JSON: {error}"
+        ) from error
+    return Response(content, media_type="application/json")

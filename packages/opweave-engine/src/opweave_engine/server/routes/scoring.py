@@ -1,0 +1,101 @@
+"""``POST /v1/rerank`` and ``POST /v1/score``, with and without the version in the path."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+from fastapi import APIRouter, Request, Response
+
+from opweave_engine import EmbeddingOutput, PromptError
+from opweave_engine.request.prompts import as_pairs
+from opweave_engine.server.disconnect import unless_gone
+from opweave_engine.server.embedding import check_finite, embed, embeddings_at_once
+from opweave_engine.server.errors import ApiError
+from opweave_engine.server.prompts import Reading, read_pairs
+from opweave_engine.server.protocol.embeddings import EmbeddingUsage, EncoderFields
+from opweave_engine.server.protocol.scoring import (
+    RankedText,
+    RerankRequest,
+    RerankResponse,
+    RerankResult,
+    Score,
+    ScoreRequest,
+    ScoreResponse,
+)
+from opweave_engine.server.routes.responses import ERRORS, json_response
+from opweave_engine.server.state import Server, ServerState
+
+router = APIRouter(responses=ERRORS, tags=["Scoring"])
+
+
+@router.post("/rerank", response_model=RerankResponse)
+@router.post("/v1/rerank", response_model=RerankResponse)
+async def rerank(body: RerankRequest, request: Request, server: Server) -> Response:
+    """Sort documents by their score for a query, with a cross-encoder."""
+    server.accept(body, request)
+    texts, count = body.texts(), body.num_results()
+    pairs = [(body.query, text) for text in texts]
+    outputs = await _outputs(body, pairs, request, server, param="documents")
+    results = [
+        RerankResult(
+            index=index,
+            document=None if body.return_documents is False else RankedText(text=texts[index]),
+            relevance_score=output.embedding[0],
+        )
+        for index, output in enumerate(outputs)
+    ]
+    results.sort(key=lambda result: -result.relevance_score)
+    response = RerankResponse(
+        id=f"rerank-{uuid.uuid4().hex}",
+        model=server.model_names[0],
+        results=results[:count],
+        usage=_usage(outputs),
+    )
+    return json_response(response, exclude_none=True)
+
+
+@router.post("/score", response_model=ScoreResponse)
+@router.post("/v1/score", response_model=ScoreResponse)
+async def score(body: ScoreRequest, request: Request, server: Server) -> Response:
+    """Score pairs of texts, with a cross-encoder."""
+    server.accept(body, request)
+    try:
+        pairs = as_pairs(body.text_1, body.text_2)
+    except PromptError as error:
+        raise ApiError(str(error), param="text_2") from error
+    outputs = await _outputs(body, pairs, request, server, param="text_2")
+    data = [Score(index=index, score=out.embedding[0]) for index, out in enumerate(outputs)]
+    response = ScoreResponse(
+        id=f"score-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=server.model_names[0],
+        data=data,
+        usage=_usage(outputs),
+    )
+    return json_response(response)
+
+
+async def _outputs(
+    body: EncoderFields,
+    pairs: list[tuple[str, str]],
+    request: Request,
+    server: ServerState,
+    *,
+    param: str,
+) -> list[EmbeddingOutput]:
+    """Return the output of each pair; its vector is the score."""
+    keep = body.kept_tokens(server.engine.max_model_len)
+    reading = Reading(True, keep, body.truncation_side or "right")
+    at_once, deadline = embeddings_at_once(len(pairs), server), server.deadline()
+    reads = read_pairs(pairs, server, deadline, param=param, reading=reading, at_once=at_once)
+    prompts, params = await unless_gone(request, reads)
+    work = embed(prompts, server, deadline, param=param, params=params)
+    outputs = await unless_gone(request, work)
+    check_finite(outputs, code="non_finite_score")
+    return outputs
+
+
+def _usage(outputs: list[EmbeddingOutput]) -> EmbeddingUsage:
+    tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    return EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)

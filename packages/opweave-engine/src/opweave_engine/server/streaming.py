@@ -1,0 +1,62 @@
+"""Streams responses as server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from opweave_engine import RequestOutput
+from opweave_engine.server.disconnect import EventStream, unless_gone
+from opweave_engine.server.errors import api_error
+from opweave_engine.server.generation import Deltas, GenerationJob
+
+_GRACE = 5.0  # seconds after the deadline in which a client can read the last events
+Writer = Callable[[Deltas], AsyncGenerator[str, None]]
+
+
+async def stream(generation: GenerationJob, write: Writer, request: Request) -> Response:
+    """Return a response that streams events, as soon as the first token is generated.
+
+    Until then, errors are responses with their own status; afterwards, they are events.
+
+    Args:
+        generation: the request to run.
+        write: turns deltas into events.
+        request: the HTTP request.
+
+    Raises:
+        ApiError, EngineError: the request fails before its first token.
+        ClientGoneError: the client disconnects before the first token.
+    """
+    deltas = generation.deltas()
+
+    async def first() -> tuple[int, RequestOutput]:
+        return await anext(deltas)
+
+    try:
+        begun = await unless_gone(request, first())
+    except BaseException:
+        await deltas.aclose()
+        raise
+    events = _guarded(write(_resumed(begun, deltas)), request)
+    return EventStream(events, deltas, deadline=generation.deadline.at + _GRACE)
+
+
+async def _resumed(first: tuple[int, RequestOutput], rest: Deltas) -> Deltas:
+    yield first
+    async for item in rest:
+        yield item
+
+
+async def _guarded(
+    events: AsyncGenerator[str, None], request: Request
+) -> AsyncGenerator[str, None]:
+    """Yield *events*, an event for an error, and the final ``[DONE]``."""
+    try:
+        async for event in events:
+            yield event
+    except Exception as error:  # the status is sent: an event must report the error
+        yield f"data: {api_error(error, request).json()}\n\n"
+    yield "data: [DONE]\n\n"

@@ -1,0 +1,237 @@
+"""Compiles grammars, and caches them for all answers of an engine."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from functools import cached_property, partial
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opweave_engine.dependencies import require
+from opweave_engine.errors import GrammarQueueFullError, SamplingParamsError, TokenizerError
+from opweave_engine.structured.grammar_process import GrammarProcess
+from opweave_engine.structured.grammar_program import native_matcher, native_vocabulary
+from opweave_engine.structured.grammar_text import grammar_text
+from opweave_engine.structured.params import NAME, StructuredOutputsParams
+from opweave_engine.structured.state import GrammarState, TokenMask
+from opweave_engine.structured.vocabulary import VocabularyArguments, vocabulary_arguments
+from opweave_engine.tokenization.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from opweave_engine.sampling.sampling_params import SamplingParams
+
+_CACHED_GRAMMARS = 256
+_CACHED_CHARACTERS = 2**23  # of all cached grammars; compiled ones take up to 100 bytes for each
+# Grammars that are larger or take longer wait for each other, but nothing else waits for them.
+_QUICK_CHARACTERS, _QUICK_SECONDS = 2**16, 0.25
+_MAX_SECONDS = 10.0
+_MAX_WAITING_SECONDS = 30.0
+
+
+class _Compiled(NamedTuple):
+    """A grammar in its initial state; each answer starts with a copy of *matcher*."""
+
+    matcher: Any
+    words: NDArray[np.uint8]
+
+
+class GrammarCompiler:
+    """Compiles constraints for one model, and advances the answers that follow them.
+
+    :meth:`compile` and :meth:`start` may be called from several threads. Grammars come from
+    clients, so a process with limits compiles each one first, and this one only if that succeeds.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        vocab_size: the size of the vocabulary.
+        eos_token_ids: the tokens that end a text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
+    ) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
+        self._characters = 0
+        self._lock = Lock()
+        self._quick, self._slow = GrammarProcess(_QUICK_SECONDS), GrammarProcess(_MAX_SECONDS)
+        self.close = weakref.finalize(self, _close, self._quick, self._slow)
+
+    def compile(self, params: StructuredOutputsParams) -> Future[_Compiled]:
+        """Compile a constraint in another thread, in advance for :meth:`start`.
+
+        The future raises:
+            SamplingParamsError: the constraint is not valid, or exceeds a limit.
+            GrammarQueueFullError: it had to wait too long for others.
+            MissingDependencyError: llguidance is not installed.
+            EngineDeadError: the engine was shut down.
+        """
+        result: Future[_Compiled] = Future()
+        self._submit(self._quick, params, result)
+        return result
+
+    def start(self, params: SamplingParams) -> GrammarState | None:
+        """Return the initial state of an answer, or None if it is not constrained.
+
+        Raises as :meth:`compile`.
+        """
+        form, ignore_eos = params.structured_outputs, params.ignore_eos
+        if form is None:
+            return None
+        compiled = self._cached(_text(form)) or self.compile(form).result()
+        mask = TokenMask.of(compiled.words, self._eos_bits, ignore_eos=ignore_eos)
+        return GrammarState(compiled.matcher.deep_copy(), mask, ignore_eos=ignore_eos)
+
+    def advance(self, taken: Iterable[tuple[GrammarState | None, int]]) -> None:
+        """Advance each answer by its new token, and compute the masks of the allowed next tokens.
+
+        All answers of a batch are advanced in one call, in parallel.
+        """
+        pairs = [(state, token) for state, token in taken if state is not None]
+        if not pairs:
+            return
+        matchers = [state.matcher for state, _ in pairs]
+        self._executor.consume_token_par([(state.matcher, token) for state, token in pairs])
+        for (state, _), words in zip(pairs, self._masks(matchers), strict=True):
+            if state.matcher.is_error():
+                why = _one_line(state.matcher.get_error())
+                state.error = SamplingParamsError(f"{NAME}: the answer cannot go on: {why}", NAME)
+            else:
+                state.mask = TokenMask.of(words, self._eos_bits, ignore_eos=state.ignore_eos)
+
+    def _submit(
+        self, process: GrammarProcess, params: StructuredOutputsParams, result: Future[_Compiled]
+    ) -> None:
+        process.submit(partial(self._compile, process, params, result, time.monotonic()))
+
+    def _compile(
+        self,
+        process: GrammarProcess,
+        params: StructuredOutputsParams,
+        result: Future[_Compiled],
+        submitted: float,
+    ) -> None:
+        if result.cancelled():
+            return
+        with suppress(InvalidStateError):  # it was cancelled meanwhile
+            try:
+                compiled = self._compiled_by(process, params, submitted)
+                if compiled is None:
+                    self._submit(self._slow, params, result)
+                else:
+                    result.set_result(compiled)
+            except BaseException as error:  # the future must get any error
+                result.set_exception(error)
+
+    def _compiled_by(
+        self, process: GrammarProcess, params: StructuredOutputsParams, submitted: float
+    ) -> _Compiled | None:
+        """Return the compiled constraint; None if it takes the quick process too long."""
+        text = _text(params)
+        if (compiled := self._cached(text)) is not None:
+            return compiled
+        if time.monotonic() - submitted > _MAX_WAITING_SECONDS:
+            raise GrammarQueueFullError(
+                f"The grammar waited for {_MAX_WAITING_SECONDS:g} s, because others take long to "
+                "compile. Try again later."
+            )
+        is_quick = process is self._quick
+        if is_quick and len(text) > _QUICK_CHARACTERS:
+            return None
+        try:
+            process.check(self._vocabulary_arguments, text)
+        except TimeoutError:
+            if is_quick:
+                return None
+            raise _error(params, f"it takes longer than {process.seconds:g} s") from None
+        except ValueError as error:
+            raise _error(params, str(error)) from error
+        process.check_open()
+        matcher = native_matcher(self._vocabulary, text)
+        # Not in the executor's threads, for which the engine's steps would wait. The copies of the
+        # matcher share what this computes.
+        words = np.frombuffer(matcher.compute_bitmask(), np.uint8)[: len(self._eos_bits)]
+        if matcher.is_error():
+            raise _error(params, matcher.get_error())
+        if not words.any() or not (self._eos_token_ids or (words & ~self._eos_bits).any()):
+            raise _error(params, "no text satisfies it, or only the empty one")
+        compiled = _Compiled(matcher, words)
+        self._cache(text, compiled)
+        return compiled
+
+    def _cached(self, text: str) -> _Compiled | None:
+        with self._lock:
+            if (compiled := self._compiled.get(text)) is not None:
+                self._compiled.move_to_end(text)
+            return compiled
+
+    def _cache(self, text: str, compiled: _Compiled) -> None:
+        with self._lock:
+            if text not in self._compiled:
+                self._characters += len(text)
+            self._compiled[text] = compiled
+            while len(self._compiled) > _CACHED_GRAMMARS or self._characters > _CACHED_CHARACTERS:
+                evicted, _ = self._compiled.popitem(last=False)
+                self._characters -= len(evicted)
+
+    def _masks(self, matchers: Sequence[Any]) -> NDArray[np.uint8]:
+        """Return the bits of the tokens that may come next, ``(matchers, bytes)`` uint8."""
+        masks = np.zeros((len(matchers), len(self._eos_bits)), np.uint8)
+        rows = [(matcher, row) for row, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(
+            rows, masks.ctypes.data, masks.shape[1], masks.shape[0]
+        )
+        return masks
+
+    @cached_property
+    def _vocabulary(self) -> Any:
+        return native_vocabulary(*self._vocabulary_arguments)
+
+    @cached_property
+    def _vocabulary_arguments(self) -> VocabularyArguments:
+        try:
+            return vocabulary_arguments(self._tokenizer, self._vocab_size, self._eos_token_ids)
+        except TokenizerError as error:
+            raise SamplingParamsError(f"{NAME} needs a tokenizer: {error}", NAME) from error
+
+    @cached_property
+    def _executor(self) -> Any:
+        return require("llguidance").LLExecutor()
+
+    @cached_property
+    def _eos_bits(self) -> NDArray[np.uint8]:
+        bits = np.zeros(-(-self._vocabulary.vocab_size // 32) * 32, np.uint8)
+        bits[self._vocabulary.eos_tokens] = 1
+        return np.packbits(bits, bitorder="little")
+
+
+def _close(*processes: GrammarProcess) -> None:
+    for process in processes:
+        process.close()
+
+
+def _text(params: StructuredOutputsParams) -> str:
+    try:
+        return grammar_text(params)
+    except ValueError as error:
+        raise _error(params, str(error)) from error
+
+
+def _error(params: StructuredOutputsParams, why: str) -> SamplingParamsError:
+    kind = {"json": "JSON schema", "json_object": "JSON schema"}.get(params.kind, params.kind)
+    return SamplingParamsError(f"{NAME}: cannot compile the {kind}: {_one_line(why)}", NAME)
+
+
+def _one_line(text: str) -> str:
+    """Return a message of llguidance in one line, without dumps of the parser's state."""
+    text = text.partition("<state>")[0].partition("<backtrace>")[0]
+    return " ".join(text.split()).rstrip(".") + "."

@@ -1,0 +1,240 @@
+"""Load models with transformers' own code, strictly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opweave.base.packages import is_installed
+from opweave.ir.errors import described
+from opweave_engine.models.errors import InvalidConfigError, WeightsError
+from opweave_engine.models.weights import check_fit
+from opweave_engine.transformers.cross_encoder import TransformersCrossEncoder
+from opweave_engine.transformers.encoder import TransformersEncoder
+from opweave_engine.transformers.model import TransformersModel
+from opweave_engine.transformers.sharding import check_ranks
+
+Build = Callable[..., Any]
+Check = Callable[[torch.nn.Module], None]
+
+
+def is_available() -> bool:
+    """Whether transformers is installed."""
+    return is_installed("transformers")
+
+
+def is_causal_lm(architecture: str) -> bool:
+    """Whether transformers has a causal language model of that name, as in ``config.json``."""
+    if not is_available():
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def load_transformers_model(
+    path: Path,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    *,
+    seed: int | None = None,
+    check: Check | None = None,
+) -> TransformersModel:
+    """Build the model in the directory *path* and load its weights.
+
+    Every rank of a tensor-parallel group reads all weights, and keeps its part.
+
+    Args:
+        path: with ``config.json`` and safetensors files.
+        config: the object in ``config.json``.
+        dtype: of weights and activations.
+        seed: make weights up: small random numbers. None: load the checkpoint's.
+        check: called with the model without memory for its weights, before memory is allocated.
+
+    Raises:
+        InvalidConfigError: transformers refuses the configuration.
+        UnsupportedModelError: the model cannot run in the engine.
+        ShardingError: it cannot be divided over the current tensor-parallel ranks.
+        WeightsError: tensors are missing, unexpected or do not fit.
+    """
+    build = _class(config)._from_config
+    with _quiet():
+        _check(path, build, dtype, check)
+        if seed is None:
+            model = _loaded(path, _class(config), dtype)
+        else:
+            model = _random(path, build, dtype, seed)
+        return TransformersModel(model.eval())
+
+
+def check_transformers_ranks(path: Path, config: Mapping[str, Any], size: int) -> None:
+    """Check that the model in directory *path* can be divided over *size* ranks.
+
+    Raises:
+        InvalidConfigError: transformers refuses the configuration.
+        ShardingError: it cannot be divided.
+    """
+    with _quiet(), torch.device("meta"):
+        check_ranks(_built(path, _class(config)._from_config, torch.float32), size)
+
+
+def load_transformers_encoder(
+    path: Path,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    *,
+    seed: int | None = None,
+    check: Check | None = None,
+    scores: bool = False,
+) -> TransformersEncoder:
+    """Build the base model of the checkpoint in directory *path*, and load its weights.
+
+    Heads and poolers are left out.
+
+    Args:
+        path, config, dtype, seed, check: as for :func:`load_transformers_model`.
+        scores: keep the head of a sequence classifier, in a :class:`TransformersCrossEncoder`.
+
+    Raises:
+        InvalidConfigError: transformers refuses the configuration.
+        UnsupportedModelError: a sequence classifier does not have one label.
+        WeightsError: tensors are missing, unexpected or do not fit.
+    """
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
+    auto: Any = AutoModelForSequenceClassification if scores else AutoModel
+    with _quiet():
+        _check(path, auto.from_config, dtype, check)
+        if seed is not None:
+            model = _random(path, auto.from_config, dtype, seed)
+        elif scores:
+            model = _loaded(path, auto, dtype)
+        else:
+            has_head = not is_base_model(config["architectures"][0])
+            model = _loaded(path, auto, dtype, may_lack="pooler.", may_have_more=has_head)
+        return (TransformersCrossEncoder if scores else TransformersEncoder)(model.eval())
+
+
+def is_base_model(architecture: str) -> bool:
+    """Whether transformers has a model without a head of that name."""
+    if not is_available():
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    return architecture in MODEL_MAPPING_NAMES.values()
+
+
+def is_masked_lm(architecture: str) -> bool:
+    """Whether transformers has a model of that name that predicts masked tokens."""
+    if not is_available():
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return architecture in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+
+
+def is_sequence_classifier(architecture: str) -> bool:
+    """Whether transformers has a model of that name that classifies texts."""
+    if not is_available():
+        return False
+    from transformers.models.auto import modeling_auto
+
+    return architecture in modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
+
+
+def _class(config: Mapping[str, Any]) -> Any:
+    import transformers
+
+    (architecture,) = config["architectures"]
+    return getattr(transformers, architecture)
+
+
+def _check(path: Path, build: Build, dtype: torch.dtype, check: Check | None) -> None:
+    if check is not None:
+        with torch.device("meta"):
+            planned = _built(path, build, dtype)
+        check(planned)
+
+
+def _random(path: Path, build: Build, dtype: torch.dtype, seed: int) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _built(path, build, dtype)
+
+
+def _built(path: Path, build: Build, dtype: torch.dtype) -> Any:
+    with _errors_of_config(path):
+        return build(_typed(path), dtype=dtype)
+
+
+def _typed(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    typed = AutoConfig.from_pretrained(path, local_files_only=True)
+    if hasattr(typed, "quantization_config"):  # by which transformers would quantize plain weights
+        del typed.quantization_config
+    return typed
+
+
+@contextmanager
+def _errors_of_config(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of any kind, for values that do not fit
+        raise InvalidConfigError(
+            f"transformers refuses {path / 'config.json'}: {described(error)}"
+        ) from error
+
+
+def _loaded(
+    path: Path,
+    model_class: Any,
+    dtype: torch.dtype,
+    *,
+    may_lack: str | tuple[()] = (),
+    may_have_more: bool = False,
+) -> Any:
+    with _errors_of_config(path):
+        typed = _typed(path)
+    try:
+        model, loaded = model_class.from_pretrained(
+            path,
+            config=typed,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to name them
+        )
+    except Exception as error:
+        raise WeightsError(f"transformers cannot load {path}: {described(error)}") from error
+    check_fit(
+        {
+            "missing": sorted(n for n in loaded["missing_keys"] if not n.startswith(may_lack)),
+            "unexpected": [] if may_have_more else sorted(loaded["unexpected_keys"]),
+            "do not fit": sorted(name for name, *_ in loaded["mismatched_keys"]),
+        }
+    )
+    return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from printing a report and progress bars: errors say the same."""
+    from transformers.utils import logging
+
+    their_log: Any = logging
+
+    level, bars = their_log.get_verbosity(), their_log.is_progress_bar_enabled()
+    their_log.set_verbosity_error()
+    their_log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        their_log.set_verbosity(level)
+        if bars:
+            their_log.enable_progress_bar()

@@ -1,0 +1,98 @@
+"""``opweave migrate``: rewrite a module of vLLM-style custom ops for opweave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opweave.cli.errors import CliError
+from opweave.cli.flag import Flag
+from opweave.cli.output import out, print_json, print_text
+
+if TYPE_CHECKING:
+    from opweave_vllm.migrate.plan import LayerPlan
+
+
+def migrate(file: Path, /, *, json: Flag = False) -> None:
+    """Rewrite a module of vLLM-style CustomOp classes as ops, implementations and layers.
+
+    Prints the new module, with the comments and the formatting of the old one. The module is
+    parsed, never imported.
+
+    Parameters
+    ----------
+    file
+        A Python file with classes that derive from CustomOp or PluggableLayer.
+    json
+        Print JSON.
+    """
+    try:
+        from opweave_vllm.migrate.codemod import migrated
+    except ModuleNotFoundError as error:
+        raise CliError(
+            f"opweave migrate needs a package that is not installed ({error}). Install it with: "
+            "pip install 'opweave[migrate]'"
+        ) from error
+    from opweave_vllm.migrate.imports import remaining_imports
+    from opweave_vllm.migrate.plan import plan
+    from opweave_vllm.migrate.source import read
+
+    source = read(file)
+    plans = plan(source)
+    try:
+        text = migrated(source, plans)
+    except RecursionError as error:
+        raise CliError(f"{str(file)!r} is nested too deeply to be rewritten.") from error
+    left = remaining_imports(text)
+    if json:
+        print_json(
+            {
+                "file": str(file),
+                "classes": [_describe(each) for each in plans],
+                "notes": source.notes,
+                "imports_left": left,
+                "sketch": text,
+            }
+        )
+        return
+    for each in plans:
+        described = _describe(each)
+        out.print(f"{each.layer.name}, line {each.layer.node.lineno}", markup=False)
+        for item in described["becomes"]:
+            out.print(f"  {item['what']}: {item['name']} ({item['why']})", markup=False)
+        for note in described["notes"]:
+            out.print(f"  note: {note}", markup=False)
+    for note in source.notes:
+        out.print(f"note: {note}", markup=False)
+    for module in left:
+        out.print(f"still imports {module}", markup=False)
+    out.print()
+    print_text(text)
+
+
+def _describe(plan: LayerPlan) -> dict[str, Any]:
+    layer, op = plan.layer, plan.op
+    becomes = []
+    if op is not None:
+        if op.native is not None:
+            becomes.append(_item("op", op.name, "forward_native, with its attributes as arguments"))
+        for impl in plan.impls:
+            why = f"{impl.method}, an implementation of {op.name}"
+            becomes.append(_item("register_impl", impl.provider, why))
+    if plan.stays:
+        name = layer.registered or layer.replaces or layer.name
+        why = "its methods call the op" if op is not None and op.native else "as it is"
+        becomes.append(_item("replacement" if layer.replaces else "layer", name, why))
+    return {
+        "class": layer.name,
+        "line": layer.node.lineno,
+        "kind": layer.kind,
+        "registered": layer.registered,
+        "replaces": layer.replaces,
+        "becomes": becomes,
+        "notes": plan.notes,
+    }
+
+
+def _item(what: str, name: str, why: str) -> dict[str, str]:
+    return {"what": what, "name": name, "why": why}

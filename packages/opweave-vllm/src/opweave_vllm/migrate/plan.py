@@ -1,0 +1,209 @@
+"""The plan for each layer of a module: an op, its implementations, and the remaining layer."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from dataclasses import dataclass, field
+
+from opweave import layers as own_layers
+from opweave_vllm.migrate.declare import PLATFORM_METHODS, OpPlan, declare, declared
+from opweave_vllm.migrate.providers import guess_provider
+from opweave_vllm.migrate.registrations import mentions
+from opweave_vllm.migrate.rewrite import Rewritten, rewrite
+from opweave_vllm.migrate.source import NATIVE, OOT, LayerClass, SourceModule, last_part
+from opweave_vllm.migrate.syntax import Function, is_docstring, own_parameters
+
+
+@dataclass
+class ImplPlan:
+    """An implementation of an op."""
+
+    provider: str
+    method: str
+    device: str
+    body: Rewritten
+
+
+@dataclass
+class LayerPlan:
+    """The plan for one class.
+
+    Attributes:
+        stays: whether the layer is still needed.
+        kept: platform methods that are not changed.
+        is_unregistered: whether its registered name is that of a layer of opweave.
+        notes: remarks for the user.
+    """
+
+    layer: LayerClass
+    op: OpPlan | None = None
+    impls: list[ImplPlan] = field(default_factory=list)
+    stays: bool = True
+    kept: list[str] = field(default_factory=list)
+    is_unregistered: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def plan(source: SourceModule) -> list[LayerPlan]:
+    """Return the plan of every layer, in order."""
+    plans: dict[str, LayerPlan] = {}
+    used = mentions(source.module, source.registrations)
+    for layer in source.layers.values():
+        made = LayerPlan(layer)
+        plans[layer.name] = made
+        if layer.replaces is not None:
+            _replacement(made, plans, source, used)
+        elif layer.kind == "CustomOp":
+            _custom_op(made, source)
+        if made.stays and layer.registered in own_layers.op_registry:
+            made.is_unregistered = True
+            made.notes.append(
+                f"opweave registers {own_class(layer.registered)} as {layer.registered!r}, so this "
+                "class is not registered. To replace it, derive from it and use register_oot."
+            )
+    return list(plans.values())
+
+
+def _custom_op(made: LayerPlan, source: SourceModule) -> None:
+    layer = made.layer
+    if layer.registered is None:
+        made.notes.append(
+            "It has no registered name, so custom_ops cannot select it. Register it, unless it "
+            "uses its parent's name."
+        )
+    elif not layer.registered.isidentifier():
+        made.notes.append(
+            f"{layer.registered!r} cannot name a layer: it should be an identifier, such as "
+            "'rms_norm'. Rename it, so that custom_ops can select it."
+        )
+    made.op = declare(layer, source.path, made.notes)
+    if made.op is not None:
+        _implementations(made, source)
+    if layer.registered in own_layers.op_registry:
+        made.stays = False
+        made.notes.append(
+            f"opweave has a layer of this name: {own_class(layer.registered)}. If it computes the "
+            "same, use it; to change it, derive from it and register the class with register_oot. "
+            "If not, keep this class under another name."
+        )
+        if made.kept:
+            made.notes.append(f"Not in the new module: {', '.join(made.kept)}.")
+
+
+def _replacement(
+    made: LayerPlan, plans: dict[str, LayerPlan], source: SourceModule, used: Counter[str]
+) -> None:
+    layer = made.layer
+    replaced = plans.get(layer.base)
+    if layer.registered_in is not None:
+        made.notes.append(f"{layer.registered_in} registers it: adapt that file.")
+    if layer.methods.keys() == layer.aliases.keys() == {OOT} and layer.target(OOT) != OOT:
+        made.stays = bool(used[layer.name])
+        made.notes.append(f"It only calls {layer.target(OOT)}, which opweave does without it.")
+        return
+    base = last_part(layer.base)
+    name = replaced.layer.registered if replaced else _own_name(base, layer.replaces)
+    op = replaced.op if replaced else declared(name)
+    if op is None:
+        made.notes.append(
+            f"It stays a replacement: {layer.replaces!r}, which it replaces, is not a single op."
+        )
+        return
+    made.op = OpPlan(op.name, op.arguments, op.returns, None)
+    _implementations(made, source)
+    others = [m for m in layer.methods if m not in PLATFORM_METHODS and not _only_super(layer, m)]
+    if others:
+        made.notes.append(
+            f"It also stays a replacement, for its other changes: {', '.join(others)}."
+        )
+    elif made.impls and used[layer.name]:
+        made.notes.append("It also stays a replacement, since the file uses the class.")
+    made.stays = bool(others or made.kept or used[layer.name] or not made.impls)
+
+
+def _implementations(made: LayerPlan, source: SourceModule) -> None:
+    """Plan an implementation for each platform method, or note why it cannot be one."""
+    layer = made.layer
+    defined = [name for name in PLATFORM_METHODS if name in layer.methods or name in layer.aliases]
+    bodies: dict[str, Rewritten] = {}
+    for method in sorted(defined, key=layer.aliases.__contains__):
+        target = layer.target(method)
+        function = layer.methods.get(target)
+        if function is None or target == NATIVE:
+            continue
+        if target not in bodies:
+            bodies[target] = _body(made, function)
+            if problems := bodies[target].problems:
+                made.notes.append(f"{target} needs manual work: {'; '.join(problems)}.")
+        device = PLATFORM_METHODS[method]
+        if bodies[target].problems:
+            made.kept.append(method)
+        elif method == target or PLATFORM_METHODS.get(target) != device:
+            _implement(made, source, method, function, bodies[target])
+    strange = sorted(layer.assigned & PLATFORM_METHODS.keys())
+    made.notes += [
+        f"{name} needs manual work: it is not a method of the class." for name in strange
+    ]
+    made.kept += strange
+
+
+def _implement(
+    made: LayerPlan, source: SourceModule, method: str, function: Function, body: Rewritten
+) -> None:
+    taken = {impl.provider for impl in made.impls}
+    device = PLATFORM_METHODS[method]
+    provider, device = guess_provider(method, function, body, source, device, taken)
+    made.impls.append(ImplPlan(provider, method, device, body))
+
+
+def _body(made: LayerPlan, function: Function) -> Rewritten:
+    """Return the body of an implementation of the op, with its problems."""
+    assert made.op is not None
+    body = rewrite(function, made.layer, {a.attribute or a.name: a.name for a in made.op.arguments})
+    known = {argument.name: argument for argument in made.op.arguments}
+    for name, default in _parameters(function).items():
+        if name not in known:
+            body.problems.append(f"{name} is not an argument of ir.ops.{made.op.name}")
+        elif default is not None and default != known[name].default:
+            body.problems.append(
+                f"its default of {name} is {default}, but that of ir.ops.{made.op.name} "
+                f"{known[name].default or 'missing'}"
+            )
+    return body
+
+
+def _parameters(function: Function) -> dict[str, str | None]:
+    """Return the parameters of a method without ``self``, and their defaults as source text."""
+    given = function.args
+    pairs = own_parameters(function)
+    pairs += zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    pairs += [(each, None) for each in (given.vararg, given.kwarg) if each is not None]
+    return {arg.arg: ast.unparse(default) if default else None for arg, default in pairs}
+
+
+def _own_name(*keys: str | None) -> str | None:
+    """Return the registered name of opweave's layer with that class name or registered name."""
+    for name, layer in own_layers.op_registry.items():
+        if name in keys or layer.__name__ in keys:
+            return name
+    return None
+
+
+def own_class(name: str) -> str:
+    """Return the qualified name of opweave's layer with that registered name."""
+    layer = own_layers.op_registry[name]
+    public = layer.__name__ in own_layers.__all__
+    return f"{'opweave.layers' if public else layer.__module__}.{layer.__name__}"
+
+
+def _only_super(layer: LayerClass, method: str) -> bool:
+    """Return whether *method* is an ``__init__`` that only forwards its arguments to its parent."""
+    statements = [s for s in layer.methods[method].body if not is_docstring(s)]
+    call = statements[0].value if isinstance(statements[0], ast.Expr) else None
+    if method != "__init__" or len(statements) != 1 or not isinstance(call, ast.Call):
+        return False
+    given = [*call.args, *(each.value for each in call.keywords)]
+    plain = [each.value if isinstance(each, ast.Starred) else each for each in given]
+    is_forwarding = all(isinstance(each, ast.Name) for each in plain)
+    return is_forwarding and ast.unparse(call.func) == "super().__init__"

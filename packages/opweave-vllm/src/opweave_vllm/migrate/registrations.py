@@ -1,0 +1,220 @@
+"""Calls of ``register_oot``, for one class or in a loop over a dict of classes."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+
+from opweave_vllm.migrate.syntax import dotted, last_name, names_in
+from opweave_vllm.migrate.trees import Position, Remover, position, positions_of
+
+Strings = Mapping[str, str]
+
+
+@dataclass
+class Registration:
+    """A statement that registers replacements.
+
+    Attributes:
+        classes: the names of the classes, and what each replaces if the file says so.
+        tables: the assignments of the dict that a loop iterates over.
+    """
+
+    node: ast.Expr | ast.For
+    classes: dict[str, str] = field(default_factory=dict)
+    tables: list[ast.Assign] = field(default_factory=list)
+
+    @property
+    def statements(self) -> list[ast.stmt]:
+        """The statements that only register classes."""
+        if isinstance(self.node, ast.Expr):
+            return [self.node]
+        (first, *more) = self.node.body
+        return [self.node, *self.tables] if not more and _registered(first) else []
+
+
+def find_registrations(module: ast.Module, strings: Strings) -> list[Registration]:
+    """Return the registrations anywhere in *module*; *strings* are its constants."""
+    tables: dict[str, list[ast.Assign]] = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            tables.setdefault(_name(node), []).append(node)
+    return list(_find(module, tables, strings))
+
+
+def mentions(module: ast.Module, registrations: Iterable[Registration]) -> Counter[str]:
+    """Count each name in *module*, except in statements that only register classes."""
+    plain = {id(each): each for found in registrations for each in found.statements}
+    return Counter(names_in(module)) - Counter(names_in(*plain.values()))
+
+
+def unregister(
+    tree: cst.Module, module: ast.Module, registrations: Iterable[Registration], gone: Set[str]
+) -> cst.Module:
+    """Return *tree* without the registrations of the classes that are *gone*."""
+    registrations = list(registrations)
+    used = mentions(module, registrations)
+    dropped: list[ast.stmt] = []
+    for found in registrations:
+        needed = any(used[_name(table)] or _left(_dict(table), gone) for table in found.tables)
+        if found.classes and found.classes.keys() <= gone and not needed:
+            dropped += found.statements
+    tables = [_dict(table) for found in registrations for table in found.tables]
+    lines = tree.code.splitlines()
+    return tree.visit(
+        _Unregister(
+            positions_of(tree),
+            {position(each, lines) for each in dropped},
+            {position(each, lines) for each in tables},
+            gone,
+        )
+    )
+
+
+class _Unregister(Remover):
+    """Removes the statements at *dropped*, and the classes that are *gone* from *tables*."""
+
+    def __init__(
+        self,
+        positions: Mapping[cst.CSTNode, Position],
+        dropped: Set[Position],
+        tables: Set[Position],
+        gone: Set[str],
+    ) -> None:
+        super().__init__(lambda node: positions[node] in dropped)
+        self.positions, self.tables, self.gone = positions, tables, gone
+
+    def leave_Dict(self, original_node: cst.Dict, updated_node: cst.Dict) -> cst.Dict:  # noqa: N802
+        """Return the table without the classes that are gone."""
+        if self.positions[original_node] not in self.tables:
+            return updated_node
+        return _without(updated_node, lambda each: _class_name(each.value) in self.gone)
+
+
+def _without(table: cst.Dict, is_gone: Callable[[cst.BaseDictElement], bool]) -> cst.Dict:
+    """Return a table without some entries and the comments on and above their lines."""
+    left: list[cst.BaseDictElement] = []
+    opening, closing = table.lbrace, table.rbrace
+    for each in table.elements:
+        if not is_gone(each):
+            left.append(each)
+            continue
+        before = left[-1].comma if left else opening
+        if not isinstance(before, (cst.Comma, cst.LeftCurlyBrace)):
+            continue
+        if each is table.elements[-1]:
+            space = before.whitespace_after
+            if isinstance(space, cst.ParenthesizedWhitespace) and space.first_line.comment:
+                space = _joined(space, closing.whitespace_before)
+                closing = closing.with_changes(whitespace_before=space)
+            if left:
+                left[-1] = left[-1].with_changes(comma=each.comma)
+            else:
+                opening = cst.LeftCurlyBrace()
+        elif isinstance(each.comma, cst.Comma):
+            space = _joined(before.whitespace_after, each.comma.whitespace_after)
+            if left:
+                left[-1] = left[-1].with_deep_changes(before, whitespace_after=space)
+            else:
+                opening = opening.with_changes(whitespace_after=space)
+    return table.with_changes(elements=left, lbrace=opening, rbrace=closing)
+
+
+def _joined(
+    before: cst.BaseParenthesizableWhitespace, after: cst.BaseParenthesizableWhitespace
+) -> cst.BaseParenthesizableWhitespace:
+    """Return the end of the line *before* an entry, then the lines *after* it."""
+    if not isinstance(after, cst.ParenthesizedWhitespace):
+        return before
+    if not isinstance(before, cst.ParenthesizedWhitespace):
+        return after
+    return after.with_changes(first_line=before.first_line)
+
+
+def _class_name(node: cst.BaseExpression) -> str:
+    found = isinstance(node, (cst.Name, cst.Attribute)) and get_full_name_for_node(node)
+    return found.rpartition(".")[2] if found else ""
+
+
+def string(node: ast.expr, strings: Strings) -> str | None:
+    """Return the value of a string literal or of a module constant, or None."""
+    if isinstance(node, ast.Name):
+        return strings.get(node.id)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def name_argument(call: ast.Call, strings: Strings) -> str | None:
+    """Return the name argument of ``register`` or ``register_oot``, if it is known."""
+    given = [*call.args, *(each.value for each in call.keywords if each.arg in ("name", None))]
+    return next(filter(None, (string(each, strings) for each in given)), None)
+
+
+def _find(
+    node: ast.AST, tables: Mapping[str, list[ast.Assign]], strings: Strings
+) -> Iterator[Registration]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.For) and _is_loop(child):
+            yield _loop(child, tables, strings)
+        elif isinstance(child, ast.Expr) and (name := _registered(child)):
+            yield Registration(child, {name: _replaced(child.value, strings)})  # type: ignore[arg-type]
+        elif isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case)):
+            yield from _find(child, tables, strings)
+
+
+def _registered(statement: ast.AST) -> str:
+    """Return the name of the class in ``X.register_oot(cls, name=...)``, or ""."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+        return ""
+    if call.func.attr != "register_oot":
+        return ""
+    classes = [*call.args, *(each.value for each in call.keywords if each.arg != "name")]
+    return next(filter(None, map(last_name, classes)), "")
+
+
+def _replaced(call: ast.Call, strings: Strings) -> str:
+    """Return the name that the call replaces, or "" if it is computed."""
+    if len(call.args) > 1 or any(each.arg == "name" for each in call.keywords):
+        return name_argument(call, strings) or ""
+    return dotted(call.func).split(".")[-2]
+
+
+def _is_loop(node: ast.For) -> bool:
+    """Return whether a loop registers the classes that it iterates over."""
+    targets = set(names_in(node.target))
+    return any(_registered(each) in targets for each in ast.walk(node))
+
+
+def _loop(node: ast.For, tables: Mapping[str, list[ast.Assign]], strings: Strings) -> Registration:
+    found = Registration(node)
+    for name in names_in(node.iter):
+        for table in tables.get(name, ()):
+            found.tables.append(table)
+            found.classes |= classes_of(_dict(table), strings)
+    return found
+
+
+def _dict(table: ast.Assign) -> ast.Dict:
+    assert isinstance(table.value, ast.Dict)
+    return table.value
+
+
+def classes_of(table: ast.Dict, strings: Strings) -> dict[str, str]:
+    """Return the classes in a table of replacements, and what each replaces."""
+    pairs = zip(table.keys, table.values, strict=True)
+    named = ((last_name(value), key and string(key, strings)) for key, value in pairs)
+    return {name: replaced for name, replaced in named if name and replaced}
+
+
+def _left(table: ast.Dict, gone: Set[str]) -> bool:
+    """Return whether a table holds more than the classes that are *gone*."""
+    return any(last_name(value) not in gone for value in table.values)
+
+
+def _name(table: ast.Assign) -> str:
+    return last_name(table.targets[0])

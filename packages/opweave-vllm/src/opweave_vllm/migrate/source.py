@@ -1,0 +1,293 @@
+"""Reads the layers of a module from its syntax tree, without importing it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import libcst as cst
+
+from opweave import layers as own_layers
+from opweave.cli.errors import CliError
+from opweave_vllm.migrate.aliases import annotated_attributes, assigned_names, delegates
+from opweave_vllm.migrate.elsewhere import Elsewhere, registered_elsewhere
+from opweave_vllm.migrate.imports import full_name, imports_of
+from opweave_vllm.migrate.registrations import (
+    Registration,
+    find_registrations,
+    name_argument,
+    string,
+)
+from opweave_vllm.migrate.syntax import (
+    Function,
+    attribute_of_self,
+    dotted,
+    is_torch_op,
+    last_name,
+)
+
+KINDS = ("CustomOp", "PluggableLayer")
+NATIVE, OOT = "forward_native", "forward_oot"
+
+
+@dataclass
+class LayerClass:
+    """A class that is a layer, by its bases or decorators.
+
+    Attributes:
+        base: its first base: a class of the file, or the full name of an imported one.
+        kind: ``CustomOp`` or ``PluggableLayer``, or None if only the base's module knows.
+        registered: the name that it is registered under.
+        replaces: the class name or registered name of the layer that it replaces.
+        registered_in: the other file that registers it as a replacement, if any.
+        attributes: everything that ``__init__`` assigns to ``self``, by name.
+        annotations: the types of attributes that the class or ``__init__`` annotates.
+        aliases: names in the class that are aliases of a method, with that method.
+        assigned: every other name that the class assigns.
+    """
+
+    node: ast.ClassDef
+    base: str
+    kind: str | None
+    registered: str | None
+    replaces: str | None
+    methods: dict[str, Function] = field(default_factory=dict)
+    attributes: dict[str, list[ast.expr]] = field(default_factory=dict)
+    annotations: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    assigned: set[str] = field(default_factory=set)
+    registered_in: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    def kernel(self, attribute: str) -> ast.expr | None:
+        """Return the torch op that an attribute always holds, or None."""
+        values = self.attributes.get(attribute, ())
+        ops = [each for each in values if not _is_none(each)]
+        names = set(map(dotted, ops))
+        return ops[0] if len(names) == 1 and is_torch_op(ops[0]) else None
+
+    def target(self, method: str) -> str:
+        """Return the method that runs when *method* is called, following aliases."""
+        seen = set[str]()
+        while method in self.aliases and method not in seen:
+            seen.add(method)
+            method = self.aliases[method]
+        return method
+
+
+@dataclass
+class SourceModule:
+    """A module and its layers, in order of definition.
+
+    Attributes:
+        tree: the module with its comments and formatting.
+        imports: the full name of each imported name.
+        notes: remarks on code that is not migrated.
+    """
+
+    path: Path
+    module: ast.Module
+    tree: cst.Module
+    layers: dict[str, LayerClass]
+    imports: dict[str, str]
+    registrations: list[Registration]
+    notes: list[str]
+
+
+def read(path: Path) -> SourceModule:
+    """Read the module in file *path*.
+
+    Raises:
+        CliError: the file cannot be read, is not Python, or defines no layer or two of one name.
+    """
+    module, tree = _parsed(path)
+    imports = imports_of(module)
+    strings = dict(_strings(module))
+    registrations = find_registrations(module, strings)
+    reader = _ClassReader(imports, strings, registrations, registered_elsewhere(path))
+    for node in module.body:
+        if isinstance(node, ast.ClassDef) and (found := reader.layer(node)):
+            if found.name in reader.layers:
+                raise CliError(
+                    f"{str(path)!r} defines two layers called {found.name}, in lines "
+                    f"{reader.layers[found.name].node.lineno} and {node.lineno}. Rename one of "
+                    "them."
+                )
+            reader.layers[found.name] = found
+    layers = reader.layers
+    if not layers:
+        raise CliError(
+            f"{str(path)!r} defines no layer: no class at its top level derives from CustomOp, "
+            "PluggableLayer or a layer that opweave has, or is registered."
+        )
+    notes = [*_strangers(registrations, layers), *_nested(module, reader)]
+    return SourceModule(path, module, tree, layers, imports, registrations, notes)
+
+
+def _parsed(path: Path) -> tuple[ast.Module, cst.Module]:
+    if path.suffix == ".ipynb":
+        raise CliError(
+            f"{str(path)!r} is a notebook. Export it as a script, and migrate that: "
+            "jupyter nbconvert --to script."
+        )
+    try:
+        text = path.read_bytes()
+        return ast.parse(text, filename=str(path)), cst.parse_module(text)
+    except OSError as error:
+        raise CliError(f"Cannot read {str(path)!r}: {error.strerror}.") from error
+    except cst.ParserSyntaxError as error:
+        raise CliError(f"libcst cannot parse {str(path)!r}: {error.message}") from error
+    except (SyntaxError, ValueError) as error:
+        raise CliError(f"{str(path)!r} is not Python: {error}.") from error
+    except (MemoryError, RecursionError) as error:
+        raise CliError(f"{str(path)!r} is nested too deeply to be read.") from error
+
+
+class _ClassReader:
+    """Reads classes into *layers*."""
+
+    def __init__(
+        self,
+        imports: Mapping[str, str],
+        strings: Mapping[str, str],
+        registrations: list[Registration],
+        elsewhere: Mapping[str, Elsewhere],
+    ) -> None:
+        self.imports, self.strings, self.elsewhere = imports, strings, elsewhere
+        self.replaced = {
+            cls: name for found in registrations for cls, name in found.classes.items() if name
+        }
+        self.layers: dict[str, LayerClass] = {}
+
+    def layer(self, node: ast.ClassDef) -> LayerClass | None:
+        """Return the layer that a class defines, or None."""
+        base = next(filter(None, map(self._base, node.bases)), "")
+        kind = self.layers[base].kind if base in self.layers else _kind(base)
+        registered, replaces = self._names(node)
+        is_registered = replaces or any(map(self._is_registration, node.decorator_list))
+        if not (is_registered or kind or base in self.layers):
+            return None
+        layer = LayerClass(node, base, kind, registered, replaces)
+        layer.methods = {each.name: each for each in node.body if isinstance(each, Function)}
+        if node.name in self.elsewhere and node.name not in self.replaced:
+            layer.registered_in = self.elsewhere[node.name].file
+        elif not is_registered and base not in self.layers and _only_computes(layer):
+            layer.replaces = last_part(base)
+        for name, value in _attributes(layer.methods.get("__init__")):
+            layer.attributes.setdefault(name, []).append(value)
+        layer.annotations = dict(annotated_attributes(node, layer.methods.get("__init__")))
+        for assigned, method in assigned_names(node):
+            if method in layer.methods:
+                layer.aliases[assigned] = method
+            else:
+                layer.assigned.add(assigned)
+        layer.aliases |= dict(delegates(layer.methods))
+        return layer
+
+    def _names(self, node: ast.ClassDef) -> tuple[str | None, str | None]:
+        """Return the registered name of a class, and the name of the layer that it replaces."""
+        registered, replaces = None, self.replaced.get(node.name)
+        if replaces is None and node.name in self.elsewhere:
+            replaces = self.elsewhere[node.name].replaces
+        for decorator in filter(self._is_registration, node.decorator_list):
+            call = decorator if isinstance(decorator, ast.Call) else None
+            target, name = decorator, None
+            if call is not None:
+                target, name = call.func, name_argument(call, self.strings)
+            assert isinstance(target, ast.Attribute)
+            if target.attr == "register":
+                registered = name
+            else:
+                replaces = name or last_name(target.value)
+        return registered, replaces
+
+    def _is_registration(self, decorator: ast.expr) -> bool:
+        """Return whether a decorator is a layer's ``register`` or ``register_oot``.
+
+        Other registries have a method ``register`` as well.
+        """
+        target = decorator.func if isinstance(decorator, ast.Call) else decorator
+        if not isinstance(target, ast.Attribute):
+            return False
+        owner = self._base(target.value)
+        is_layer = owner in self.layers or _kind(owner) is not None
+        return target.attr == "register_oot" or (target.attr == "register" and is_layer)
+
+    def _base(self, node: ast.expr) -> str:
+        name = dotted(node)
+        return name if name in self.layers else full_name(node, self.imports)
+
+
+def _kind(base: str) -> str | None:
+    """Return the kind of a class by its base."""
+    home, _, name = base.rpartition(".")
+    if name in KINDS:
+        return name
+    if not f"{home}.".startswith(("vllm.model_executor.", "opweave.layers.")):
+        return None  # another class of that name
+    for layer in own_layers.op_registry.values():
+        if layer.__name__ == name:
+            return "CustomOp" if issubclass(layer, own_layers.CustomOp) else "PluggableLayer"
+    return None
+
+
+def _only_computes(layer: LayerClass) -> bool:
+    """Return whether a class derives from a known layer and only changes how it computes."""
+    names = layer.methods.keys() | layer.aliases.keys() | layer.assigned
+    return layer.kind == "CustomOp" and last_part(layer.base) not in KINDS and names == {OOT}
+
+
+def last_part(name: str) -> str:
+    """Return ``c`` for ``a.b.c``."""
+    return name.rpartition(".")[2]
+
+
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
+
+
+def _strings(module: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield name and value of every string constant of the module."""
+    for node in module.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            value = string(node.value, {})
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if value is not None:
+                yield from ((t.id, value) for t in targets if isinstance(t, ast.Name))
+
+
+def _attributes(init: Function | None) -> Iterator[tuple[str, ast.expr]]:
+    for node in ast.walk(init) if init else ():
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((name, node.value) for name in map(attribute_of_self, targets) if name)
+
+
+def _strangers(
+    registrations: list[Registration], layers: Mapping[str, LayerClass]
+) -> Iterator[str]:
+    """Note the registrations of classes that the file does not define."""
+    for found in registrations:
+        others = [name for name in found.classes if name not in layers]
+        if others or not found.classes:
+            what = ", ".join(others) or "classes"
+            yield (
+                f"Line {found.node.lineno} registers {what}, not defined here at the top level. It "
+                "stays as it is: migrate that module too."
+            )
+
+
+def _nested(module: ast.Module, reader: _ClassReader) -> Iterator[str]:
+    """Note the layers that are inside a function, a class or a block."""
+    top = set(module.body)
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef) and node not in top and reader.layer(node):
+            yield (
+                f"Line {node.lineno} defines {node.name} inside something else. It stays as it is: "
+                "move it to the top level to migrate it."
+            )

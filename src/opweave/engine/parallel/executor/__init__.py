@@ -1,8 +1,0 @@
-"""Executors: start the workers of an engine, and call them."""
-
-from opweave.engine.parallel.executor.base import Executor
-from opweave.engine.parallel.executor.in_process import InProcessExecutor
-from opweave.engine.parallel.executor.launch import is_follower, is_launched
-from opweave.engine.parallel.executor.ranked import RankedExecutor
-
-__all__ = ["Executor", "InProcessExecutor", "RankedExecutor", "is_follower", "is_launched"]

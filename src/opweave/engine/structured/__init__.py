@@ -1,5 +1,0 @@
-"""Structured output: answers that follow a JSON schema, a regular expression or a grammar."""
-
-from opweave.engine.structured.params import StructuredOutputsParams
-
-__all__ = ["StructuredOutputsParams"]

@@ -1,5 +1,0 @@
-"""Attention, by the module names of earlier versions of vLLM."""
-
-from opweave.integrations.vllm_api.v1.attention.backend import AttentionMetadata, AttentionType
-
-__all__ = ["AttentionMetadata", "AttentionType"]

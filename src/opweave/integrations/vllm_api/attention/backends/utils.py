@@ -1,5 +1,0 @@
-"""Constants of attention backends."""
-
-from opweave.integrations.vllm_api.v1.attention.backends.utils import PAD_SLOT_ID
-
-__all__ = ["PAD_SLOT_ID"]
