@@ -20,9 +20,13 @@ PROFILE := opweave
 CHECKPOINT := examples/models/tiny-pydoc
 # Without build isolation, CMake's build folder is kept: an isolated environment is a new one for each
 # build, and scikit-build-core would compile everything again for it.
-INSTALL := $(PIP) install --no-build-isolation --constraint constraints.txt --editable
-BUILD_TOOLS := "scikit-build-core>=0.10" "cmake>=3.25" ninja
-NATIVE_INPUTS := CMakeLists.txt $(shell find csrc -type f)
+INSTALL := $(PIP) install --no-build-isolation --constraint constraints.txt
+# Keeps the build folder, so that only what has changed is compiled.
+NATIVE_BUILD := --config-settings build-dir=$(CURDIR)/build/{wheel_tag}
+BUILD_TOOLS := "scikit-build-core>=0.10" "cmake>=3.25" ninja "hatchling>=1.27" "editables>=0.5"
+NATIVE_INPUTS := packages/opweave/CMakeLists.txt packages/opweave/pyproject.toml \
+  $(shell find packages/opweave/csrc -type f)
+PROJECTS := $(wildcard packages/*/pyproject.toml)
 # For make gpu: a Python whose torch finds a GPU, else the environment's, which prints the queue.
 FINDS_GPU := import sys, torch; sys.exit(not torch.cuda.is_available())
 GPU_PYTHON = $(shell for python in $(BIN)/python $(PYTHON); do \
@@ -149,10 +153,11 @@ $(LARGE_LIBRARIES)/installed.stamp: $(VENV)/bin/python tests/kernel_libraries/re
 test-vllm: $(VLLM)/opweave.stamp ## run vLLM with opweave's kernels (3.5 GB)
 	$(VLLM)/bin/python -m pytest -c /dev/null -p no:cacheprovider packages/opweave-vllm/tests
 
-# As a wheel, built from the kernels that are compiled already.
-$(VLLM)/opweave.stamp: $(VLLM)/installed.stamp $(VENV)/native.stamp $(shell find src -name "*.py")
+# As wheels, built from the kernels that are compiled already.
+$(VLLM)/opweave.stamp: $(VLLM)/installed.stamp $(VENV)/native.stamp $(shell find packages -name "*.py" -path "*/src/*")
 	rm -rf build/wheel
-	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/wheel .
+	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir build/wheel \
+	  $(NATIVE_BUILD) packages/opweave
 	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --reinstall-package opweave \
 	  --constraint constraints.txt build/wheel/opweave-*.whl
 	touch $@
@@ -179,7 +184,7 @@ $(VLLM_TESTS)/pylock.toml: tests/runs/vllm_tests/requirements.txt | $(VENV)/bin/
 	  --python $(BIN)/python --output-file $@ $<
 
 test-mindspore: $(MINDSPORE)/built.stamp ## build the MindSpore extension, run its tests
-	PYTHONPATH=src $(MINDSPORE)/bin/python -m pytest tests/mindspore
+	PYTHONPATH=packages/opweave/src $(MINDSPORE)/bin/python -m pytest tests/mindspore
 
 $(MINDSPORE)/env.stamp: packages/opweave/csrc/mindspore/requirements.txt
 	$(PYTHON) -m venv $(MINDSPORE)
@@ -189,7 +194,7 @@ $(MINDSPORE)/env.stamp: packages/opweave/csrc/mindspore/requirements.txt
 # With the kernels of the torch module, which do not depend on Python or torch.
 $(MINDSPORE)/built.stamp: $(MINDSPORE)/env.stamp $(VENV)/native.stamp
 	export PATH="$(CURDIR)/$(MINDSPORE)/bin:$$PATH"; \
-	cmake -S . -B build/mindspore -G Ninja -DOPWEAVE_MINDSPORE=ON \
+	cmake -S packages/opweave -B build/mindspore -G Ninja -DOPWEAVE_MINDSPORE=ON \
 	  -DOPWEAVE_KERNELS_OF="$$(echo "$(CURDIR)"/build/cp310-*)" \
 	  -DPython_EXECUTABLE="$(CURDIR)/$(MINDSPORE)/bin/python" && \
 	cmake --build build/mindspore
@@ -201,13 +206,14 @@ $(VENV)/bin/python:
 # Compiles what has changed, and installs the package without its dependencies.
 $(VENV)/native.stamp: $(VENV)/bin/python $(NATIVE_INPUTS)
 	$(PIP) install $(BUILD_TOOLS)
-	$(INSTALL) . --no-deps
+	$(INSTALL) --no-deps $(NATIVE_BUILD) --editable packages/opweave
 	touch $@
 
-$(VENV)/run.stamp: pyproject.toml constraints.txt | $(VENV)/native.stamp
-	$(INSTALL) ".[serve]"
+$(VENV)/run.stamp: $(PROJECTS) constraints.txt | $(VENV)/native.stamp
+	$(INSTALL) --editable packages/opweave-engine --editable packages/opweave-vllm
 	touch $@
 
-$(VENV)/dev.stamp: pyproject.toml constraints.txt | $(VENV)/native.stamp
-	$(INSTALL) ".[dev]"
+$(VENV)/dev.stamp: $(PROJECTS) constraints.txt requirements-dev.txt | $(VENV)/native.stamp
+	$(INSTALL) --editable "packages/opweave-engine[bench,gguf,ray]" \
+	  --editable "packages/opweave-vllm[migrate]" --requirement requirements-dev.txt
 	touch $(VENV)/run.stamp $@

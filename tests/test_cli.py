@@ -283,7 +283,7 @@ def test_doctor_is_well(run: Run) -> None:
     assert report["platform"]["name"] == "cpu"
     tools = {tool["name"]: tool["found"] for tool in report["tools"]}
     assert tools["C++ compiler"]
-    assert tools["opweave[serve]"]
+    assert tools["opweave-engine"]
     text = run("doctor").stdout
     assert "no problems" in text
     assert "fast_call" not in text

@@ -264,4 +264,4 @@ def test_without_libcst_the_error_names_the_extra(arguments: list[str], tmp_path
     done = subprocess.run(
         [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60
     )
-    assert_one_line_error(done, "libcst", "pip install 'opweave[migrate]'")
+    assert_one_line_error(done, "libcst", "pip install 'opweave-vllm[migrate]'")

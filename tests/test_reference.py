@@ -12,20 +12,22 @@ import griffe
 import pytest
 
 from opweave import ir
+from opweave.base.packages import PROJECT
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))}
-ENTRY = re.compile(r"^::: (opweave\.[\w.]+)", re.MULTILINE)
+ENTRY = re.compile(r"^::: (opweave(?:_engine)?[\w.]+)", re.MULTILINE)
 ENTRIES = {name for text in PAGES.values() for name in ENTRY.findall(text)}
 PACKAGES = (
-    "compile", "config", "conformance", "engine", "ir", "layers", "models", "native", "platforms",
-    "plugins", "server", "tuning",
-)  # fmt: skip
+    *("opweave.compile", "opweave.config", "opweave.conformance", "opweave.ir", "opweave.layers"),
+    *("opweave.native", "opweave.platforms", "opweave.plugins", "opweave.tuning"),
+    *("opweave_engine", "opweave_engine.models", "opweave_engine.server"),
+)
 
 
 def public(package: str) -> dict[str, Any]:
-    found = importlib.import_module(f"opweave.{package}")
+    found = importlib.import_module(package)
     return {name: getattr(found, name) for name in found.__all__}
 
 
@@ -64,7 +66,6 @@ def test_the_page_of_the_ops_has_them_all_and_nothing_else() -> None:
 
 def test_no_docstring_keeps_a_role_or_a_literal_block() -> None:
     extensions = griffe.load_extensions(str(DOCS / "docstrings.py"))
-    package = griffe.load("opweave", search_paths=[str(ROOT / "src")], extensions=extensions)
     texts = {}
 
     def collect(found: griffe.Object | griffe.Alias) -> None:
@@ -74,7 +75,9 @@ def test_no_docstring_keeps_a_role_or_a_literal_block() -> None:
             for member in found.members.values():
                 collect(member)
 
-    collect(package)
+    paths = [str(path) for path in ROOT.glob("packages/*/src")]
+    for name in PROJECT:
+        collect(griffe.load(name, search_paths=paths, extensions=extensions))
     assert len(texts) > 1000
     for path, text in texts.items():
         assert not re.search(r":\w+:`|::$", text, re.MULTILINE), path

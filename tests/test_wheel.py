@@ -6,14 +6,14 @@ import re
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[1] / "packages" / "opweave"
 
 
 def test_the_wheel_has_opweave_without_the_mindspore_package() -> None:
     config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packages = [ROOT / name for name in config["tool"]["scikit-build"]["wheel"]["packages"]]
     assert {path.name for path in packages} == {"opweave", "opweave_cli", "opweave_pytest"}
-    assert (ROOT / "packages/opweave/src/opweave_mindspore/__init__.py").exists()
+    assert (ROOT / "src/opweave_mindspore/__init__.py").exists()
     sources = [file for path in packages for file in path.rglob("*.py")]
     assert len(sources) > 100
     imports = re.compile(r"^\s*(?:import|from)\s+\w*mindspore", re.MULTILINE)
@@ -23,7 +23,5 @@ def test_the_wheel_has_opweave_without_the_mindspore_package() -> None:
 def test_cmake_builds_the_mindspore_extension_on_request_only() -> None:
     text = (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
     assert re.search(r"option\(OPWEAVE_MINDSPORE .* OFF\)", text)
-    assert text.count("packages/opweave/csrc/mindspore") == 1
-    assert re.search(
-        r"if\(OPWEAVE_MINDSPORE\)\s+add_subdirectory\(packages/opweave/csrc/mindspore\)", text
-    )
+    assert text.count("csrc/mindspore") == 1
+    assert re.search(r"if\(OPWEAVE_MINDSPORE\)\s+add_subdirectory\(csrc/mindspore\)", text)

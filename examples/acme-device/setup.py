@@ -46,7 +46,7 @@ TORCH = torch_folder()
 VERSION = re.search(r"'(\d+\.\d+)", (TORCH / "version.py").read_text()).group(1)
 
 setup(
-    install_requires=["opweave", f"torch=={VERSION}.*"],
+    install_requires=["opweave", "opweave-engine", f"torch=={VERSION}.*"],
     ext_modules=[
         Extension(
             "acme_device._driver",

@@ -37,7 +37,7 @@ from processes import is_alive, wait_until
 from server.command import Command
 from server.fake_engine import CHECKPOINT
 
-ray: Any = pytest.importorskip("ray", reason="needs Ray: pip install 'opweave[ray]'")
+ray: Any = pytest.importorskip("ray", reason="needs Ray: pip install 'opweave-engine[ray]'")
 
 pytestmark = pytest.mark.timeout(200)
 PROMPTS = [f"Return the {word}" for word in ("list", "name", "first", "value of", "path", "sum")]

@@ -75,7 +75,7 @@ def test_every_model_that_writes_text_is_a_family(
         name
         for name, model in own.items()
         if issubclass(model, CausalLM)
-        and model.__module__.startswith("opweave.")
+        and model.__module__.startswith("opweave_engine.")
         # served as the language model that it derives from, on that model's row
         and model.__mro__[1] not in own.values()
     }

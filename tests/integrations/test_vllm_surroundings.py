@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from opweave_vllm import vllm_api
 
 from conftest import Case, FreshCases
 from opweave import ir, layers, platforms, plugins
@@ -13,7 +14,6 @@ from opweave.config import (
     compilation_config,
     current_compilation_config,
 )
-from opweave.integrations import vllm_api
 from opweave.ir.errors import UnknownProviderError
 from opweave.platforms import Capabilities, DeviceCapability, Platform
 from opweave_vllm.vllm_api import config, current_platform

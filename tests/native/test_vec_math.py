@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .conftest import ISAS
 
-ROOT = Path(__file__).parents[2]
+SOURCES = Path(__file__).parents[2] / "packages" / "opweave" / "csrc"
 SOURCE = Path(__file__).parent / "sources" / "vec_math.cpp"
 FLAGS = ["-std=gnu++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 MARCH = {
@@ -33,7 +33,7 @@ MARCH = {
 Function = Callable[[Tensor], Tensor]
 COMPILED = [isa for isa in ISAS if isa in MARCH]
 pytestmark = pytest.mark.skipif(
-    not COMPILED or not (ROOT / "csrc").is_dir(), reason="no x86-64 or no sources"
+    not COMPILED or not SOURCES.is_dir(), reason="no x86-64 or no sources"
 )
 
 # The largest error in units in the last place, as vec_math.h states it, and the function.
@@ -57,7 +57,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL
     found = {}
     for isa in COMPILED:
         path = tmp_path_factory.mktemp("vec_math") / f"{isa}.so"
-        command = [compiler, *FLAGS, *MARCH[isa], f"-I{ROOT / 'csrc'}"]
+        command = [compiler, *FLAGS, *MARCH[isa], f"-I{SOURCES}"]
         subprocess.run([*command, "-shared", "-fPIC", str(SOURCE), "-o", str(path)], check=True)
         found[isa] = ctypes.CDLL(str(path))
     return found

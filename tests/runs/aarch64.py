@@ -32,7 +32,16 @@ def main() -> None:
         subprocess.run([str(part) for part in command], check=True, env=environment)
 
     run(
-        *("cmake", "-S", ROOT, "-B", BUILD, "-G", "Ninja", "-DOPWEAVE_KERNEL_TEST=ON"),
+        *(
+            "cmake",
+            "-S",
+            ROOT / "packages" / "opweave",
+            "-B",
+            BUILD,
+            "-G",
+            "Ninja",
+            "-DOPWEAVE_KERNEL_TEST=ON",
+        ),
         *("-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"),
         f"-DCMAKE_CXX_COMPILER={COMPILER}",
     )

@@ -40,7 +40,7 @@ def build_wheel() -> Path:
     for old in wheels.glob("opweave-*.whl"):
         old.unlink()
     builder.pip("wheel", "--no-deps", f"--config-settings=build-dir={FOLDER / 'cmake'}",
-                "--wheel-dir", wheels, ".")  # fmt: skip
+                "--wheel-dir", wheels, "packages/opweave")  # fmt: skip
     [wheel] = wheels.glob("opweave-*.whl")
     print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
     return wheel
@@ -49,7 +49,8 @@ def build_wheel() -> Path:
 def passes(wheel: Path, version: str, python: str) -> bool:
     """Install *wheel* with torch *version*, and run the tests."""
     environment = Environment(FOLDER / f"torch-{version}", python)
-    environment.pip("install", f"{wheel}[test]", f"torch=={version}")
+    engine = [f"packages/{name}" for name in ("opweave-engine", "opweave-vllm")]
+    environment.pip("install", wheel, *engine, "-r", "requirements-dev.txt", f"torch=={version}")
     environment.pip("install", "--no-deps", "--force-reinstall", wheel)
     if environment.run("-c", CHECK_INSTALL, version):
         return False

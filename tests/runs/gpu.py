@@ -24,7 +24,10 @@ from typing import NoReturn
 
 BEGAN = time.monotonic()
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / path) for path in ("src", "benchmarks", "tests/runs")]
+sys.path[:0] = [
+    str(ROOT / path)
+    for path in ("packages/opweave/src", "packages/opweave-engine/src", "benchmarks", "tests/runs")
+]
 
 RESULTS = ROOT / "benchmarks" / "results"
 TRIED = ROOT / "build" / "gpu"  # for results that are not of a GPU

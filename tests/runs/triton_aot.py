@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / path) for path in ("src", "tests")]
+sys.path[:0] = [str(ROOT / path) for path in ("packages/opweave/src", "tests")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -58,7 +58,7 @@ LONG_PAGES: dict[str, str] = {
     "docs/design/acceptance.md": "a table with one row per requirement, read by searching",
 }
 # It repeats vLLM's names on purpose.
-OTHER_NAMESPACES = ("opweave/integrations/vllm_api",)
+OTHER_NAMESPACES = ("opweave-vllm/src/opweave_vllm/vllm_api",)
 
 MAX_SUBJECT = 72
 SUBJECT = re.compile(
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
 def repository_findings() -> list[str]:
     """Return the findings in every file, and in the lists of this program."""
     findings = [finding for file in _files() for finding in file_findings(file)]
-    findings += class_findings(ROOT / "src")
+    findings += class_findings(ROOT / "packages")
     unused = [page for page in LONG_PAGES if not (ROOT / page).exists()]
     return findings + [f"{page} does not exist: remove it from LONG_PAGES" for page in unused]
 

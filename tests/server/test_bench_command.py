@@ -127,7 +127,7 @@ def test_httpx_is_optional(
     monkeypatch.setitem(sys.modules, "httpx", None)
     code, _, err = bench(capsys, "http://127.0.0.1:1")
     assert code == 2
-    assert "pip install 'opweave[bench]'" in err
+    assert "pip install 'opweave-engine[bench]'" in err
 
 
 class Odd(BaseHTTPRequestHandler):

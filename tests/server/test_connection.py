@@ -105,9 +105,8 @@ def test_another_protocol_is_no_news(server: Running, caplog: pytest.LogCaptureF
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module(
-        "opweave_engine.server.run"
-    )  # the package has a function of the name
+    # The package has a function of this name.
+    module = importlib.import_module("opweave_engine.server.run")
     monkeypatch.setattr(module, "most_connections", lambda: 3)
 
 

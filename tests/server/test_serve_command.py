@@ -249,7 +249,7 @@ def test_a_package_that_is_missing(run: Any, monkeypatch: pytest.MonkeyPatch, pa
     monkeypatch.setitem(sys.modules, package, None)
     error = run(CHECKPOINT, "--port=0", "--log-level=ERROR")
     assert repr(package) in error
-    assert "pip install 'opweave[serve]'" in error
+    assert "pip install opweave-engine" in error
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_without_llguidance_the_answer_names_the_extra(
     answer = real.post("/v1/completions", {"prompt": "x", "guided_regex": "a"})
     assert answer.status_code == 400
     error = answer.json()["error"]
-    assert "pip install 'opweave[serve]'" in error["message"]
+    assert "pip install opweave-engine" in error["message"]
     assert error["param"] == "guided_regex"
     assert real.post("/v1/completions", {"prompt": "x"}).status_code == 200
 

@@ -49,11 +49,11 @@ _BODIES = "tests/runs/gpu_queue/bodies"
 # Kernels and their definitions; the checks are those of the tests for the CPU.
 _KERNELS = ("opweave.kernels", "opweave.ir.ops")
 _ENGINE = (
+    "packages/opweave-engine/src/opweave_engine",
     *(
         f"packages/opweave/src/opweave/{part}"
-        for part in ("compile", "engine", "ir", "kernels", "layers")
+        for part in ("compile", "ir", "kernels", "layers", "platforms")
     ),
-    *(f"packages/opweave/src/opweave/{part}" for part in ("models", "platforms")),
 )
 
 

@@ -33,7 +33,6 @@ from opweave_engine.loading.checkpoint import Checkpoint
 from opweave_engine.loading.loader import load_model
 from opweave_engine.metrics.selection_report import KernelUse
 from opweave_engine.metrics.stats import EngineStats, HistogramCounts
-from opweave_engine.moved import support_old_paths
 from opweave_engine.parallel.data_parallel import DataParallelEngine
 from opweave_engine.request.outputs import (
     CompletionOutput,
@@ -93,5 +92,3 @@ __all__ = [
     "load_model",
     "open_engine",
 ]
-
-support_old_paths()

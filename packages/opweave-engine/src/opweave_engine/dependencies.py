@@ -8,8 +8,8 @@ from typing import Any
 from opweave_engine.errors import MissingDependencyError
 
 
-def require(name: str, extra: str = "serve") -> Any:
-    """Import and return module *name*, a dependency in opweave's extra *extra*.
+def require(name: str, extra: str = "") -> Any:
+    """Import and return module *name*, a dependency of opweave-engine, or of its extra *extra*.
 
     Raises:
         MissingDependencyError: it is not installed.
@@ -19,5 +19,6 @@ def require(name: str, extra: str = "serve") -> Any:
     except ImportError as error:
         raise MissingDependencyError(
             f"opweave's engine needs {name.partition('.')[0]!r}, which cannot be imported "
-            f"({error}). Install it with: pip install 'opweave[{extra}]'"
+            f"({error}). Install it with: pip install "
+            + (f"'opweave-engine[{extra}]'" if extra else "opweave-engine")
         ) from error

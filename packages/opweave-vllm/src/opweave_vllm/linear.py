@@ -23,7 +23,7 @@ _LAYERS = (
 )
 
 
-class LinearMethod(linear.UnquantizedLinearMethod):
+class OpweaveLinearMethod(linear.UnquantizedLinearMethod):
     """Unquantized linear layer by opweave's op."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -55,7 +55,7 @@ def _replacement(base: Any, bfloat16_only: bool) -> Any:
             if bfloat16_only and self.weight_dtype() is not torch.bfloat16:
                 return
             if type(self.quant_method) is linear.UnquantizedLinearMethod:
-                self.quant_method = LinearMethod()
+                self.quant_method = OpweaveLinearMethod()
             elif type(self.quant_method) is embedding.UnquantizedEmbeddingMethod:
                 self.quant_method = HeadMethod()
 

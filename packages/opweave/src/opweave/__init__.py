@@ -26,7 +26,7 @@ _before_loading_packages(_registry.ensure_ready)
 
 def __getattr__(name: str) -> _Any:
     if name in ("optimize", "restore"):  # imported when they are first used
-        from opweave.integrations import optimize
+        from opweave import optimization
 
-        return getattr(optimize, name)
+        return getattr(optimization, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,10 +21,9 @@ from opweave.cli.priorities import (
     apply_priorities,
     apply_tuning,
 )
-from opweave.cli.progress import loading_bar
 from opweave.cli.prompts import check_utf8
 from opweave_engine.cli.interrupt import interruptible
-from opweave_engine.cli.model_options import ModelOptions, SamplingOptions
+from opweave_engine.cli.model_options import ModelOptions, SamplingOptions, loading_bar
 from opweave_engine.cli.template_variables import TemplateVariables
 
 if TYPE_CHECKING:

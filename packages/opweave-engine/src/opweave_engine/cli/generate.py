@@ -22,10 +22,10 @@ from opweave.cli.priorities import (
     apply_priorities,
     apply_tuning,
 )
-from opweave.cli.progress import loading_bar, progress_bar
+from opweave.cli.progress import progress_bar
 from opweave.cli.prompts import check_utf8
 from opweave.cli.selections import selection_table, selections
-from opweave_engine.cli.model_options import ModelOptions, SamplingOptions
+from opweave_engine.cli.model_options import ModelOptions, SamplingOptions, loading_bar
 
 if TYPE_CHECKING:
     from opweave_engine import RequestOutput

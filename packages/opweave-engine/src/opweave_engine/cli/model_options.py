@@ -5,25 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from cyclopts import Parameter
 
 from opweave.cli.flag import Flag
+from opweave.cli.progress import progress_bar
 from opweave.config import EngineConfig, ParallelConfig
+from opweave.config.engine import LoadFormat, ModelImpl
+from opweave.config.progress import ProgressBar
 from opweave_engine.cli.structured import structured_outputs
 
 if TYPE_CHECKING:
     from opweave_engine import SamplingParams
 
 T = TypeVar("T")
-LoadFormatOption = Literal["auto", "dummy"]
-ModelImplOption = Literal["auto", "opweave", "transformers"]
 
 
 def given(kind: type[T], **values: object) -> T:
     """Return a configuration of the given values; a platform may choose the others."""
     return kind(**{name: value for name, value in values.items() if value is not None})
+
+
+def loading_bar(config: EngineConfig) -> ProgressBar:
+    """Return the bar of an engine that is loading."""
+    from opweave_engine.loading.progress import after_loading
+
+    return progress_bar("loading", then=after_loading(config))
 
 
 @Parameter(name="*")
@@ -150,8 +158,8 @@ class ModelOptions:
     """
 
     dtype: str = "auto"
-    load_format: LoadFormatOption = "auto"
-    model_impl: ModelImplOption = "auto"
+    load_format: LoadFormat = "auto"
+    model_impl: ModelImpl = "auto"
     tensor_parallel_size: int | None = None
     cpu_threads: int | None = None
     generation_config: str = "auto"

@@ -21,11 +21,11 @@ from opweave.cli.priorities import (
     apply_priorities,
     apply_tuning,
 )
-from opweave.cli.progress import loading_bar
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, environment
+from opweave.config.engine import LoadFormat, ModelImpl
 from opweave.config.log import choose_log
 from opweave.ir.errors import notes
-from opweave_engine.cli.model_options import LoadFormatOption, ModelImplOption, given
+from opweave_engine.cli.model_options import given, loading_bar
 from opweave_engine.cli.serve_file import OptionSources
 from opweave_engine.server.output_formats import ReasoningParser, ToolCallParser
 
@@ -60,8 +60,8 @@ def serve(
     root_path: str = "",
     cors: Annotated[list[str] | None, Parameter(negative=())] = None,
     dtype: str = "auto",
-    load_format: LoadFormatOption = "auto",
-    model_impl: ModelImplOption = "auto",
+    load_format: LoadFormat = "auto",
+    model_impl: ModelImpl = "auto",
     seed: int = 0,
     generation_config: str = "auto",
     cpu_threads: int | None = None,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from opweave.config import EngineConfig
-from opweave.integrations import transformers as backend
+from opweave_engine import transformers as backend
 from opweave_engine.loading.checkpoint import Checkpoint, Progress
 from opweave_engine.loading.loader import check_dtype, load_model
 from opweave_engine.loading.transformers_checkpoint import load_by_transformers

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from opweave.config.engine import ModelImpl
-from opweave.integrations import transformers as backend
+from opweave_engine import transformers as backend
 from opweave_engine.dependencies import require
 from opweave_engine.loading.build import MOST_LAYERS, build, num_layers
 from opweave_engine.loading.quantization import without_quantization
@@ -52,7 +52,7 @@ def uses_transformers(config: Mapping[str, Any], model_impl: ModelImpl) -> bool:
         if not backend.is_available():
             raise UnsupportedModelError(
                 f"{str(error).removesuffix('.')}. With transformers, its causal language models "
-                "run, too: pip install 'opweave[transformers]'."
+                "run, too: pip install 'opweave-engine[transformers]'."
             ) from error
         if not backend.is_causal_lm(architecture):
             raise

@@ -13,8 +13,8 @@ from opweave_engine.models.forward_context import CachedRows, current_forward_co
 class Attention(nn.Module):
     """Causal attention within each sequence.
 
-    Inside a :func:`~opweave_engine.models.forward_context.forward_context`, new keys and values are added
-    to the cache. Without one, the tokens are one new sequence.
+    Inside a :func:`~opweave_engine.models.forward_context.forward_context`, new keys and values are
+    added to the cache. Without one, the tokens are one new sequence.
 
     Args:
         layer: the index of the layer, which identifies its cache.

@@ -13,9 +13,9 @@ from opweave_engine.models.forward_context import CachedRows, current_forward_co
 class LatentAttention(nn.Module):
     """Causal attention within each sequence.
 
-    Inside a :func:`~opweave_engine.models.forward_context.forward_context`, new rows ``[kv_c | k_pe]`` are
-    added to the cache, as keys of one head without values. Without a context, the tokens are one
-    new sequence.
+    Inside a :func:`~opweave_engine.models.forward_context.forward_context`, new rows
+    ``[kv_c | k_pe]`` are added to the cache, as keys of one head without values. Without a context,
+    the tokens are one new sequence.
 
     Args:
         layer: the index of the layer, which identifies its cache.

@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 class Connection(H11Protocol):
     """A connection with a timeout for the head of each request.
 
-    uvicorn itself has only a keep-alive timeout. :class:`~opweave_engine.server.middleware.WholeBody`
-    has the timeout for bodies.
+    uvicorn itself has only a keep-alive timeout.
+    :class:`~opweave_engine.server.middleware.WholeBody` has the timeout for bodies.
 
     Args:
         timeout: seconds from the first byte of a request, or from the start of the connection, to

@@ -1,8 +1,8 @@
 """Attention of transformers models over the sequences of a forward context.
 
 transformers looks attention functions and mask functions up by name. The functions here pass the
-queries, keys and values of packed sequences to :class:`opweave_engine.models.Attention`, which the engine
-backs with a paged cache.
+queries, keys and values of packed sequences to :class:`opweave_engine.models.Attention`, which the
+engine backs with a paged cache.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def migrate(file: Path, /, *, json: Flag = False) -> None:
     except ModuleNotFoundError as error:
         raise CliError(
             f"opweave migrate needs a package that is not installed ({error}). Install it with: "
-            "pip install 'opweave[migrate]'"
+            "pip install 'opweave-vllm[migrate]'"
         ) from error
     from opweave_vllm.migrate.imports import remaining_imports
     from opweave_vllm.migrate.plan import plan

@@ -5,6 +5,14 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+PROJECT = ("opweave", "opweave_engine", "opweave_vllm")
+"""The import packages of this project, which share logs and the format of warnings."""
+
+
+def is_in_project(module: str) -> bool:
+    """Return whether *module* belongs to one of the project's packages."""
+    return module.partition(".")[0] in PROJECT
+
 
 def is_installed(package: str) -> bool:
     """Return whether *package*, a name without dots, can be imported."""

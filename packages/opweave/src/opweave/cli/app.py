@@ -10,6 +10,7 @@ import torch
 from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
 
 from opweave import __version__
+from opweave.cli.companions import add_commands, option_hint
 from opweave.cli.conversion import converted
 from opweave.cli.errors import CliError
 from opweave.cli.output import (
@@ -22,7 +23,6 @@ from opweave.cli.output import (
 )
 from opweave.config.environment import logging_level
 from opweave.ir.errors import OpweaveError, described, notes
-from opweave_engine.cli.vllm_options import replacement
 
 app = App(
     name="opweave",
@@ -34,24 +34,20 @@ app = App(
 )
 # Commands are imported when they run, so that the server starts without their dependencies.
 COMMANDS = {
-    "generate": "opweave_engine.cli.generate:generate",
-    "chat": "opweave_engine.cli.chat:chat",
     "explain": "opweave.cli.explain:explain",
     "ops": "opweave.cli.ops:ops",
-    "migrate": "opweave_vllm.migrate.command:migrate",
     "doctor": "opweave.cli.doctor:doctor",
     "bench": "opweave.cli.bench:bench",
     "native": "opweave.cli.native:native",
-    "serve": "opweave_engine.cli.serve:serve_app",
     "plugins": "opweave.cli.plugins:plugins",
     "verify": "opweave.cli.verify:verify_command",
     "record": "opweave.cli.record:record",
     "replay": "opweave.cli.record:replay",
     "tune": "opweave.cli.tune:tune",
-    "quantize": "opweave_engine.cli.quantize:quantize",
 }
 for _name, _place in COMMANDS.items():
     app.command(_place, name=_name)
+add_commands(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -94,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _unknown_option(error: UnknownOptionError) -> str:
     option = error.token.keyword or error.token.value
-    if "serve" in (error.command_chain or ()) and (hint := replacement(option)) is not None:
+    command = ".".join(error.command_chain or ())
+    if (hint := option_hint(command, option)) is not None:
         return f"Unknown option: {option.partition('=')[0]}. {hint}"
     return f"{error} Try: opweave --help"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from opweave import ir
+from opweave.cli.companions import model_runner
 from opweave.cli.compilation import CompilationOption, apply_compilation
 from opweave.cli.errors import CliError
 from opweave.cli.files import STDOUT, check_writable, write, write_json
@@ -29,8 +29,9 @@ from opweave.cli.selections import selection_table, selections
 from opweave.ir.errors import OpweaveError
 
 if TYPE_CHECKING:
+    import torch
+
     from opweave.compile import Report
-    from opweave_engine.models import LanguageModel
 
 PROMPT = "The quick brown fox jumps over the lazy dog"
 
@@ -97,18 +98,17 @@ def _check(html: str | None, json: str | None, *, compiles: bool, profiles: bool
 
 def _eager(model: Path, prompt: str, dtype: str, json: str | None, *, profiles: bool) -> None:
     from opweave.cli.profile import Timing, as_data, profiled, timing_table
-    from opweave_engine import LLM, SamplingParams
 
+    runner = model_runner("explain")
     with progress_bar("loading") as loading:
-        llm = LLM(model, dtype=dtype, progress=loading)
+        generate = runner.generator(model, dtype=dtype, progress=loading)
     # The first token is computed from the whole prompt, the second from one more token.
-    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     with ir.record() as record, progress_bar("running") as running:
-        llm.generate(prompt, sampling, progress=running)
+        generate(prompt, 2, running)
     timings: list[Timing] = []
     if profiles:
         with profiled() as profile, progress_bar("running") as running:
-            llm.generate(prompt, sampling, progress=running)
+            generate(prompt, 2, running)
         with progress_bar("timing") as timing:
             timings = list(profile.timings(timing))
     if json != STDOUT:
@@ -128,7 +128,9 @@ def _compiled(model: Path, prompt: str, dtype: str, json: str | None, html: str 
     from opweave.cli.report_tables import print_reports
     from opweave.compile.html import render
 
-    loaded, tokens = _load(model, prompt, dtype)
+    runner = model_runner("explain")
+    with progress_bar("loading") as loading:
+        loaded, tokens, weights = runner.module(model, prompt, dtype=dtype, progress=loading)
     start = time.perf_counter()
     with progress_bar("compiling", counts=False):
         reports, inside = _compile(loaded, tokens)
@@ -139,7 +141,7 @@ def _compiled(model: Path, prompt: str, dtype: str, json: str | None, html: str 
             out.print("\n[bold]ops inside calls that are not compiled, such as attention[/]")
             out.print(selection_table(inside))
     if html is not None:
-        title = f"{model.resolve().name}, {str(loaded.dtype).removeprefix('torch.')}"
+        title = f"{model.resolve().name}, {str(weights).removeprefix('torch.')}"
         write("--html", html, render(reports, title, facts()))
     if json is not None:
         found = [report.to_dict() for report in reports]
@@ -148,21 +150,7 @@ def _compiled(model: Path, prompt: str, dtype: str, json: str | None, html: str 
         write_json("--json", json, data)
 
 
-def _load(path: Path, prompt: str, dtype: str) -> tuple[LanguageModel, list[int]]:
-    from opweave_engine.loading.checkpoint import Checkpoint
-    from opweave_engine.loading.loader import as_language_model, load_model
-    from opweave_engine.request.prompts import PromptReader
-    from opweave_engine.tokenization.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer(Checkpoint(path))
-    with progress_bar("loading") as loading:
-        model = as_language_model(load_model(path, dtype=dtype, progress=loading))
-    longest = model.max_positions or sys.maxsize
-    reader = PromptReader(tokenizer, model.vocab_size, longest)
-    return model, reader.tokens(prompt)
-
-
-def _compile(model: LanguageModel, tokens: list[int]) -> tuple[list[Report], ir.Record]:
+def _compile(model: torch.nn.Module, tokens: list[int]) -> tuple[list[Report], ir.Record]:
     """Compile the forward for a dynamic number of tokens, and run it.
 
     Return the report of each graph, and the record of ops inside opaque calls such as attention.

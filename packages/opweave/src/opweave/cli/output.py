@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.markup import escape
 
+from opweave.base.packages import is_in_project
+
 _WIDE = 240  # for files and pipes, so that lines are not wrapped
 _NARROWEST = 20
 
@@ -64,7 +66,7 @@ def _formatted(
     lineno: int,
     line: str | None = None,
 ) -> str:
-    if not category.__module__.startswith("opweave."):
+    if not is_in_project(category.__module__):
         return _format_warning(message, category, filename, lineno, line)
     return f"opweave: {category.__name__}: {' '.join(str(message).split())}\n"
 

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from rich.markup import escape
 from rich.table import Table
 
+from opweave.cli.companions import model_runner
 from opweave.cli.errors import CliError
 from opweave.cli.explain import PROMPT
 from opweave.cli.files import check_writable
@@ -22,7 +23,7 @@ from opweave.cli.priorities import PriorityOption, apply_priorities
 from opweave.cli.progress import progress_bar
 from opweave.cli.prompts import check_utf8
 from opweave.cli.tables import PlainTable
-from opweave_engine.cli.model_options import LoadFormatOption
+from opweave.config.engine import LoadFormat
 
 if TYPE_CHECKING:
     from opweave.tuning import Effort, Replay, Time, Trace
@@ -40,7 +41,7 @@ def record(
     max_tokens: int = 2,
     data: Flag = False,
     dtype: str = "auto",
-    load_format: LoadFormatOption = "auto",
+    load_format: LoadFormat = "auto",
     ir_op_priority: PriorityOption = None,
     plugin: PluginOption = None,
     import_: ImportOption = None,
@@ -99,42 +100,33 @@ def record_model(
     *,
     data: bool = False,
     dtype: str = "auto",
-    load_format: LoadFormatOption = "auto",
+    load_format: LoadFormat = "auto",
 ) -> Trace:
     """Run a model in eager mode on prompts of several lengths, and return the trace.
 
     Raises:
         CliError: a length is not positive, or the prompt is empty.
     """
-    from opweave.config import EngineConfig, SchedulerConfig
     from opweave.tuning import record_calls
-    from opweave_engine import LLM, SamplingParams
-    from opweave_engine.loading.checkpoint import Checkpoint
-    from opweave_engine.tokenization.tokenizer import Tokenizer
 
+    runner = model_runner("record")
     for name, least in [("--max-tokens", max_tokens), *(("--tokens", n) for n in lengths or ())]:
         if least < 1:
             raise CliError(f"{name} {least} should be at least 1.")
-    ids = Tokenizer(Checkpoint(model)).encode(prompt)
+    ids = runner.tokens(model, prompt)
     if not ids:
         raise CliError(f"--prompt {prompt!r} has no tokens; give a text.")
     prompts = [_of_length(ids, length) for length in lengths or [len(ids)]]
     # The cache holds one such sequence only: tensors of a trace should not be larger than needed.
     longest = max(map(len, prompts)) + max_tokens
-    config = EngineConfig(
-        dtype=dtype,
-        load_format=load_format,
-        scheduler=SchedulerConfig(
-            max_num_seqs=1, max_num_batched_tokens=longest, max_model_len=longest
-        ),
-    )
     with progress_bar("loading") as loading:
-        llm = LLM(model, config=config, progress=loading)
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        generate = runner.generator(
+            model, dtype=dtype, load_format=load_format, max_length=longest, progress=loading
+        )
     with record_calls(data=data) as recorder, progress_bar("recording") as running:
         for done, each in enumerate(prompts):
             running(done, len(prompts))
-            llm.generate(each, sampling)
+            generate(each, max_tokens, None)
     return recorder.trace
 
 

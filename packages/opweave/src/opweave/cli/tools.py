@@ -9,8 +9,11 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from opweave.native import NativeBuildError, toolchain
 
-_SERVING = "opweave generate, chat, explain and serve"
-_REQUIREMENT = re.compile(r"([\w.-]+).*;.*extra == ['\"](\w+)['\"]")
+_COMPANIONS = {
+    "opweave-engine": "opweave generate, chat, explain and serve",
+    "opweave-vllm": "opweave migrate, and opweave's kernels in vLLM",
+}
+_NAME = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,9 @@ class Tool:
 
 
 def tools() -> list[Tool]:
-    """Return the C++ compiler, Python's headers, Triton and the packages of ``opweave[serve]``."""
-    return [_compiler(), _headers(), _triton(), _serving()]
+    """Return the C++ compiler, Python's headers, Triton, and the packages that extend opweave."""
+    companions = [_companion(package, use) for package, use in _COMPANIONS.items()]
+    return [_compiler(), _headers(), _triton(), *companions]
 
 
 def _compiler() -> Tool:
@@ -72,22 +76,22 @@ def _triton() -> Tool:
     return Tool("Triton", installed_version("triton"), "the provider triton", "pip install triton")
 
 
-def _serving() -> Tool:
-    packages = list(_extra("serve"))
-    missing = [package for package in packages if installed_version(package) is None]
+def _companion(package: str, use: str) -> Tool:
+    missing = [name for name in _required(package) if installed_version(name) is None]
     return Tool(
-        f"opweave[serve]{' (' + ', '.join(missing) + ')' if missing else ''}",
-        None if missing else f"{len(packages)} packages",
-        _SERVING,
-        "pip install 'opweave[serve]'",
+        f"{package}{' (' + ', '.join(missing) + ')' if missing else ''}",
+        None if missing else installed_version(package),
+        use,
+        f"pip install {package}",
     )
 
 
-def _extra(name: str) -> Iterator[str]:
-    for requirement in requires("opweave") or ():
-        match = _REQUIREMENT.match(requirement)
-        if match and match[2] == name:
-            yield match[1]
+def _required(package: str) -> Iterator[str]:
+    if installed_version(package) is None:
+        return
+    for requirement in requires(package) or ():
+        if "extra ==" not in requirement and (name := _NAME.match(requirement)):
+            yield name[0]
 
 
 def installed_version(package: str) -> str | None:

@@ -19,7 +19,7 @@ from opweave.cli.plugin_options import PluginOption, apply_plugins
 from opweave.cli.progress import progress_bar
 from opweave.cli.record import TokensOption, record_model, shown_time
 from opweave.cli.tables import PlainTable
-from opweave_engine.cli.model_options import LoadFormatOption
+from opweave.config.engine import LoadFormat
 
 if TYPE_CHECKING:
     from opweave.tuning import Machine, Trace
@@ -39,7 +39,7 @@ def tune(
     dry_run: Flag = False,
     tokens: TokensOption = None,
     dtype: str = "auto",
-    load_format: LoadFormatOption = "auto",
+    load_format: LoadFormat = "auto",
     timeout: float = 120.0,
     seed: SeedOption = 0,
     rounds: RoundsOption = 15,

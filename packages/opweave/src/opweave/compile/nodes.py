@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from opweave import ir
+from opweave.base.packages import PROJECT, folders_of
 from opweave.compile import compat
 from opweave.compile.relocation import Relocation, same_layout
 from opweave.ir import IrOp
@@ -34,14 +35,16 @@ VIEWS = {
 }
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n +([^\n]*))?')
 _ROOT = re.compile(r"^L\.'\w+'(\._modules)?\.?")
+_PACKAGES = tuple(join(folder, "") for name in PROJECT for folder in folders_of(name))
 _OPWEAVE = join(dirname(dirname(ir.__file__)), "")
 # source_line() searches the user's code first, then opweave's models and other callers of layers,
-# then the layers. It always skips torch, the IR and the integrations.
+# then the layers. It always skips torch, the IR and what adapts models of others.
 _NEVER = (
     join(dirname(torch.__file__), ""),
-    *(join(_OPWEAVE, name, "") for name in ("base", "ir", "integrations")),
+    *(join(_OPWEAVE, name, "") for name in ("base", "ir", "optimization")),
+    *(join(folder, name, "") for folder in _PACKAGES for name in ("transformers", "vllm_api")),
 )
-_NOT_IN = ((_OPWEAVE,), (join(_OPWEAVE, "layers", ""),), ())
+_NOT_IN = (_PACKAGES, (join(_OPWEAVE, "layers", ""),), ())
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import TextIO
 
+from opweave.base.packages import PROJECT
+
 _FORMAT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
 
 
@@ -46,12 +48,13 @@ _chosen = False  # whether choose_log() was called, which overrides show_log()
 
 
 def show_log(level: str | None) -> None:
-    """Write the log of ``opweave`` from *level* up to standard error; with None, change nothing.
+    """Write the project's log from *level* up to standard error; with None, change nothing.
 
     The loggers no longer propagate to the root logger, so that each line appears once.
     """
     if level is not None and not _chosen:
-        _show("opweave", level)
+        for name in PROJECT:
+            _show(name, level)
 
 
 def choose_log(
@@ -60,7 +63,7 @@ def choose_log(
     """Write the log to standard error regardless of settings; for opweave's own programs.
 
     Args:
-        level: level of the ``opweave`` logger.
+        level: level of the loggers of the project's packages.
         as_json: write one line of JSON per record.
         others: levels of other loggers to show, by name.
     """
@@ -68,7 +71,7 @@ def choose_log(
     _chosen = True
     if as_json:
         _handler.setFormatter(_JsonLines())
-    for name, its_level in {"opweave": level, **others}.items():
+    for name, its_level in {**dict.fromkeys(PROJECT, level), **others}.items():
         _show(name, its_level)
 
 

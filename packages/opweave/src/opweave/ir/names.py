@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from opweave.base import compat
+from opweave.base.packages import is_in_project
 from opweave.ir.errors import InvalidNameError
 from opweave.ir.priority import NATIVE
 
@@ -69,4 +70,4 @@ def check_is_not_ours(name: str, native: Callable[..., Any], function: Callable[
 
 def _is_of_opweave(function: Callable[..., Any]) -> bool:
     module = getattr(function, "__module__", None) or ""
-    return module.partition(".")[0] == __name__.partition(".")[0]
+    return is_in_project(module)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from itertools import count
 
+from opweave.base.packages import is_in_project
 from opweave.config import CompilationConfig
 from opweave.ir.errors import did_you_mean
 from opweave.layers.errors import UnusedOpWarning
@@ -60,6 +61,6 @@ def _outside() -> int:
     """Return the ``stacklevel`` of the innermost frame outside opweave."""
     for level in count(1):
         name = sys._getframe(level).f_globals.get("__name__", "")
-        if name.partition(".")[0] != "opweave":
+        if not is_in_project(name):
             return level
     raise AssertionError("unreachable: a stack begins somewhere")

@@ -11,7 +11,7 @@ from opweave.ir.errors import did_you_mean
 from opweave.plugins.claim import BUILTIN_PLATFORMS
 from opweave.plugins.entry import PluginEntry
 from opweave.plugins.errors import DuplicatePluginError, PluginError, ReservedPluginNameError
-from opweave.plugins.groups import GROUPS, PLATFORM_PLUGINS, PREFIX
+from opweave.plugins.groups import COMMAND_LINE_GROUPS, GROUPS, PLATFORM_PLUGINS, PREFIX
 
 
 def find(points: Iterable[EntryPoint]) -> list[PluginEntry]:
@@ -34,7 +34,7 @@ def misspelled_groups(points: Iterable[EntryPoint]) -> list[str]:
         f"{point.group!r}, which opweave does not have: it is never loaded. "
         f"{did_you_mean(point.group, GROUPS)}"
         for point in points
-        if point.group.startswith(PREFIX) and point.group not in GROUPS
+        if point.group.startswith(PREFIX) and point.group not in (*GROUPS, *COMMAND_LINE_GROUPS)
     )
 
 

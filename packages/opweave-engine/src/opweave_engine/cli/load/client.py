@@ -157,7 +157,7 @@ def _httpx() -> Any:
     except ImportError as error:
         raise CliError(
             f"opweave bench serve needs httpx ({error}). Install it with: "
-            "pip install 'opweave[bench]'"
+            "pip install 'opweave-engine[bench]'"
         ) from error
     return httpx
 

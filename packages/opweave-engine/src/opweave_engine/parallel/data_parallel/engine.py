@@ -96,7 +96,7 @@ class DataParallelEngine(StreamingClient):
             config=config,
             model_name=self.model_name,
             neighbors=1,
-            log_level=logging.getLogger("opweave").getEffectiveLevel(),
+            log_level=logging.getLogger("opweave_engine").getEffectiveLevel(),
         )
         size = config.parallel.data_parallel_size
         self._router = ReplicaRouter(size, finds_prefixes=fitted.cache.enable_prefix_caching)

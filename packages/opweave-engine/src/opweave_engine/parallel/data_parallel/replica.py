@@ -14,6 +14,7 @@ from logging.handlers import QueueHandler
 from queue import Empty, SimpleQueue
 
 from opweave import platforms
+from opweave.base.packages import PROJECT
 from opweave.config import EngineConfig
 from opweave.ir.errors import OpweaveError, described
 from opweave_engine.client.engine_class import engine_class
@@ -112,9 +113,10 @@ class Replica:
 
     def take_log(self, level: int) -> None:
         """Report the log records of this process from now on, from *level* up."""
-        logger = logging.getLogger("opweave")
-        logger.setLevel(level)
-        logger.addHandler(QueueHandler(self._records))
+        for name in PROJECT:
+            logger = logging.getLogger(name)
+            logger.setLevel(level)
+            logger.addHandler(QueueHandler(self._records))
 
     # In the thread that loads
 

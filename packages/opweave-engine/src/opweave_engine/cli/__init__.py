@@ -1,0 +1,1 @@
+"""Subcommands of ``opweave`` that run and serve models."""

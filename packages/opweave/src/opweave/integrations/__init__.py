@@ -1,1 +1,0 @@
-"""Entry points for code written against the interfaces of other projects."""
