@@ -3,6 +3,5 @@
 from opweave_engine.parallel.executor.base import Executor
 from opweave_engine.parallel.executor.in_process import InProcessExecutor
 from opweave_engine.parallel.executor.launch import is_follower, is_launched
-from opweave_engine.parallel.executor.ranked import RankedExecutor
 
-__all__ = ["Executor", "InProcessExecutor", "RankedExecutor", "is_follower", "is_launched"]
+__all__ = ["Executor", "InProcessExecutor", "is_follower", "is_launched"]
