@@ -44,6 +44,7 @@ from opweave_engine.parallel.executor.follower import AGREED
 from opweave_engine.parallel.executor.launch import Launch
 from opweave_engine.parallel.executor.messages import Start
 from opweave_engine.parallel.executor.processes import HOST, Process
+from opweave_engine.parallel.executor.ranked import RankedExecutor
 from processes import is_alive, wait_until
 
 Checkpoints = Callable[[str], tuple[Path, Any]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opweave_vllm import vllm_api
 
 from conftest import Case, FreshCases
 from opweave import ir, layers, platforms, plugins
@@ -16,6 +15,7 @@ from opweave.config import (
 )
 from opweave.ir.errors import UnknownProviderError
 from opweave.platforms import Capabilities, DeviceCapability, Platform
+from opweave_vllm import vllm_api
 from opweave_vllm.vllm_api import config, current_platform
 from opweave_vllm.vllm_api import plugins as loaders
 from opweave_vllm.vllm_api.model_executor import custom_op

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from opweave_engine import Tokenizer
 from opweave_engine.tokenization.incremental_decoder import IncrementalDecoder
+from opweave_engine.tokenization.tokenizer import Tokenizer
 
 
 class Offsets:

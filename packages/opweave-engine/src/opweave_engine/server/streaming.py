@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 
+from fastapi import Response
 from starlette.requests import Request
-from starlette.responses import Response
 
 from opweave_engine import RequestOutput
 from opweave_engine.server.disconnect import EventStream, unless_gone

@@ -10,7 +10,8 @@ from rich.markup import escape
 
 from opweave.cli.flag import Flag
 from opweave.cli.output import fail, out, print_json
-from opweave.native import NativeBuildError, project, scaffold
+from opweave.native import NativeBuildError, project
+from opweave.native import scaffold as native_scaffold
 from opweave.plugins.errors import PluginScaffoldError
 from opweave.plugins.scaffold import check_free
 
@@ -30,7 +31,7 @@ def new(name: str, /, *, json: Flag = False) -> None:
     """
     try:
         check_free(name)
-        files = scaffold.new(name, Path.cwd())
+        files = native_scaffold.new(name, Path.cwd())
     except PluginScaffoldError as error:
         fail(str(error))
     except NativeBuildError as error:

@@ -9,7 +9,8 @@ from rich.markup import escape
 
 from opweave.cli.output import out
 from opweave.cli.tables import PlainTable
-from opweave.compile.report import NodeReport, Report
+from opweave.compile import Report
+from opweave.compile.report import NodeReport
 
 
 def print_reports(reports: Sequence[Report], seconds: float) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from opweave.base import compat, plain_call
-from opweave.native.loader import module as native_module
+from opweave.native import loader
 
 
 class _FunctionMode(TorchFunctionMode):
@@ -22,12 +22,12 @@ def plain_check() -> Callable[..., bool] | None:
     None if there is no native module, if torch lacks a symbol that it needs, or if the self-test
     fails.
     """
-    module = native_module()
-    if module is None or not module._open_plain_check(
+    raw = loader.module()
+    if raw is None or not raw._open_plain_check(
         torch.Tensor, torch.nn.Parameter, plain_call.MODE_KEYS
     ):
         return None
-    check: Callable[..., bool] = module._is_plain
+    check: Callable[..., bool] = raw._is_plain
     return check if _passes(check) else None
 
 

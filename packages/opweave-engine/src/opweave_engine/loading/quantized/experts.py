@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from opweave.layers import FusedMoE
 from opweave.layers.linear import LinearMethod
 from opweave.layers.linear.w8a8 import W8A8Method
-from opweave.layers.moe import FusedMoE, QuantizedFusedMoEMethod, UnquantizedFusedMoEMethod
+from opweave.layers.moe import QuantizedFusedMoEMethod, UnquantizedFusedMoEMethod
 from opweave.layers.moe.quantized import experts_format
 from opweave_engine.models import CheckpointModel
 

@@ -42,8 +42,8 @@ from opweave.compile.passes.lowering import (
 )
 from opweave.compile.report import Reuse
 from opweave.compile.tracing import AtenTrace, arguments, flat_nodes, inline
+from opweave.ir import Selection
 from opweave.ir.memory import overlaps_itself
-from opweave.ir.selection import Selection
 
 STAGE = "lower in place"
 INSTEAD = "another activation may not be reused, so the kernel's functional form runs"

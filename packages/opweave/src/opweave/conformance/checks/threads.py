@@ -29,8 +29,8 @@ def _findings(subject: Subject) -> Findings:
 
 def _at_once(subject: Subject, case: Case, other: Case) -> Finding:
     """Call with two sets of arguments at the same time, since one could not tell a mixture."""
-    for each in (case, other):
-        _ = each.native, each.reference  # computed once, before the threads
+    for one in (case, other):
+        _ = one.native, one.reference  # computed once, before the threads
     with ThreadPoolExecutor(2) as pool, _frequent_switches():
         found = list(pool.map(partial(_repeated, subject), (case, other)))
     return next((f"with another call at the same time: {each}" for each in found if each), None)

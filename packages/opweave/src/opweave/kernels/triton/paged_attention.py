@@ -12,8 +12,8 @@ from torch import Tensor
 from opweave.ir import rules
 from opweave.ir.ops.paged_attention import paged_attention as op
 from opweave.kernels.paged import ATTENDS, attention_fits, has_whole_rows
-from opweave.kernels.triton import device
 from opweave.kernels.triton.arguments import on_device
+from opweave.kernels.triton.device import MANY_BYTES, shared_memory, split_count
 from opweave.kernels.triton.launch import Kernels, launch
 from opweave.kernels.triton.registration import block_of, implements
 
@@ -71,7 +71,7 @@ def paged_attention(
     queries = rows // group
     tiles = tokens // queries + sequences
     most = min(-(-width * block_size // _MIN_SPLIT), _MAX_SPLITS)
-    splits = device.split_count(tiles * key_heads, _PER_PROCESSOR, most, query.device)
+    splits = split_count(tiles * key_heads, _PER_PROCESSOR, most, query.device)
     parts, maxima, totals = out, None, None
     if splits > 1:
         parts = query.new_empty((tokens, heads, splits, value_size), dtype=torch.float32)
@@ -118,7 +118,7 @@ def paged_attention(
         SIZE=max(block_of(size), 16),
         VALUE_SIZE=max(block_of(value_size), 16),
         PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
-        num_stages=3 if device.shared_memory(query.device) >= device.MANY_BYTES else 1,
+        num_stages=3 if shared_memory(query.device) >= MANY_BYTES else 1,
     )
     if splits > 1:
         launch(
@@ -141,6 +141,6 @@ def _tile(query: Tensor, group: int, sequences: int, value_size: int) -> tuple[i
     decodes = query.shape[0] <= 2 * sequences
     rows = 16 if decodes else 64 if bytes_of_key <= 512 else 32
     keys = 64 if bytes_of_key <= 256 else 32 if bytes_of_key <= 512 else 16
-    if device.shared_memory(query.device) < device.MANY_BYTES:
+    if shared_memory(query.device) < MANY_BYTES:
         rows, keys = min(rows, 32), min(keys, 32)
     return max(block_of(group), rows), keys

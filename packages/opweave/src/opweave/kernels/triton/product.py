@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opweave.kernels.triton import device
 from opweave.kernels.triton.arguments import row_count
+from opweave.kernels.triton.device import MANY_BYTES, shared_memory, split_count
 from opweave.kernels.triton.launch import Kernel, Kernels, launch
 
 _kernels = Kernels("product")
@@ -62,7 +62,7 @@ def multiply(
     count, features = row_count(out), out.shape[-1]
     grid = (-(-count // tile.rows), -(-features // tile.columns))
     most = min(-(-width // tile.depth) // _MIN_STEPS, _MAX_SPLITS)
-    splits = device.split_count(grid[0] * grid[1], _PER_PROCESSOR, most, out.device)
+    splits = split_count(grid[0] * grid[1], _PER_PROCESSOR, most, out.device)
     parts = out
     if splits > 1:
         parts = out.new_empty((splits, count, features), dtype=torch.float32)
@@ -81,7 +81,7 @@ def multiply(
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
         num_warps=tile.warps,
-        num_stages=tile.stages if device.shared_memory(out.device) >= device.MANY_BYTES else 2,
+        num_stages=tile.stages if shared_memory(out.device) >= MANY_BYTES else 2,
     )
     if splits > 1:
         size = out.numel()
