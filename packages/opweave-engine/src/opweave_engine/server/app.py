@@ -42,8 +42,17 @@ from opweave_engine.server.routes import (
 from opweave_engine.server.state import ServerState
 from opweave_engine.server.validation import body_error, validation_error
 
-_PARTS = (completions, chat, responses_api, embeddings, scoring, process, models, tokens, info)
-_ROUTERS = [part.router for part in _PARTS]
+_ROUTERS = (
+    completions.router,
+    chat.router,
+    responses_api.router,
+    embeddings.router,
+    scoring.router,
+    process.router,
+    models.router,
+    tokens.router,
+    info.router,
+)
 _EXPOSED = ["X-Request-Id", "X-Opweave-Ignored"]
 
 
