@@ -141,18 +141,18 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> CheckpointM
 
 
 for _architecture, _model in {
-    "BertForMaskedLM": "bert:BertForMaskedLM",
-    "BertModel": "bert:BertModel",
-    "DeepseekV3ForCausalLM": "deepseek:DeepseekV3ForCausalLM",
-    "Gemma3ForCausalLM": "gemma3:Gemma3ForCausalLM",
-    "Gemma3ForConditionalGeneration": "gemma3:Gemma3ForConditionalGeneration",
-    "LlamaForCausalLM": "llama:LlamaForCausalLM",
-    "Mamba2ForCausalLM": "mamba2:Mamba2ForCausalLM",
-    "MistralForCausalLM": "llama:LlamaForCausalLM",
-    "MixtralForCausalLM": "mixtral:MixtralForCausalLM",
-    "Qwen2ForCausalLM": "llama:LlamaForCausalLM",
-    "Qwen2VisionTransformerPretrainedModel": "qwen2_vision:Qwen2VisionTransformer",
-    "Qwen3ForCausalLM": "llama:LlamaForCausalLM",
-    "Qwen3MoeForCausalLM": "qwen3_moe:Qwen3MoeForCausalLM",
+    "BertForMaskedLM": "opweave_engine.models.bert:BertForMaskedLM",
+    "BertModel": "opweave_engine.models.bert:BertModel",
+    "DeepseekV3ForCausalLM": "opweave_engine.models.deepseek:DeepseekV3ForCausalLM",
+    "Gemma3ForCausalLM": "opweave_engine.models.gemma3:Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": "opweave_engine.models.gemma3:Gemma3ForConditionalGeneration",
+    "LlamaForCausalLM": "opweave_engine.models.llama:LlamaForCausalLM",
+    "Mamba2ForCausalLM": "opweave_engine.models.mamba2:Mamba2ForCausalLM",
+    "MistralForCausalLM": "opweave_engine.models.llama:LlamaForCausalLM",
+    "MixtralForCausalLM": "opweave_engine.models.mixtral:MixtralForCausalLM",
+    "Qwen2ForCausalLM": "opweave_engine.models.llama:LlamaForCausalLM",
+    "Qwen2VisionTransformerPretrainedModel": "opweave_engine.models.qwen2_vision:Qwen2VisionTransformer",
+    "Qwen3ForCausalLM": "opweave_engine.models.llama:LlamaForCausalLM",
+    "Qwen3MoeForCausalLM": "opweave_engine.models.qwen3_moe:Qwen3MoeForCausalLM",
 }.items():
-    register_model(_architecture, f"opweave_engine.models.{_model}")
+    register_model(_architecture, _model)

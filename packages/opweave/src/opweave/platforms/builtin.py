@@ -12,27 +12,29 @@ _CPU_SCORE, _ACCELERATOR_SCORE = 0, 50
 
 def cpu() -> Claim:
     """Claim any machine, with the lowest score."""
-    return Claim(f"{__package__}.cpu.CpuPlatform", PLATFORM_API, _CPU_SCORE, "every machine has it")
+    return Claim(
+        "opweave.platforms.cpu.CpuPlatform", PLATFORM_API, _CPU_SCORE, "every machine has it"
+    )
 
 
 def cuda() -> Claim | None:
     """Claim a machine with NVIDIA GPUs that torch can use."""
-    return _claim("cuda.CudaPlatform", probes.cuda_devices(), "NVIDIA GPU")
+    return _claim("opweave.platforms.cuda.CudaPlatform", probes.cuda_devices(), "NVIDIA GPU")
 
 
 def rocm() -> Claim | None:
     """Claim a machine with AMD GPUs that torch can use."""
-    return _claim("cuda.RocmPlatform", probes.rocm_devices(), "AMD GPU")
+    return _claim("opweave.platforms.cuda.RocmPlatform", probes.rocm_devices(), "AMD GPU")
 
 
 def xpu() -> Claim | None:
     """Claim a machine with Intel GPUs that torch can use."""
-    return _claim("xpu.XpuPlatform", probes.xpu_devices(), "Intel GPU")
+    return _claim("opweave.platforms.xpu.XpuPlatform", probes.xpu_devices(), "Intel GPU")
 
 
 def tpu() -> Claim | None:
     """Claim a machine with TPUs that PyTorch/XLA can use."""
-    return _claim("tpu.TpuPlatform", probes.tpu_devices(), "TPU")
+    return _claim("opweave.platforms.tpu.TpuPlatform", probes.tpu_devices(), "TPU")
 
 
 BUILTIN: Mapping[str, Callable[[], Claim | None]] = {
@@ -49,4 +51,4 @@ def _claim(name: str, devices: int, kind: str) -> Claim | None:
     if not devices:
         return None
     found = f"1 {kind}" if devices == 1 else f"{devices} {kind}s"
-    return Claim(f"{__package__}.{name}", PLATFORM_API, _ACCELERATOR_SCORE, f"torch finds {found}")
+    return Claim(name, PLATFORM_API, _ACCELERATOR_SCORE, f"torch finds {found}")
