@@ -38,7 +38,6 @@ from opweave_engine import (
 from opweave_engine.errors import InvalidArgumentError
 from opweave_engine.loading.loader import load_model
 from opweave_engine.parallel.executor import is_follower, launch
-from opweave_engine.parallel.executor.ranked import RankedExecutor
 from opweave_engine.parallel.executor.agreement import Agreement
 from opweave_engine.parallel.executor.follower import AGREED
 from opweave_engine.parallel.executor.launch import Launch
