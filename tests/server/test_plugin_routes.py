@@ -10,10 +10,9 @@ from fastapi import APIRouter, FastAPI
 
 from opweave.base import transaction
 from opweave.base.owner import Owner, owned_by
-from opweave_engine.server import http_routers
 from opweave.config.open_registry import DuplicateNameError, OpenRegistry
 from opweave_engine import EngineClient
-from opweave_engine.server import PluginRouteError, ServerConfig, create_app
+from opweave_engine.server import PluginRouteError, ServerConfig, create_app, http_routers
 from opweave_engine.server.http_routers import add_router
 from server.conftest import Start
 from server.fake_engine import FakeEngine
