@@ -38,7 +38,7 @@ def test_every_public_name_has_an_entry(package: str) -> None:
             continue  # has a page
         # An object of two packages has one entry; the entry of a module covers its contents.
         owners = [other for other in PACKAGES if public(other).get(name) is value]
-        names = {f"opweave.{owner}.{name}" for owner in owners}
+        names = {f"{owner}.{name}" for owner in owners}
         assert ENTRIES & {*names, getattr(value, "__module__", None)}, name
 
 

@@ -373,12 +373,3 @@ def test_missing_and_surplus_arguments_are_type_errors(
         call(*[torch.zeros(1)] * num_args)
     with pytest.raises(TypeError):
         op.bind(*[torch.zeros(1)] * num_args)
-
-
-def test_a_renamed_provider_is_accepted_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="a test: .*'row_by_row' .* use 'batch_invariant'"):
-        entries = parse("row_by_row!,native", "a test")
-    assert [str(entry) for entry in entries] == ["batch_invariant!", "native"]
-    with pytest.warns(DeprecationWarning, match="using"):
-        x = ir.ops.rms_norm.using("row_by_row!")(torch.ones(2, 8), None, 1e-6)
-    assert x.shape == (2, 8)

@@ -562,8 +562,6 @@ def test_status(module: ModuleType) -> None:
     assert status.available
     assert status.reason_missing is None
     assert status.fast_call
-    with pytest.warns(DeprecationWarning, match="use NativeStatus.fast_call"):
-        assert status.fast_door
     assert status.torch_ops
     assert status.isa in status.isa_levels
     assert status.path is not None

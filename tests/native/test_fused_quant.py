@@ -13,8 +13,9 @@ from torch import Tensor
 from opweave import ir
 from opweave.ir.op import IrOp
 from opweave.ir.ops import fused_quant as ops
-from opweave.ir.ops import quant
-from opweave.kernels.opweave_c import activation, fused_quant, norm
+from opweave.ir.ops import quant as quant_ops
+from opweave.kernels.opweave_c import activation, norm
+from opweave.kernels.opweave_c import fused_quant as fused
 from opweave.kernels.opweave_c import quant as kernels
 
 from . import oracle, quant_oracle
@@ -47,7 +48,7 @@ def native(op: IrOp, *arguments: Any) -> tuple[Tensor, ...]:
     """The composition, native all the way down."""
     inner = ("rms_norm", "fused_add_rms_norm", "silu_and_mul")
     scheme = op.name[op.name.index("quant") :]
-    schemes = [name for name in vars(quant) if name.endswith(scheme) and "quant" in name]
+    schemes = [name for name in vars(quant_ops) if name.endswith(scheme) and "quant" in name]
     with ir.priority(**{name: ["native"] for name in (*inner, *schemes)}):
         return as_tuple(op.impls["native"].impl_fn(*arguments))
 
@@ -174,7 +175,7 @@ def test_the_activation_is_the_definition(
     y = (gate * torch.sigmoid(gate)).to(dtype) * up
     out, scale = torch.zeros(6, 257, dtype=FP8), torch.zeros(6, 3)
     call_path(module, path_name, "silu_and_mul_group_quant_fp8")(out, scale, x, 100, False)
-    wanted, wanted_scale = quant.per_token_group_quant_fp8.impls["native"].impl_fn(y, 100)
+    wanted, wanted_scale = quant_ops.per_token_group_quant_fp8.impls["native"].impl_fn(y, 100)
     torch.testing.assert_close(scale, wanted_scale, rtol=max(torch.finfo(dtype).eps, 1e-6), atol=0)
     assert share_of_neighbors(out, wanted) <= 0.005
 
@@ -345,7 +346,7 @@ def test_opcheck(module: ModuleType) -> None:
 
 def test_compiles_in_one_graph(module: ModuleType) -> None:
     x, residual = random(3, 24, dtype=torch.bfloat16), random(3, 24, dtype=torch.bfloat16, seed=1)
-    function = fused_quant.fused_add_rms_norm_dynamic_per_token_quant_fp8
+    function = fused.fused_add_rms_norm_dynamic_per_token_quant_fp8
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     got = compiled(x, residual, None, 1e-6, None)
     for mine, wanted in zip(got, function(x, residual, None, 1e-6, None), strict=True):

@@ -144,16 +144,6 @@ def test_a_version_is_a_number(api: Any) -> None:
         define(api=api)
 
 
-def test_a_renamed_member_works_under_its_old_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(contract.RENAMED, "get_device_title", "get_device_name")
-    with pytest.warns(DeprecationWarning, match="get_device_title was renamed to get_device_name"):
-        renamed = define(
-            name="acme", device_type="cpu", get_device_title=lambda self, index=0: "Acme One"
-        )
-    assert renamed().get_device_name() == "Acme One"
-    assert not hasattr(renamed, "get_device_title")
-
-
 def test_an_object_needs_a_name_and_a_device_type() -> None:
     with pytest.raises(PlatformContractError) as raised:
         contract.check_object(define()(), Platform, "acme.Acme")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, count
 from pathlib import Path
@@ -111,13 +110,6 @@ class Embedder:
         self._prompts = PromptReader(
             self.tokenizer, loaded.vocab_size, self.max_model_len, answers=False
         )
-
-    @property
-    def usage(self) -> SelectionReport:
-        """Deprecated: the old name of :attr:`selection_report`."""
-        message = "Embedder.usage is deprecated; use Embedder.selection_report"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.selection_report
 
     @property
     def is_cross_encoder(self) -> bool:

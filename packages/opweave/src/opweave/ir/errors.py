@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from opweave.base.deprecation import renamed_in
 from opweave.base.errors import (
     IrError,
     OpweaveError,
@@ -136,6 +135,3 @@ class MissingInputGeneratorError(IrError, LookupError):
 
 class SettingError(IrError, ValueError):
     """A setting from the command line, the environment or a file is malformed."""
-
-
-__getattr__ = renamed_in(__name__, {"InvalidArgumentError": "TensorArgumentError"})

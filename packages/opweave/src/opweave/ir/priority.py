@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -19,8 +18,6 @@ from opweave.ir.tunable import NAME
 NATIVE = "native"
 EVERY_OP = "*"
 """In a platform's default: the ops without a list of their own, where they have the provider."""
-RENAMED = {"row_by_row": "batch_invariant"}
-"""Deprecated names of providers; priority lists accept them, with a DeprecationWarning."""
 ALWAYS_LAST = "always last"  # origin of native if no list contains it
 
 
@@ -112,10 +109,7 @@ def _entry(name: object, origin: str) -> PriorityEntry:
             "Separate names by commas, such as 'opweave_c,native'; 'name!' makes it an error if "
             "that provider cannot be used."
         )
-    if bare in RENAMED:
-        message = f"{origin}: provider {bare!r} is deprecated; use {RENAMED[bare]!r}"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-    return PriorityEntry(RENAMED.get(bare, bare), name.strip().endswith("!"), origin)
+    return PriorityEntry(bare, name.strip().endswith("!"), origin)
 
 
 def merge(lists: Iterable[Entries]) -> Entries:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -38,13 +37,6 @@ class NativeStatus:
     fast_call: bool
     torch_ops: bool
     path: str | None
-
-    @property
-    def fast_door(self) -> bool:
-        """Deprecated name of `fast_call`."""
-        message = "NativeStatus.fast_door is deprecated; use NativeStatus.fast_call"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.fast_call
 
 
 class _CoreInterface(Protocol):

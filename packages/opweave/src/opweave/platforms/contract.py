@@ -6,7 +6,6 @@ Otherwise a misspelled hook, or one with an incompatible signature, would go unn
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cached_property
@@ -16,9 +15,6 @@ import torch
 
 from opweave.platforms.capabilities import Capabilities
 from opweave.platforms.errors import PlatformApiError, PlatformContractError
-
-RENAMED: dict[str, str] = {}
-"""Renamed members, old name to new. Old names work, with a DeprecationWarning."""
 
 _BOUND = (staticmethod, classmethod)
 _COMPUTED = (property, cached_property)
@@ -32,7 +28,6 @@ def check_class(cls: type, base: type) -> None:
         PlatformContractError: (a TypeError) it breaks the contract; the message lists each fault.
     """
     check_api(cls.__dict__.get("api", base.__dict__["api"]), _name(cls), base.__dict__["api"])
-    _rename(cls)
     faults = [
         fault
         for owner in cls.__mro__
@@ -95,19 +90,6 @@ def members(base: type) -> Iterator[str]:
 
 def _is_method(name: str, value: object) -> bool:
     return inspect.isfunction(value) and not name.startswith("_")
-
-
-def _rename(cls: type) -> None:
-    for old, new in RENAMED.items():
-        if old in cls.__dict__ and new not in cls.__dict__:
-            warnings.warn(
-                f"{_name(cls)}.{old} was renamed to {new}. A later version of the contract will "
-                "ignore the old name.",
-                DeprecationWarning,
-                stacklevel=5,
-            )
-            setattr(cls, new, cls.__dict__[old])
-            delattr(cls, old)
 
 
 def _faults(where: str, name: str, value: Any, base: type) -> Iterator[str]:

@@ -4,7 +4,6 @@ A distribution declares entry points; opweave finds, orders, loads and reports t
 package does not load plugins.
 """
 
-from opweave.base.deprecation import renamed_in
 from opweave.plugins.claim import BUILTIN_PLATFORMS, PLATFORM_API, Claim
 from opweave.plugins.errors import PluginError, PluginWarning
 from opweave.plugins.groups import (
@@ -53,5 +52,3 @@ __all__ = [
     "refuse_reentry",
     "resolve_obj_by_qualname",
 ]
-
-__getattr__ = renamed_in(__name__, {"Candidate": "PlatformCandidate", "Group": "PluginGroup"})

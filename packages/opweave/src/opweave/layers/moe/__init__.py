@@ -1,6 +1,5 @@
 """Mixture of experts: routing, experts, and their placement on ranks."""
 
-from opweave.base.deprecation import renamed_in
 from opweave.layers.moe.grouped_topk import GroupedTopk
 from opweave.layers.moe.layer import FusedMoE
 from opweave.layers.moe.method import ExpertShapes, FusedMoEMethod, FusedMoEQuantConfig
@@ -36,5 +35,3 @@ __all__ = [
     "TransformersFusedMoE",
     "UnquantizedFusedMoEMethod",
 ]
-
-__getattr__ = renamed_in(__name__, {"QuantConfig": "FusedMoEQuantConfig"})
