@@ -50,7 +50,7 @@ from kernel_cells.stream import Stream, cached_speeds
 from kernel_cells.summary import cells_of_rows
 from opweave import native
 from opweave.ir.errors import did_you_mean
-from opweave.native.inputs import digest
+from opweave.native.builder import digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FULL = {

@@ -15,7 +15,7 @@ from opweave.conformance import CHECKS, Subject, subjects
 from opweave.conformance.platform import CHECKS as PLATFORM_CHECKS
 from opweave.ir import TRAITS, ops
 from opweave.platforms import Capabilities, Platform
-from opweave.platforms.contract import members
+from opweave.platforms.base import members
 from opweave_engine.server.request_fields import ENDPOINTS, Endpoint, Row
 
 

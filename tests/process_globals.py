@@ -13,7 +13,7 @@ from copy import copy
 from typing import Any
 
 from opweave import ir
-from opweave.config import current, log, plugin_options
+from opweave.config import compilation, plugin_options, terminal
 
 _SHOWN = ("opweave", "uvicorn")  # the loggers that ``opweave serve`` configures
 _Undo = Callable[[], None]
@@ -38,10 +38,10 @@ def _log() -> _Undo:
     existing = [each for each in logging.root.manager.loggerDict.values() if _is_logger(each)]
     loggers = dict.fromkeys([logging.root, *map(logging.getLogger, _SHOWN), *existing])
     before = [(each, _state(each)) for each in loggers]
-    formatter, chosen = log._handler.formatter, log._chosen
+    formatter, chosen = terminal._handler.formatter, terminal._chosen
 
     def undo() -> None:
-        log._handler.formatter, log._chosen = formatter, chosen
+        terminal._handler.formatter, terminal._chosen = formatter, chosen
         for logger, state in before:
             if _state(logger) != state:
                 level, logger.propagate, logger.disabled, handlers = state
@@ -62,14 +62,14 @@ def _state(logger: logging.Logger) -> tuple[int, bool, bool, list[logging.Handle
 def _settings() -> _Undo:
     settings, source = ir.current_registry().settings, ir.Source.COMMAND_LINE
     priorities = settings._priorities.get(source, {})
-    config, options = dict(current._command_line), plugin_options.given_plugin_options()
+    config, options = dict(compilation._command_line), plugin_options.given_plugin_options()
 
     def undo() -> None:
         if settings._priorities.get(source, {}) != priorities:
             settings._priorities[source] = priorities
             settings._on_change()
-        if current._command_line != config:
-            current.apply_command_line_config(config)
+        if compilation._command_line != config:
+            compilation.apply_command_line_config(config)
         plugin_options.set_plugin_options(options)
 
     return undo

@@ -18,9 +18,9 @@ import pytest
 from opweave import ir
 from opweave.cli import main
 from opweave.cli.app import COMMANDS
-from opweave.ir.names import OWN_PROVIDERS
+from opweave.ir.schema import OWN_PROVIDERS
 from opweave.layers import op_registry
-from opweave.plugins.claim import BUILTIN_PLATFORMS
+from opweave.plugins.entry import BUILTIN_PLATFORMS
 from warm_python import warm_python
 
 ROOT = Path(__file__).parent.parent

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from opweave.cli.compilation import apply_compilation, apply_compilation_like_eager
+from opweave.cli.options import apply_compilation, apply_compilation_like_eager
 from opweave.config import CompilationConfig, current_compilation_config
-from opweave.config.current import _of_process
+from opweave.config.compilation import _of_process
 from opweave.layers import CustomOp, op_registry
 from test_cli import CHECKPOINT, Run, assert_one_line_error
 from test_cli import run as run  # the fixture

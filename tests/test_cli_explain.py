@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import test_cli
-from opweave.cli.report_tables import print_reports
+from opweave.cli.explain import print_reports
 from opweave.compile.report import FusionReport, NodeReport, PassReport, Refusal, Report, Reuse
 from test_cli import CHECKPOINT, Done, Run, assert_one_line_error, run_anew
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from opweave.cli import main
 from opweave.cli.output import err
 from opweave.config import CompilationConfig, EngineConfig
-from opweave.config.progress import ProgressBar
+from opweave.config.terminal import ProgressBar
 from opweave_engine import (
     Checkpoint,
     EngineError,
@@ -25,7 +25,7 @@ from opweave_engine import (
     StructuredOutputsParams,
     Tokenizer,
 )
-from opweave_engine.loading.progress import after_loading, reporting
+from opweave_engine.load.loader import after_loading, reporting
 
 CHECKPOINT = Path(__file__).parent.parent / "examples" / "models" / "tiny-pydoc"
 COMMANDS = {

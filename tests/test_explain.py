@@ -41,8 +41,8 @@ def test_a_module_of_ones_own() -> None:
 
 
 def test_the_rows_are_those_of_the_command() -> None:
+    from opweave.cli.explain import selection_table
     from opweave.cli.output import out
-    from opweave.cli.selections import selection_table
 
     with torch.no_grad():
         found = opweave.explain(Block(), torch.randn(4, 8))

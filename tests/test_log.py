@@ -57,7 +57,7 @@ def test_unknown_level(fresh_python: FreshPython) -> None:
 CHOOSE = """
     import logging, torch
     from opweave import ir
-    from opweave.config.log import choose_log
+    from opweave.config.terminal import choose_log
     choose_log("INFO", as_json=True, others={"other": "ERROR"})
     ir.ops.rms_norm(torch.ones(2, 4), torch.ones(4), 1e-6)  # reads the environment
     log = logging.getLogger("opweave.compile")

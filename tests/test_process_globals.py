@@ -13,7 +13,7 @@ import pytest
 
 from opweave import ir
 from opweave.cli import main
-from opweave.config import current, log
+from opweave.config import compilation, terminal
 from opweave.config.plugin_options import given_plugin_options, set_plugin_options
 from process_globals import restored
 
@@ -22,9 +22,9 @@ def state() -> dict[str, object]:
     loggers = [logging.getLogger(name) for name in ("", "opweave", "uvicorn")]
     return {
         "loggers": [(each.level, each.propagate, list(each.handlers)) for each in loggers],
-        "log": (log._chosen, log._handler.formatter),
+        "log": (terminal._chosen, terminal._handler.formatter),
         "priorities": ir.current_registry().settings._priorities.get(ir.Source.COMMAND_LINE, {}),
-        "compilation": current.current_compilation_config(),
+        "compilation": compilation.current_compilation_config(),
         "plugin options": given_plugin_options(),
         "environment": dict(os.environ),
         "path": list(sys.path),

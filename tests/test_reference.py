@@ -12,7 +12,7 @@ import griffe
 import pytest
 
 from opweave import ir
-from opweave.base.packages import PROJECT
+from opweave.packages import PROJECT
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

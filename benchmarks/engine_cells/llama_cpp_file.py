@@ -19,7 +19,7 @@ from gguf import (
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
 
-from opweave.ir.ops.gguf_blocks import random_blocks
+from opweave.ir.ops.low_bit import random_blocks
 
 _FILE_TYPES = {
     torch.float32: LlamaFileType.ALL_F32,

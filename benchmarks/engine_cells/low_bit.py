@@ -18,10 +18,10 @@ from engine_cells.models import LOW_BIT, NAMES, write_config
 from engine_cells.single import CONTEXT, DTYPE, PREFILL, LlamaCpp, Ours, Row, read_bytes, row
 from harness import interleaved, progress
 from kernel_cells.stream import Stream
+from opweave.layers.embedding import ParallelLMHead
 from opweave.layers.linear import LinearBase
-from opweave.layers.linear.low_bit import GroupedInt4Method
-from opweave.layers.parallel_lm_head import ParallelLMHead
-from opweave_engine.loading import huge_pages
+from opweave.layers.linear_methods import GroupedInt4Method
+from opweave_engine.load import loader
 
 FORMATS = ("q4_0", "q4_k")
 _GROUP = 64
@@ -41,7 +41,7 @@ def _make_int4(layer: LinearBase | ParallelLMHead) -> None:
     rows, columns = layer.weight.shape
     method = GroupedInt4Method(_GROUP, DTYPE)
     method.create_weights(layer, columns, [rows], columns, rows, DTYPE)
-    huge_pages.move_parameters(layer)
+    loader.move_parameters(layer)
     layer.get_parameter("weight").data.random_(256)
     layer.get_parameter("scale").data.fill_(columns**-0.5 / 4.6)  # 4.6: deviation of -8 to 7
     layer.quant_method = method

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from opweave import ir
 from opweave.layers.linear import LinearBase
-from opweave_engine.loading import huge_pages
+from opweave_engine.load import loader
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -34,7 +34,7 @@ def quantize(model: nn.Module, dtype: torch.dtype) -> None:
             quantized = wide / scale[:, None]
             if dtype is torch.int8:
                 quantized = quantized.round()
-            narrow = huge_pages.empty(wide.shape, dtype, wide.device).copy_(quantized)
+            narrow = loader.empty(wide.shape, dtype, wide.device).copy_(quantized)
             layer.weight = nn.Parameter(narrow, requires_grad=False)
             layer.register_buffer("weight_scale", scale, persistent=False)
             layer.quant_method = WeightOnly()

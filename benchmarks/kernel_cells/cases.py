@@ -13,7 +13,7 @@ from torch import Tensor
 from kernel_cells import eager
 from kernel_cells.shape import BLOCK_SIZE, HEAD_SIZE, Shape
 from opweave import ir
-from opweave.ir.ops.gguf_blocks import random_blocks
+from opweave.ir.ops.low_bit import random_blocks
 
 PROVIDER = "opweave_c"
 Arguments = tuple[Any, ...]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from harness import cache_bytes, interleaved, microseconds, significant
-from opweave_engine.loading import huge_pages
+from opweave_engine.load import loader
 
 COLD_BYTES = 4 * (cache_bytes(3) or cache_bytes(2) or 2**25)
 """So much memory, walked in a circle, is in no cache when its turn comes again."""
@@ -39,7 +39,7 @@ class Stream:
         in_huge_pages: bool = False,
     ) -> None:
         shape = 2, pieces, size // 8 // pieces
-        empty = huge_pages.empty if in_huge_pages else torch.empty
+        empty = loader.empty if in_huge_pages else torch.empty
         memory = empty(shape, dtype=torch.float32, device=torch.device("cpu"))
         self._sources, self._targets = memory.fill_(1)
         self._pieces, self._repeats, self._turn = pieces, repeats, 0

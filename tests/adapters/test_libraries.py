@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opweave.ir.names import ADAPTERS
+from opweave.ir.schema import ADAPTERS
 
 PACKAGES = {
     "flag_gems": "flag_gems",

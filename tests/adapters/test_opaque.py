@@ -12,8 +12,8 @@ from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opweave import ir
-from opweave.adapters.opaque import mutating, opaque, undispatched
 from opweave.ir import IrOp
+from opweave.kernels.wrap import mutating, opaque, undispatched
 
 NAMESPACE = "opweave_tests_opaque"
 

@@ -13,10 +13,16 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from opweave import ir
-from opweave.adapters import FunctionByArgument, HubKernel, Output, Wrapped, wrap
-from opweave.adapters.function import ModuleFunction
 from opweave.ir import IrOp, rules
 from opweave.ir.errors import DuplicateImplError, InvalidOpError
+from opweave.kernels.wrap import (
+    FunctionByArgument,
+    HubKernel,
+    ModuleFunction,
+    Output,
+    Wrapped,
+    wrap,
+)
 
 
 def gate(x: Tensor, scale: float = 1.0) -> Tensor:

@@ -18,8 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opweave import ir
-from opweave.base import compat, plain_call
+from opweave import ir, plain_call, torch_compat
 
 SOURCE = Path(inspect.getfile(ir)).parents[1]
 CHECKED = {
@@ -80,7 +79,7 @@ CHECKED = {
 
 
 def test_every_name_has_a_canary() -> None:
-    tree = ast.parse(inspect.getsource(compat))
+    tree = ast.parse(inspect.getsource(torch_compat))
     defined = {
         t.id
         for node in tree.body
@@ -89,16 +88,16 @@ def test_every_name_has_a_canary() -> None:
         if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store)
     }
     defined |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert {name for name in defined if name in vars(compat)} == CHECKED
+    assert {name for name in defined if name in vars(torch_compat)} == CHECKED
 
 
 def test_is_dynamo_compiling() -> None:
-    assert compat.is_dynamo_compiling() is False
+    assert torch_compat.is_dynamo_compiling() is False
     seen = []
 
     @torch.compile(backend="eager", fullgraph=True)
     def traced(x: Tensor) -> Tensor:
-        return x + 1 if compat.is_dynamo_compiling() else x + 2
+        return x + 1 if torch_compat.is_dynamo_compiling() else x + 2
 
     torch.compiler.reset()
     seen.append(traced(torch.zeros(1)).item())
@@ -116,7 +115,7 @@ def test_trace_instead() -> None:
         def __call__(self, x: Tensor) -> Tensor: ...
 
     setattr(Callee, "__call__", lambda self, x: quick(x))  # noqa: B010
-    compat.trace_instead(Callee.__call__, lambda self, x: traced(x))
+    torch_compat.trace_instead(Callee.__call__, lambda self, x: traced(x))
     callee, x = Callee(), torch.zeros(1)
     assert callee(x).item() == 1
 
@@ -151,7 +150,7 @@ def test_run_untraced() -> None:
     assert seen  # inner was compiled on its own
     seen.clear()
     torch.compiler.reset()
-    compat.run_untraced(outer)
+    torch_compat.run_untraced(outer)
     assert calling(torch.zeros(1)).item() == 1
     assert not seen
 
@@ -160,7 +159,7 @@ def test_before_loading_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     """That packages load is tested in tests/compile/test_backend.py."""
     aoti, called = torch._C._aoti, []
     monkeypatch.setattr(aoti, "AOTIModelPackageLoader", aoti.AOTIModelPackageLoader)
-    compat.before_loading_packages(lambda: called.append(True))
+    torch_compat.before_loading_packages(lambda: called.append(True))
     with pytest.raises(RuntimeError, match="open failed"):
         aoti.AOTIModelPackageLoader(str(tmp_path / "missing.pt2"), "model", False, 1, -1)
     assert called == [True]
@@ -169,28 +168,28 @@ def test_before_loading_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_all_reduce_sum() -> None:
     """With ranks it is tested with the op that uses it, in tests/compile/test_sequence.py."""
     with pytest.raises(RuntimeError, match="process group"):
-        compat.all_reduce_sum(torch.ones(2), "no such group")
+        torch_compat.all_reduce_sum(torch.ones(2), "no such group")
     with FakeTensorMode():
-        assert compat.all_reduce_sum(torch.ones(2), "no such group").shape == (2,)
+        assert torch_compat.all_reduce_sum(torch.ones(2), "no such group").shape == (2,)
 
 
 def test_all_gather() -> None:
     """With ranks it is tested in tests/layers/test_parallel.py."""
     with pytest.raises(RuntimeError, match="process group"):
-        compat.all_gather(torch.ones(2), 2, "no such group")
+        torch_compat.all_gather(torch.ones(2), 2, "no such group")
     with FakeTensorMode():
-        assert compat.all_gather(torch.ones(2, 3), 2, "no such group").shape == (4, 3)
+        assert torch_compat.all_gather(torch.ones(2, 3), 2, "no such group").shape == (4, 3)
 
 
 def test_dispatch_mode_count() -> None:
-    assert compat.dispatch_mode_count() == 0
+    assert torch_compat.dispatch_mode_count() == 0
     with TorchDispatchMode():
-        assert compat.dispatch_mode_count() == 1
+        assert torch_compat.dispatch_mode_count() == 1
         with TorchDispatchMode():
-            assert compat.dispatch_mode_count() == 2
+            assert torch_compat.dispatch_mode_count() == 2
     with FakeTensorMode():
-        assert compat.dispatch_mode_count() > 0
-    assert compat.dispatch_mode_count() == 0
+        assert torch_compat.dispatch_mode_count() > 0
+    assert torch_compat.dispatch_mode_count() == 0
 
 
 class Mode(TorchFunctionMode):
@@ -204,21 +203,23 @@ class Subclass(Tensor):
 
 def test_function_modes_and_overrides() -> None:
     x = torch.zeros(1)
-    assert not compat.function_mode_enabled()
-    assert not compat.has_torch_function_unary(x)
-    assert not compat.has_torch_function_unary(torch.nn.Parameter(x))
-    assert compat.has_torch_function_unary(x.as_subclass(Subclass))
+    assert not torch_compat.function_mode_enabled()
+    assert not torch_compat.has_torch_function_unary(x)
+    assert not torch_compat.has_torch_function_unary(torch.nn.Parameter(x))
+    assert torch_compat.has_torch_function_unary(x.as_subclass(Subclass))
     with Mode():
-        assert compat.function_mode_enabled()
-        assert compat.has_torch_function_unary(x)
-    assert not compat.function_mode_enabled()
+        assert torch_compat.function_mode_enabled()
+        assert torch_compat.has_torch_function_unary(x)
+    assert not torch_compat.function_mode_enabled()
 
 
 def test_is_in_vmap_and_is_batched() -> None:
     seen = []
 
     def look(x: Tensor) -> Tensor:
-        seen.append((compat.is_in_vmap(), compat.is_batched(x), compat.is_batched(y)))
+        seen.append(
+            (torch_compat.is_in_vmap(), torch_compat.is_batched(x), torch_compat.is_batched(y))
+        )
         return x.sum()
 
     y = torch.zeros(2)
@@ -235,41 +236,41 @@ def test_sizes_that_only_the_data_tells() -> None:
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         size = mode.from_tensor(torch.ones(3)).nonzero().shape[0]
         for otherwise in (False, True):
-            assert compat.decided(size > 2, otherwise=otherwise) is otherwise
-            assert compat.decided(size == size * 1, otherwise=otherwise)
-            assert compat.decided(condition=False, otherwise=otherwise) is False
-        assert compat.is_certain(size * 3 % size == 0)
-        assert not compat.is_certain(size > 2)
-        assert not compat.is_certain(condition=False)
+            assert torch_compat.decided(size > 2, otherwise=otherwise) is otherwise
+            assert torch_compat.decided(size == size * 1, otherwise=otherwise)
+            assert torch_compat.decided(condition=False, otherwise=otherwise) is False
+        assert torch_compat.is_certain(size * 3 % size == 0)
+        assert not torch_compat.is_certain(size > 2)
+        assert not torch_compat.is_certain(condition=False)
         with pytest.raises(Exception, match="data-dependent") as raised:
             bool(size > 2)
-    assert compat.depends_on_data(raised.value)  # type: ignore[arg-type]
-    assert not compat.depends_on_data(ValueError("data-dependent"))
+    assert torch_compat.depends_on_data(raised.value)  # type: ignore[arg-type]
+    assert not torch_compat.depends_on_data(ValueError("data-dependent"))
 
 
 def test_unwrapped() -> None:
     depths = []
 
     def look(x: Tensor) -> Tensor:
-        depths.append(len(list(compat.unwrapped(x))))
+        depths.append(len(list(torch_compat.unwrapped(x))))
         return x.sum()
 
     x = torch.zeros(2, 2)
     look(x)
     torch.vmap(torch.func.grad(look))(x)
     assert depths == [1, 3]
-    assert [t is x for t in compat.unwrapped(x)] == [True]
+    assert [t is x for t in torch_compat.unwrapped(x)] == [True]
 
 
 def test_no_transforms() -> None:
     seen = []
 
     def look(x: Tensor) -> Tensor:
-        with compat.no_transforms():
-            seen.append((compat.functorch_interpreter(), compat.dispatch_mode_count()))
+        with torch_compat.no_transforms():
+            seen.append((torch_compat.functorch_interpreter(), torch_compat.dispatch_mode_count()))
             torch.zeros(1).requires_grad_()
-        assert compat.is_in_vmap()
-        assert compat.dispatch_mode_count() == 1
+        assert torch_compat.is_in_vmap()
+        assert torch_compat.dispatch_mode_count() == 1
         return x.sum()
 
     with FakeTensorMode():
@@ -281,24 +282,24 @@ def test_functorch_interpreter() -> None:
     seen = []
 
     def look(x: Tensor) -> Tensor:
-        seen.append(compat.functorch_interpreter() is not None)
+        seen.append(torch_compat.functorch_interpreter() is not None)
         return x.sum()
 
-    assert compat.functorch_interpreter() is None
+    assert torch_compat.functorch_interpreter() is None
     torch.vmap(look)(torch.zeros(2, 2))
     torch.func.grad(look)(torch.zeros(2))
     torch.func.jvp(look, (torch.zeros(2),), (torch.zeros(2),))
     assert seen == [True] * 3
-    assert compat.functorch_interpreter() is None
+    assert torch_compat.functorch_interpreter() is None
 
 
 def test_any_autocast_enabled() -> None:
-    assert not compat.any_autocast_enabled()
+    assert not torch_compat.any_autocast_enabled()
     with torch.autocast("cpu", torch.bfloat16):
-        assert compat.any_autocast_enabled()
-        for disabled in (torch.autocast("cpu", enabled=False), compat.no_autocast()):
+        assert torch_compat.any_autocast_enabled()
+        for disabled in (torch.autocast("cpu", enabled=False), torch_compat.no_autocast()):
             with disabled:
-                assert not compat.any_autocast_enabled()
+                assert not torch_compat.any_autocast_enabled()
                 assert not torch.is_autocast_enabled("cpu")
         assert torch.is_autocast_enabled("cpu")
 
@@ -307,10 +308,10 @@ def test_jit_tracing_state() -> None:
     seen = []
 
     def look(x: Tensor) -> Tensor:
-        seen.append(compat.jit_tracing_state() is not None)
+        seen.append(torch_compat.jit_tracing_state() is not None)
         return x + 1
 
-    assert compat.jit_tracing_state() is None
+    assert torch_compat.jit_tracing_state() is None
     with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
         torch.jit.trace(look, torch.zeros(1), check_trace=False)
     assert seen == [True]
@@ -318,7 +319,7 @@ def test_jit_tracing_state() -> None:
 
 def test_below_autograd() -> None:
     x = torch.ones(1, requires_grad=True)
-    with compat.below_autograd():
+    with torch_compat.below_autograd():
         assert not (x * 2).requires_grad
     assert (x * 2).requires_grad
 
@@ -344,24 +345,24 @@ def test_the_keys_of_modes_are_included_while_a_mode_is_active() -> None:
         torch.jit.trace(look, torch.zeros(1), check_trace=False)
     assert seen.pop()[tracer]
     for i, key in enumerate(plain_call.MODE_KEYS):
-        with compat.include_dispatch_key(key):
+        with torch_compat.include_dispatch_key(key):
             assert included()[i]
     assert included() == [False] * 3
 
 
 def test_forward_ad() -> None:
     x = torch.zeros(2)
-    assert compat.FORWARD_AD._current_level < 0
-    assert not compat.has_tangent(x)
+    assert torch_compat.FORWARD_AD._current_level < 0
+    assert not torch_compat.has_tangent(x)
     with torch.autograd.forward_ad.dual_level():
-        assert compat.FORWARD_AD._current_level == 0
-        assert not compat.has_tangent(x)
-        assert compat.has_tangent(torch.autograd.forward_ad.make_dual(x, x))
-    assert compat.FORWARD_AD._current_level < 0
+        assert torch_compat.FORWARD_AD._current_level == 0
+        assert not torch_compat.has_tangent(x)
+        assert torch_compat.has_tangent(torch.autograd.forward_ad.make_dual(x, x))
+    assert torch_compat.FORWARD_AD._current_level < 0
     seen = []
 
     def look(t: Tensor) -> Tensor:
-        seen.append(compat.has_tangent(t))
+        seen.append(torch_compat.has_tangent(t))
         return t + 1
 
     torch.func.jvp(look, (x,), (x,))
@@ -369,18 +370,18 @@ def test_forward_ad() -> None:
 
 
 def test_empty_strided_cpu() -> None:
-    made = compat.empty_strided_cpu((3, 4), (8, 1), torch.bfloat16)
+    made = torch_compat.empty_strided_cpu((3, 4), (8, 1), torch.bfloat16)
     assert (made.shape, made.stride(), made.dtype) == ((3, 4), (8, 1), torch.bfloat16)
     assert made.is_cpu
     assert made.untyped_storage().nbytes() == 2 * (2 * 8 + 4)
-    assert compat.empty_strided_cpu((2, 4), (4, 1), torch.int8).resize_(9).shape == (9,)
+    assert torch_compat.empty_strided_cpu((2, 4), (4, 1), torch.int8).resize_(9).shape == (9,)
 
 
 def test_share_storage() -> None:
     memory = torch.zeros(8)
-    assert compat.share_storage(memory[:4], memory[4:])
-    assert compat.share_storage(memory, memory.view(2, 4))
-    assert not compat.share_storage(memory, memory.clone())
+    assert torch_compat.share_storage(memory[:4], memory[4:])
+    assert torch_compat.share_storage(memory, memory.view(2, 4))
+    assert not torch_compat.share_storage(memory, memory.clone())
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is without oneDNN")
@@ -388,47 +389,47 @@ def test_onednn_linear() -> None:
     x, weight, bias = torch.randn(3, 40, 8), torch.randn(5, 8), torch.randn(5)
     for given in (bias, None):
         wanted = torch.nn.functional.linear(x, weight, given)
-        torch.testing.assert_close(compat.onednn_linear(x, weight, given), wanted)
+        torch.testing.assert_close(torch_compat.onednn_linear(x, weight, given), wanted)
 
 
 def test_has_onednn() -> None:
-    assert compat.has_onednn() == ("USE_MKLDNN=ON" in torch.__config__.show())
+    assert torch_compat.has_onednn() == ("USE_MKLDNN=ON" in torch.__config__.show())
 
 
 def test_multiplies_float16() -> None:
     """An AVX-512 CPU has the instructions by this name, AMD's and Intel's before 2023 do not."""
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     if "avx512_fp16" in flags or "amx_fp16" in flags:
-        assert compat.multiplies_float16()
+        assert torch_compat.multiplies_float16()
     elif flags:
-        assert not compat.multiplies_float16()
+        assert not torch_compat.multiplies_float16()
 
 
 def test_has_amx() -> None:
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     if flags:
-        assert compat.has_amx() == ("amx_tile" in flags and compat.has_onednn())
+        assert torch_compat.has_amx() == ("amx_tile" in flags and torch_compat.has_onednn())
 
 
 def test_has_vnni() -> None:
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     if flags:
-        assert compat.has_vnni() == ("avx512_vnni" in flags and compat.has_onednn())
+        assert torch_compat.has_vnni() == ("avx512_vnni" in flags and torch_compat.has_onednn())
 
 
 def test_multiply_int8() -> None:
     x, y = torch.randint(-128, 128, (2, 20, 24), dtype=torch.int8)
     wanted = x.to(torch.int32) @ y.t().to(torch.int32)
-    found = compat.multiply_int8(x, y.t())
+    found = torch_compat.multiply_int8(x, y.t())
     assert found.dtype is torch.int32
     assert torch.equal(found, wanted)
 
 
 def test_register_fake() -> None:
-    library = compat.new_library("opweave_canary")
+    library = torch_compat.new_library("opweave_canary")
     library.define("f(Tensor x) -> Tensor")
     library.impl("f", lambda x: x.clone(), "CPU")
-    compat.register_fake(library, "f", lambda x: x.new_empty(7))
+    torch_compat.register_fake(library, "f", lambda x: x.new_empty(7))
     with FakeTensorMode() as mode:
         assert torch.ops.opweave_canary.f(mode.from_tensor(torch.zeros(2))).shape == (7,)
     assert torch.ops.opweave_canary.f(torch.zeros(2)).shape == (2,)
@@ -436,24 +437,24 @@ def test_register_fake() -> None:
 
 def test_remove_ops() -> None:
     for size in (7, 8):
-        library = compat.new_library("opweave_canary")
+        library = torch_compat.new_library("opweave_canary")
         library.define("g(Tensor x) -> Tensor")
         library.impl("g", lambda x, size=size: x.new_empty(size), "CPU")
         assert torch.ops.opweave_canary.g(torch.zeros(2)).shape == (size,)
-        compat.remove_ops(library)
+        torch_compat.remove_ops(library)
         assert not hasattr(torch.ops.opweave_canary, "g")
 
 
 def test_is_taken_in_torch_ops() -> None:
-    assert compat.is_taken_in_torch_ops("name")
+    assert torch_compat.is_taken_in_torch_ops("name")
     assert isinstance(torch.ops.opweave.name, str)
-    assert compat.is_taken_in_torch_ops("__init__")
-    assert not compat.is_taken_in_torch_ops("rms_norm")
+    assert torch_compat.is_taken_in_torch_ops("__init__")
+    assert not torch_compat.is_taken_in_torch_ops("rms_norm")
 
 
 def test_graph_break() -> None:
     def breaking(x: Tensor) -> Tensor:
-        compat.graph_break("a reason of ours")
+        torch_compat.graph_break("a reason of ours")
         return x + 1
 
     torch.compiler.reset()
@@ -467,13 +468,13 @@ def test_size_hint() -> None:
     seen: list[int | None] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
-        seen.extend(compat.size_hint(i.numel()) for i in inputs if isinstance(i, Tensor))
+        seen.extend(torch_compat.size_hint(i.numel()) for i in inputs if isinstance(i, Tensor))
         return graph.forward
 
     torch.compiler.reset()
     torch.compile(lambda x: x + 1, backend=backend, dynamic=True)(torch.zeros(6, 7))
     assert seen == [42]
-    assert compat.size_hint(5) == 5
+    assert torch_compat.size_hint(5) == 5
 
 
 @pytest.mark.parametrize(
@@ -488,7 +489,7 @@ def test_size_bounds(bounds: dict[str, int], expected: tuple[float, float]) -> N
             node.meta.get("example_value") for node in graph.graph.find_nodes(op="placeholder")
         ]
         for tensor in (value for value in values if isinstance(value, Tensor)):
-            seen.extend(compat.size_bounds(size) for size in tensor.shape)
+            seen.extend(torch_compat.size_bounds(size) for size in tensor.shape)
         return graph.forward
 
     torch.compiler.reset()
@@ -499,21 +500,25 @@ def test_size_bounds(bounds: dict[str, int], expected: tuple[float, float]) -> N
     assert seen == [expected, (7, 7)]
     function(x.new_zeros(9, 7))
     assert len(seen) == 2  # no guard was added, so nothing is compiled again
-    assert compat.size_bounds(5) == (5, 5)
-    assert compat.size_bounds(None) is None
+    assert torch_compat.size_bounds(5) == (5, 5)
+    assert torch_compat.size_bounds(None) is None
 
 
 def test_tensor_length() -> None:
-    found = [compat.tensor_length(torch.zeros(s)) for s in ((), (0,), (3,), (0, 2), (5, 0), (4, 2))]
+    found = [
+        torch_compat.tensor_length(torch.zeros(s)) for s in ((), (0,), (3,), (0, 2), (5, 0), (4, 2))
+    ]
     assert found == [0, 0, 3, 0, 5, 4]
     with pytest.raises(TypeError):
-        compat.tensor_length(None)  # type: ignore[arg-type]
+        torch_compat.tensor_length(None)  # type: ignore[arg-type]
 
 
 def test_is_wrapper() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
-    assert compat.is_wrapper(nested)
-    assert not any(map(compat.is_wrapper, (torch.zeros(2), torch.nn.Parameter(torch.zeros(2)), 1)))
+    assert torch_compat.is_wrapper(nested)
+    assert not any(
+        map(torch_compat.is_wrapper, (torch.zeros(2), torch.nn.Parameter(torch.zeros(2)), 1))
+    )
 
 
 @pytest.mark.parametrize(
@@ -522,26 +527,26 @@ def test_is_wrapper() -> None:
 )
 def test_is_x86(monkeypatch: pytest.MonkeyPatch, machine: str, expected: bool) -> None:
     monkeypatch.setattr("platform.machine", lambda: machine)
-    assert compat.is_x86() is expected
+    assert torch_compat.is_x86() is expected
 
 
 def test_parse_schema() -> None:
-    assert compat.parse_schema("f(Tensor x, float y=1.) -> Tensor").name == "f"
+    assert torch_compat.parse_schema("f(Tensor x, float y=1.) -> Tensor").name == "f"
     with pytest.raises(RuntimeError):
-        compat.parse_schema("f(Tensor x, float y=inf) -> Tensor")
+        torch_compat.parse_schema("f(Tensor x, float y=inf) -> Tensor")
 
 
 def test_kinds_of_operators() -> None:
     packet = torch.ops.aten.add
-    assert isinstance(packet, compat.OpOverloadPacket)
-    assert isinstance(packet.Tensor, compat.OpOverload)
-    assert isinstance(torch.ops.higher_order.cond, compat.HigherOrderOperator)
+    assert isinstance(packet, torch_compat.OpOverloadPacket)
+    assert isinstance(packet.Tensor, torch_compat.OpOverload)
+    assert isinstance(torch.ops.higher_order.cond, torch_compat.HigherOrderOperator)
 
 
 def test_namespaces_of_ops() -> None:
-    assert "name" in compat.namespace_attributes("opweave_test")
-    assert compat.is_op_namespace(torch.ops.aten)
-    assert not compat.is_op_namespace(torch.ops.load_library)
+    assert "name" in torch_compat.namespace_attributes("opweave_test")
+    assert torch_compat.is_op_namespace(torch.ops.aten)
+    assert not torch_compat.is_op_namespace(torch.ops.load_library)
 
 
 def test_no_torch_function() -> None:
@@ -555,7 +560,7 @@ def test_no_torch_function() -> None:
     with Mode():
         torch.ones(1)
         count = len(seen)
-        with compat.no_torch_function():
+        with torch_compat.no_torch_function():
             torch.ones(1)
     assert count
     assert len(seen) == count
@@ -563,7 +568,7 @@ def test_no_torch_function() -> None:
 
 def test_depends_on_values() -> None:
     with pytest.raises(Exception, match="item"):
-        raise compat.depends_on_values(torch.ops.aten.item.default)
+        raise torch_compat.depends_on_values(torch.ops.aten.item.default)
 
 
 def test_mark_dynamic() -> None:
@@ -574,7 +579,7 @@ def test_mark_dynamic() -> None:
         return graph
 
     x = torch.ones(4, 2)
-    compat.mark_dynamic(x, 0)
+    torch_compat.mark_dynamic(x, 0)
     torch.compile(lambda t: t * 2, backend=backend)(x)
     assert len(sizes[0]) == 1
 
@@ -586,14 +591,14 @@ def test_a_group_after_one_that_could_not_be_joined_has_the_name_of_the_first() 
             "gloo", store=distributed.HashStore(), rank=0, world_size=size, timeout=timeout
         )
 
-    compat.forget_failed_groups()
+    torch_compat.forget_failed_groups()
     with pytest.raises(distributed.DistStoreError):
         join(2, 0.1)
-    compat.forget_failed_groups()
+    torch_compat.forget_failed_groups()
     join(1, 5.0)
     try:
         assert distributed.group.WORLD.group_name == "0"
-        compat.forget_failed_groups()  # does nothing while there is one
+        torch_compat.forget_failed_groups()  # does nothing while there is one
         assert distributed.new_group([0]).group_name == "1"
     finally:
         distributed.destroy_process_group()
@@ -635,7 +640,7 @@ def test_only_compat_modules_read_private_names_of_torch() -> None:
         if not path.name.endswith("compat.py")
         and (names := private_names(path.read_text(encoding="utf-8")))
     }
-    assert not found, "move them to opweave.base.compat or the compat module of the package"
+    assert not found, "move them to opweave.torch_compat or the compat module of the package"
 
 
 @pytest.mark.parametrize(

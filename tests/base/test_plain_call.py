@@ -1,4 +1,4 @@
-"""All users of :mod:`opweave.base.plain_call` give the same answer in every state of a thread."""
+"""All users of :mod:`opweave.plain_call` give the same answer in every state of a thread."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hypothesis_profiles import examples
-from opweave import ir, native
-from opweave.base import plain_call
+from opweave import ir, native, plain_call
 from opweave.ir import codegen, results
 from opweave.ir.dispatch import Path, _needs_dispatcher
-from opweave.ir.ops.checks import is_readable
-from opweave.native.callables import callable_of
+from opweave.ir.ops.arguments import is_readable
+from opweave.native.calls import callable_of
 
 Body = Callable[[], None]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from opweave.base import transaction
-from opweave.base.owner import Owner, current_owner, owned_by
+from opweave import transaction
+from opweave.registration import Owner, current_owner, owned_by
 
 ACME = Owner("acme", "acme-device", "0.1.0")
 

@@ -13,7 +13,7 @@ from opweave import ir
 from opweave.layers import QuantFP8, RMSNorm, SiluAndMul
 from opweave.layers.quant_fp8 import PER_TENSOR, PER_TOKEN
 from opweave_engine.models.llama import LlamaForCausalLM
-from opweave_engine.models.mixtral import MixtralForCausalLM
+from opweave_engine.models.mixture import MixtralForCausalLM
 
 HIDDEN, HEADS, HEAD = 64, 4, 16
 Functions = Mapping[str, Callable[..., Any]]

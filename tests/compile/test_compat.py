@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, symbolic_trace
 
-from opweave.compile import compat, mutation_compat
+from opweave.compile import compat
 
 FOLDER = Path(inspect.getfile(compat)).parent
 
@@ -128,9 +128,9 @@ def test_compiles_ahead_of_time() -> None:
 def test_keep_mutation_order() -> None:
     from torch._inductor.scheduler import SchedulerNode
 
-    mutation_compat.correct_mutations()
+    compat.correct_mutations()
     corrected = SchedulerNode._compute_attrs
-    mutation_compat.correct_mutations()
+    compat.correct_mutations()
     assert SchedulerNode._compute_attrs is corrected, "corrected once"
     for name in ("mutation_renames", "set_read_writes"):
         assert name in inspect.getsource(SchedulerNode.__mro__[1]), name

@@ -16,7 +16,7 @@ from torch import Tensor
 import opweave.compile
 from conftest import FreshPython
 from opweave import ir
-from opweave.compile import fingerprint, sources
+from opweave.compile import fingerprint
 
 KERNELS = """
     import functools
@@ -131,7 +131,12 @@ def forget() -> None:
     importlib.invalidate_caches()
     for name in [n for n in sys.modules if n.startswith("fp_")]:
         del sys.modules[name]
-    for cached in (fingerprint.of_file, fingerprint._of_module, sources.files_of, sources._used_by):
+    for cached in (
+        fingerprint.of_file,
+        fingerprint._of_module,
+        fingerprint.files_of,
+        fingerprint._used_by,
+    ):
         cached.cache_clear()
 
 
@@ -193,7 +198,7 @@ def test_a_function_of_another_package_counts(
     process.write("fp_other.py", FILES["fp_other.py"])
     assert process(lambda k: k.elsewhere) == first
     # An installed one counts by its version, and its own file.
-    monkeypatch.setattr(sources, "_INSTALLED", {str(process.folder)})
+    monkeypatch.setattr(fingerprint, "_INSTALLED", {str(process.folder)})
     versions = [process(lambda k: k.elsewhere)]
     for text in (FILES["fp_other.py"] + "    __version__ = '2'", FILES["fp_other.py"]):
         process.write("fp_other.py", text)
@@ -209,7 +214,7 @@ def test_a_module_two_packages_away_counts(
     changed = process(lambda k: k.two_packages_away)
     assert changed != first
     # An installed one counts by its version and the files that are named.
-    monkeypatch.setattr(sources, "_INSTALLED", {str(process.folder / "fp_second")})
+    monkeypatch.setattr(fingerprint, "_INSTALLED", {str(process.folder / "fp_second")})
     assert process(lambda k: k.two_packages_away) == changed
     process.write("fp_second/__init__.py", "__version__ = '2'")
     assert process(lambda k: k.two_packages_away) != changed

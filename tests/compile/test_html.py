@@ -13,8 +13,7 @@ import pytest
 
 import browser
 from opweave.compile.html import render
-from opweave.compile.html.diff import diff, lines_of
-from opweave.compile.html.elements import Html, element, text
+from opweave.compile.html_elements import Html, diff, element, lines_of, text
 from opweave.compile.report import (
     FusionReport,
     NodeReport,
@@ -24,7 +23,7 @@ from opweave.compile.report import (
     Reuse,
 )
 
-STYLE = Path(render.__code__.co_filename).with_name("style.css").read_text(encoding="utf-8")
+STYLE = Path(render.__code__.co_filename).with_name("templates").joinpath("style.css").read_text()
 HOSTILE = "</script></style><img src=x onerror=\"alert('1')\"><!-- &amp; \x00\x1b\u202e\udcff"
 EMPTY = {"meta", "link", "input", "br", "wbr"}
 

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import opweave.compile
 from opweave import ir
 from opweave.compile import compat, pipeline, tracing
-from opweave.compile.nodes import tensors_of
+from opweave.compile.graph import tensors_of
 from opweave.compile.tracing import AtenTrace, inline
 from opweave.ir.testing import isolated_registry
 

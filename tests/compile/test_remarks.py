@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import opweave.compile
 from opweave import ir
-from opweave.ir import gradients
+from opweave.ir import selection
 from opweave.ir.errors import GradientFallbackWarning
 
 BACKEND = "opweave.compile.backend"
@@ -22,7 +22,7 @@ BACKEND = "opweave.compile.backend"
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "_warned", False)
+    monkeypatch.setattr(selection, "_warned", False)
     monkeypatch.setattr(sys.modules[BACKEND], "_logged", False)
 
 

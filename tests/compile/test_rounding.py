@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave_engine.loading.loader import as_language_model, load_model
+from opweave_engine.load.loader import as_language_model, load_model
 
 MODEL = Path(__file__).parents[2] / "examples/models/tiny-pydoc"
 pytestmark = pytest.mark.timeout(600)

@@ -13,14 +13,11 @@ from torch.fx import Graph, GraphModule
 
 import opweave.compile
 from opweave import ir
-from opweave.compile import collectives, compat
-from opweave.compile.collectives import WAIT, collective, find_group
-from opweave.compile.context import Context
-from opweave.compile.graph_info import GraphInfo
-from opweave.compile.nodes import fake_of, graph_text
+from opweave.compile import compat, sequence
+from opweave.compile.graph import GraphInfo, fake_of, graph_text
 from opweave.compile.options import CompileOptions
-from opweave.compile.passes.sequence import shard_tokens
-from opweave.compile.plan import Plan
+from opweave.compile.plan import Context, Plan
+from opweave.compile.sequence import WAIT, collective, find_group, shard_tokens
 
 from .ranks import Case, Outcome, run_ranks
 
@@ -392,7 +389,7 @@ def test_the_option_turns_it_off() -> None:
 def test_rank_and_size_are_in_the_keys_of_caches(request: pytest.FixtureRequest) -> None:
     without = context().plan.digest
     request.getfixturevalue("group")
-    assert collectives.find_group("0") == collectives.Group("0", RANKS, RANK)
+    assert sequence.find_group("0") == sequence.Group("0", RANKS, RANK)
     assert context().plan.digest != without
 
 

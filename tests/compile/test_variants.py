@@ -13,7 +13,7 @@ from torch import Tensor
 import opweave.compile
 from opweave import ir
 from opweave.compile import OptionError
-from opweave.compile.compiled import CompiledGraph
+from opweave.compile.backend import CompiledGraph
 from opweave.ir.testing import restored
 
 from .test_donation import compiled

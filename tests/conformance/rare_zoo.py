@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from opweave import ir
+from opweave.ir.rules import BATCH_INVARIANT
 from opweave.ir.testing import restored
-from opweave.ir.traits import BATCH_INVARIANT
 
 from .zoo import ZOO, Specimen, rms_norm, silu_and_mul, specimen
 

@@ -13,15 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from opweave import ir
-from opweave.base import transaction
+from opweave import ir, transaction
 from opweave.conformance import NonconformingError, UnknownCheckError, UnknownPlatformError
 from opweave.conformance.platform import CHECKS, PlatformSubject, find_platform, verify_platform
-from opweave.conformance.platform.checks import claim
-from opweave.conformance.platform.checks.contract import MEMBERS
-from opweave.conformance.platform.processes import ProcessFailedError, ask
+from opweave.conformance.platform import checks as claim
+from opweave.conformance.platform.checks import MEMBERS
+from opweave.conformance.platform.subject import ProcessFailedError, ask
 from opweave.platforms import CpuPlatform, Platform
-from opweave.platforms.contract import members
+from opweave.platforms.base import members
 
 from . import platform_zoo as zoo
 
@@ -123,7 +122,7 @@ def test_children_on_another_platform_are_found() -> None:
     subject = PlatformSubject(zoo.Sound(), claim="opweave.platforms.builtin:cpu", claimant="cpu")
     [outcome] = verify_platform(subject, ["children"]).outcomes
     [problem] = outcome.problems
-    assert "OPWEAVE_PLATFORM is set runs on opweave.platforms.cpu.CpuPlatform" in problem
+    assert "OPWEAVE_PLATFORM is set runs on opweave.platforms.builtin.CpuPlatform" in problem
 
 
 def test_a_process_that_fails_says_why() -> None:

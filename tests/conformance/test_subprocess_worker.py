@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from opweave.conformance import Subject
-from opweave.conformance.errors import VerifierFailedError
-from opweave.conformance.heap import checking_environment
-from opweave.conformance.subprocess_worker import Verifier, VerifyTask
+from opweave.conformance.memory import checking_environment
+from opweave.conformance.subject import VerifierFailedError
+from opweave.conformance.subprocess import Verifier, VerifyTask
 from opweave.ir.ops import silu_and_mul
 from processes import is_alive, wait_until
 

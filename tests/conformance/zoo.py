@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from opweave import ir
 from opweave.conformance import Subject
-from opweave.ir import memory, rules
+from opweave.ir import donation, rules
+from opweave.ir.rules import ALIAS_SAFE, BATCH_INVARIANT, DIFFERENTIABLE, ROUNDS_LESS, ROWWISE
 from opweave.ir.testing import restored
-from opweave.ir.traits import ALIAS_SAFE, BATCH_INVARIANT, DIFFERENTIABLE, ROUNDS_LESS, ROWWISE
 
 PROVIDER = "broken"
 rms_norm = ir.ops.rms_norm
@@ -531,7 +531,7 @@ def keeps_the_strides_of_slices(
     variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     out, total = right_add_rms_norm(x, x_residual, weight, epsilon, variance_size)
-    if memory.overlaps_itself(x):
+    if donation.overlaps_itself(x):
         return out, total
     return x.copy_(out), total
 

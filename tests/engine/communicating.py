@@ -12,12 +12,12 @@ from torch.distributed import FileStore, HashStore
 
 from opweave_engine.errors import CommunicatorError
 from opweave_engine.parallel.communicators import (
+    SLOT,
     Communicator,
     RankGroup,
     SharedMemoryCommunicator,
     TorchCommunicator,
 )
-from opweave_engine.parallel.communicators.segment import SLOT
 
 RANKS = 3
 KINDS: dict[str, type[TorchCommunicator]] = {

@@ -9,9 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from opweave_engine import EngineClient, ReplicaFailedError
-from opweave_engine.parallel.data_parallel.group import Method, News
-from opweave_engine.parallel.data_parallel.messages import LoadOrder, ReplicaLocation
-from opweave_engine.parallel.data_parallel.replica import Replica
+from opweave_engine.parallel.replicas import LoadOrder, Method, News, Replica, ReplicaLocation
 
 Make = Callable[[int], EngineClient]
 

@@ -1,7 +1,7 @@
 """One process that is the second rank of one engine after another: importing torch takes seconds.
 
 Engines start a process for each rank; ``test_parallel.py`` tests that. Here it is the same loop,
-:func:`opweave_engine.parallel.executor.follower.follow`, in a process that stays.
+:func:`opweave_engine.parallel.rank.follow`, in a process that stays.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import multiprocessing
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from opweave_engine.parallel.executor.follower import follow
-from opweave_engine.parallel.executor.processes import HOST
+from opweave_engine.parallel.rank import follow
+from opweave_engine.parallel.ranked import HOST
 
 _ENDING = 60.0  # seconds
 
@@ -47,7 +47,7 @@ class SharedRank:
         self._start()
 
     def rank(self, port: int) -> SharedRankProcess:
-        """Become a rank, as a process of ``opweave_engine.parallel.executor.processes`` does."""
+        """Become a rank, as a process of ``opweave_engine.parallel.ranked`` does."""
         if not self.process.is_alive():
             self._start()
         return SharedRankProcess(self, port)

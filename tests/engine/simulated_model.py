@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from zlib import crc32
 
-from opweave_engine.cache import EveryToken, Retention, Window
+from opweave_engine.kv_cache import EveryToken, Retention, Window
 from opweave_engine.scheduler import Scheduled
 
 VOCABULARY = 7  # small, so that prefixes repeat

@@ -261,7 +261,7 @@ def test_drain_comes_to_an_end_where_the_engine_hangs(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr("opweave_engine.client.streaming_client._ABORTED_WITHIN", 0.05)
+    monkeypatch.setattr("opweave_engine.client._ABORTED_WITHIN", 0.05)
     monkeypatch.setattr(engine._core.executor, "execute", lambda steps: go_on.wait())
 
     async def run() -> None:

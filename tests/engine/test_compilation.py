@@ -21,11 +21,11 @@ from opweave.config import (
     current_compilation_config,
 )
 from opweave.ir.errors import SettingError
-from opweave.layers.errors import UnusedOpWarning
+from opweave.layers.registry import UnusedOpWarning
 from opweave_engine import LLM, SamplingParams
 from opweave_engine.errors import InvalidArgumentError
-from opweave_engine.loading.loader import load_model
-from opweave_engine.runner.compilation import _ISOLATED, compiled_forward, graph_sizes
+from opweave_engine.forward import _ISOLATED, compiled_forward, graph_sizes
+from opweave_engine.load.loader import load_model
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 SHORT = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
@@ -187,7 +187,7 @@ def test_the_model_is_built_under_the_config(
         seen.append(current_compilation_config())
         return load_model(*arguments, **options)
 
-    monkeypatch.setattr("opweave_engine.runner.worker.load_model", spy)
+    monkeypatch.setattr("opweave_engine.runner.load_model", spy)
     path, typed = checkpoint("llama")[0], CompilationConfig(custom_ops=["none"])
     LLM(path, config=EngineConfig(compilation_config=typed))
     with compilation_config(typed):

@@ -24,7 +24,7 @@ from opweave_engine import (
     SamplingParamsError,
     TokenizerError,
 )
-from opweave_engine.client.engine_class import engine_class
+from opweave_engine.async_engine import engine_class
 from opweave_engine.models import ModelError, UnsupportedModelError
 
 QUERY = "the quick fox"

@@ -23,7 +23,7 @@ from engine.replicas_here import ReplicasHere
 from opweave.config import CacheConfig, EngineConfig, KernelConfig, ParallelConfig
 from opweave.ir.errors import SettingError, UnknownProviderError
 from opweave.layers import ShardingError
-from opweave.platforms.errors import UnsupportedByPlatformError
+from opweave.platforms.base import UnsupportedByPlatformError
 from opweave_engine import (
     LLM,
     AsyncEngine,
@@ -41,16 +41,18 @@ from opweave_engine import (
     SamplingParams,
     open_engine,
 )
-from opweave_engine.metrics.selection_report import KernelUse
-from opweave_engine.metrics.stats import SECONDS, Histogram
-from opweave_engine.parallel.data_parallel.group import Method
-from opweave_engine.parallel.data_parallel.merged_stats import NOTHING, after_death, merged
-from opweave_engine.parallel.data_parallel.placement import replica_resources, resource_name
-from opweave_engine.parallel.data_parallel.ray_group import RayGroup
-from opweave_engine.parallel.data_parallel.replica import alone, portable
-from opweave_engine.parallel.data_parallel.replica_handle import ReplicaHandle
-from opweave_engine.parallel.data_parallel.replicas import Replicas
-from opweave_engine.parallel.data_parallel.router import ReplicaRouter
+from opweave_engine.metrics import NOTHING, SECONDS, Histogram, KernelUse, after_death, merged
+from opweave_engine.parallel.data_parallel import ReplicaRouter
+from opweave_engine.parallel.ray import RayGroup
+from opweave_engine.parallel.replicas import (
+    Method,
+    ReplicaHandle,
+    Replicas,
+    alone,
+    portable,
+    replica_resources,
+    resource_name,
+)
 from server.conftest import running
 from server.fake_engine import CHECKPOINT, FakeEngine
 
@@ -480,7 +482,7 @@ def test_a_replica_that_is_silent_counts_as_dead(monkeypatch: pytest.MonkeyPatch
         assert engine._replicas.members[1].is_loaded
     placeless = ReplicaHandle(0, 60.0)
     assert placeless.silence is None
-    monkeypatch.setattr("opweave_engine.parallel.data_parallel.replica_handle._STARTING", 0.0)
+    monkeypatch.setattr("opweave_engine.parallel.replicas._STARTING", 0.0)
     assert str(placeless.silence).startswith("did not start within 0 s: Ray has no room")
 
 
@@ -655,9 +657,9 @@ REFUSING = """
     from pathlib import Path
     from opweave import ir, platforms
     from opweave.config import EngineConfig
-    from opweave_engine.parallel.data_parallel.messages import LoadOrder
-    from opweave_engine.parallel.data_parallel.replica import load_engine
-    from opweave_engine.parallel.executor.agreement import Agreement
+    from opweave_engine.parallel.replicas import LoadOrder
+    from opweave_engine.parallel.replicas import load_engine
+    from opweave_engine.parallel.rank import Agreement
 
     given = json.loads({given!r})
     def load(**changes):
@@ -689,7 +691,7 @@ REFUSING = """
 
 def test_a_replica_is_on_the_platform_of_its_engine_or_refuses(fresh_python: FreshPython) -> None:
     from opweave import ir
-    from opweave_engine.parallel.executor.agreement import Agreement
+    from opweave_engine.parallel.rank import Agreement
 
     with ir.require("batch_invariant"):
         given_ = Agreement.here().to_json()

@@ -32,7 +32,7 @@ from opweave_engine import (
     SamplingParams,
     open_engine,
 )
-from opweave_engine.parallel.data_parallel.ray_group import SETTINGS, RayGroup
+from opweave_engine.parallel.ray import SETTINGS, RayGroup
 from processes import is_alive, wait_until
 from server.command import Command
 from server.fake_engine import CHECKPOINT

@@ -16,18 +16,15 @@ from rich.console import Console
 from torch import Tensor
 
 from opweave.config import CompilationConfig, EngineConfig
-from opweave.config.cache import CacheConfig
-from opweave.config.parallel import ParallelConfig
-from opweave.config.progress import ProgressBar
-from opweave.config.scheduler import SchedulerConfig
+from opweave.config.engine import CacheConfig, ParallelConfig, SchedulerConfig
+from opweave.config.terminal import ProgressBar
 from opweave.ir.errors import SettingError
-from opweave.platforms.cpu import CpuPlatform
-from opweave.platforms.graphs import GraphRecorder
-from opweave.platforms.spec import AttentionSpec
+from opweave.platforms.base import AttentionSpec, GraphRecorder
+from opweave.platforms.builtin import CpuPlatform
 from opweave_engine import CompletionOutput, SamplingParams
 from opweave_engine.attention import PagedAttention
 from opweave_engine.core import EngineCore
-from opweave_engine.runner.decode_graphs import decode_sizes, record_decode_graphs
+from opweave_engine.forward import decode_sizes, record_decode_graphs
 
 Checkpoints = Callable[[str], tuple[Any, Any]]
 

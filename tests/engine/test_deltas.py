@@ -20,7 +20,7 @@ from opweave_engine import (
     RequestTimings,
     SamplingParams,
 )
-from opweave_engine.request.accumulator import OutputAccumulator, merge_deltas
+from opweave_engine.request import OutputAccumulator, merge_deltas
 from server.fake_engine import delta
 
 Checkpoints = Callable[[str], tuple[Path, Any]]

@@ -9,8 +9,7 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from opweave_engine.tokenization.detokenizer import Detokenizer
-from opweave_engine.tokenization.incremental_decoder import IncrementalDecoder
+from opweave_engine.detokenizer import Detokenizer, IncrementalDecoder
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 

@@ -14,7 +14,7 @@ import pytest
 
 from models.tiny_checkpoints import random_ids
 from opweave_engine import LLM, SamplingParams
-from opweave_engine.client.fair_lock import FairLock
+from opweave_engine.client import FairLock
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -13,7 +13,7 @@ from engine.compared_logits import close, logits, theirs
 from engine.gguf_files import write
 from models import layer_checkpoints, tiny_checkpoints
 from opweave_engine import CheckpointError, load_model
-from opweave_engine.loading.loader import check_ranks
+from opweave_engine.load.loader import check_ranks
 from opweave_engine.models import UnsupportedModelError
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from engine.compared_logits import close, logits, theirs
 from engine.gguf_files import write
 from models import layer_checkpoints, tiny_checkpoints
-from opweave.layers.rotary.parameters import RopeContext, read_scaling
+from opweave.layers.rotary_scaling import RopeContext, read_scaling
 from opweave_engine import CheckpointError, load_model
-from opweave_engine.loading.checkpoint import Checkpoint
-from opweave_engine.loading.gguf import keys
-from opweave_engine.loading.gguf.file import read_gguf
+from opweave_engine.load import gguf
+from opweave_engine.load.checkpoint import Checkpoint
+from opweave_engine.load.gguf import read_gguf
 from opweave_engine.models import UnsupportedModelError
 
 HEAD_DIM, LENGTH, THETA = 16, 64, 10_000.0  # of the small model
@@ -84,7 +84,7 @@ WARNED = {
 
 
 def test_every_key_of_the_library_is_on_one_list() -> None:
-    lists = [keys.READ.union(*keys.READ_BY.values()), keys.HARMLESS, keys.REFUSED, WARNED]
+    lists = [gguf.READ.union(*gguf.READ_BY.values()), gguf.HARMLESS, gguf.REFUSED, WARNED]
     sections = ("general.", "tokenizer.", "{arch}.")
     names = [name for name in constants(Keys) if name.startswith(sections)]
     assert len(names) > 200
@@ -130,7 +130,7 @@ def test_keys_on_the_list_are_read(kind: str, tmp_path: Path) -> None:
                  "tokenizer_config.json"):  # fmt: skip
         assert checkpoint.json(name)
     short = {key.removeprefix(f"{file.architecture}.") for key in metadata.read}
-    expected = keys.READ | keys.READ_BY.get(file.architecture, frozenset())
+    expected = gguf.READ | gguf.READ_BY.get(file.architecture, frozenset())
     if kind == "llama":  # without experts
         expected -= {"expert_used_count"}
     else:

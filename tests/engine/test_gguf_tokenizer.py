@@ -16,8 +16,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer
 
 from opweave_engine import CheckpointError, TokenizerError
-from opweave_engine.loading.checkpoint import Checkpoint
-from opweave_engine.tokenization.tokenizer import Tokenizer as Ours
+from opweave_engine.load.checkpoint import Checkpoint
+from opweave_engine.tokenizer import Tokenizer as Ours
 
 TEXTS = [
     "",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from opweave_engine.loading import huge_pages
+from opweave_engine.load import loader
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ on_linux = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no hug
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_it_is_a_tensor_like_any_other(dtype: torch.dtype) -> None:
-    tensor = huge_pages.empty((3, 1 << 20, 1), dtype, CPU)
+    tensor = loader.empty((3, 1 << 20, 1), dtype, CPU)
     assert tensor.shape == (3, 1 << 20, 1)
     assert tensor.dtype == dtype
     assert tensor.is_contiguous()
@@ -32,7 +32,7 @@ def test_it_is_a_tensor_like_any_other(dtype: torch.dtype) -> None:
 
 @on_linux
 def test_large_tensors_begin_where_a_huge_page_does() -> None:
-    assert huge_pages.empty((5 * MIB,), torch.int8, CPU).data_ptr() % (2 * MIB) == 0
+    assert loader.empty((5 * MIB,), torch.int8, CPU).data_ptr() % (2 * MIB) == 0
 
 
 @on_linux
@@ -43,15 +43,15 @@ def test_large_tensors_begin_where_a_huge_page_does() -> None:
     reason="the system gives no huge pages",
 )
 def test_the_system_has_taken_the_advice() -> None:
-    tensor = huge_pages.empty((8 * MIB,), torch.int8, CPU)
+    tensor = loader.empty((8 * MIB,), torch.int8, CPU)
     flags = _flags_of(tensor.data_ptr())
     assert "hg" in flags  # "huge page advise flag", proc_pid_smaps(5)
 
 
 def test_small_tensors_and_other_devices_are_left_to_torch() -> None:
-    assert huge_pages.empty((3,), torch.float32, CPU).shape == (3,)
+    assert loader.empty((3,), torch.float32, CPU).shape == (3,)
     meta = torch.device("meta")
-    assert huge_pages.empty((8 * MIB,), torch.int8, meta).device == meta
+    assert loader.empty((8 * MIB,), torch.int8, meta).device == meta
 
 
 def test_memory_is_given_back() -> None:
@@ -60,7 +60,7 @@ def test_memory_is_given_back() -> None:
 
     gc.collect()
     before = mapped()
-    tensor = huge_pages.empty((512 * MIB,), torch.int8, CPU)
+    tensor = loader.empty((512 * MIB,), torch.int8, CPU)
     view = tensor[MIB:]
     del tensor
     assert view.numel() == 511 * MIB
@@ -74,7 +74,7 @@ def test_parameters_are_moved_and_stay_parameters() -> None:
     layer.weight.weight_loader = "of the layer"  # type: ignore[assignment]
     weight, bias = layer.weight, layer.bias.detach().clone()
     address = layer.weight.data_ptr()
-    huge_pages.move_parameters(layer)
+    loader.move_parameters(layer)
     assert layer.weight is weight
     assert weight.shape == (1024, 1024)
     assert weight.weight_loader == "of the layer"

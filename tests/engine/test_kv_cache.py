@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from opweave_engine.cache import (
+from opweave_engine.kv_cache import (
     NULL_BLOCK,
     BlockPool,
     CacheGroup,
@@ -25,7 +25,7 @@ from opweave_engine.cache import (
     SequenceState,
     Window,
 )
-from opweave_engine.request.request import Request
+from opweave_engine.request import Request
 
 BLOCK = 4
 WINDOW = 6

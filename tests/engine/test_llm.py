@@ -37,7 +37,7 @@ from opweave_engine import (
     TokenizerError,
 )
 from opweave_engine import core as core_module
-from opweave_engine.metrics.stat_logger import StatLogger
+from opweave_engine.metrics import StatLogger
 from opweave_engine.parallel.executor import InProcessExecutor
 
 Checkpoints = Callable[[str], tuple[Path, Any]]

@@ -18,7 +18,7 @@ from models.tiny_checkpoints import KINDS, hf_model, random_ids
 from opweave.conformance.ranks import Rank, on_ranks
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave_engine import CheckpointError, EngineError, InvalidArgumentError, load_model
-from opweave_engine.loading.loader import as_language_model
+from opweave_engine.load.loader import as_language_model
 from opweave_engine.models import (
     BertModel,
     CausalLM,

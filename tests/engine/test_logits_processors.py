@@ -19,8 +19,7 @@ from transformers.generation.logits_process import (
 
 from opweave_engine import SamplingParams
 from opweave_engine.sampling.history import History
-from opweave_engine.sampling.logits_processors import adjusted
-from opweave_engine.sampling.sampler import SamplingRequest, sample
+from opweave_engine.sampling.sampler import SamplingRequest, adjusted, sample
 
 VOCABULARY = 30
 PROMPT, ANSWER = [3, 5, 5, 9], [5, 7, 7, 7, 28]

@@ -25,7 +25,7 @@ from models.tiny_checkpoints import random_ids
 from opweave import ir
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig
 from opweave.layers import TensorParallel, tensor_parallel
-from opweave.layers.errors import ShardingError
+from opweave.layers.registry import ShardingError
 from opweave.platforms import CpuPlatform
 from opweave_engine import (
     LLM,
@@ -36,14 +36,11 @@ from opweave_engine import (
     SamplingParams,
 )
 from opweave_engine.errors import InvalidArgumentError
-from opweave_engine.loading.loader import load_model
-from opweave_engine.parallel.executor import is_follower, launch
-from opweave_engine.parallel.executor.agreement import Agreement
-from opweave_engine.parallel.executor.follower import AGREED
-from opweave_engine.parallel.executor.launch import Launch
-from opweave_engine.parallel.executor.messages import Start
-from opweave_engine.parallel.executor.processes import HOST, Process
-from opweave_engine.parallel.executor.ranked import RankedExecutor
+from opweave_engine.load.loader import load_model
+from opweave_engine.parallel import executor as launch
+from opweave_engine.parallel.executor import Launch, is_follower
+from opweave_engine.parallel.rank import AGREED, Agreement, Start
+from opweave_engine.parallel.ranked import HOST, Process, RankedExecutor
 from processes import is_alive, wait_until
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
@@ -152,8 +149,8 @@ def test_a_rank_that_hangs_and_one_that_dies_while_nothing_is_computed(
 def test_an_engine_shuts_down_while_a_rank_hangs(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opweave_engine.client.async_engine._ENDING", 0.1)
-    monkeypatch.setattr("opweave_engine.client.streaming_client._ABORTED_WITHIN", 0.1)
+    monkeypatch.setattr("opweave_engine.async_engine._ENDING", 0.1)
+    monkeypatch.setattr("opweave_engine.client._ABORTED_WITHIN", 0.1)
     engine = AsyncEngine(checkpoint("one_layer")[0], config=two_ranks())
     pid = pid_of(engine)
 
@@ -247,10 +244,12 @@ def test_a_rank_that_would_be_on_another_platform_refuses(
     (tmp_path / "sitecustomize.py").write_text("import opweave.platforms as p; p.resolution()")
     monkeypatch.syspath_prepend(tmp_path)
     platform = json.loads(Agreement.here().platform)
-    platform["claim"]["platform"] = "opweave.platforms.xpu.XpuPlatform"
+    platform["claim"]["platform"] = "opweave.platforms.builtin.XpuPlatform"
     error = refused(monkeypatch, checkpoint("one_layer")[0], platform=json.dumps(platform))
     assert "rank 1 refused to start: PlatformMismatchError: the parent process runs on " in error
-    assert "XpuPlatform, but this process has resolved opweave.platforms.cpu.CpuPlatform" in error
+    assert (
+        "XpuPlatform, but this process has resolved opweave.platforms.builtin.CpuPlatform" in error
+    )
 
 
 def test_a_rank_that_would_choose_other_kernels_refuses(
@@ -289,7 +288,7 @@ def test_more_ranks_than_heads(
     def never(*_: Any) -> None:
         raise AssertionError("a process is started")
 
-    monkeypatch.setattr("opweave_engine.parallel.executor.ranked.Process", never)
+    monkeypatch.setattr("opweave_engine.parallel.ranked.Process", never)
     config = json.loads((checkpoint("one_layer")[0] / "config.json").read_text())
     config |= {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -17,10 +17,10 @@ from opweave.plugins import resolve_obj_by_qualname
 from opweave_engine.errors import CommunicatorError
 from opweave_engine.parallel.communicators import (
     RankGroup,
+    Segment,
     SharedMemoryCommunicator,
     TorchCommunicator,
 )
-from opweave_engine.parallel.communicators.segment import Segment
 
 
 @pytest.mark.parametrize("kind", KINDS)

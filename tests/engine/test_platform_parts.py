@@ -26,10 +26,9 @@ from opweave_engine.errors import (
     NonFiniteLogitsError,
     UnsupportedCacheError,
 )
+from opweave_engine.forward import SequenceStep
 from opweave_engine.parallel.executor import InProcessExecutor
-from opweave_engine.runner.model_runner import ModelRunner
-from opweave_engine.runner.step import SequenceStep
-from opweave_engine.runner.worker import Worker
+from opweave_engine.runner import ModelRunner, Worker
 from opweave_engine.sampling.sampler import Sampled, Sampler, SamplingRequest
 from opweave_engine.scheduler import Scheduled, Scheduler
 

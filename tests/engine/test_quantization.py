@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from models.tiny_checkpoints import random_ids
 from opweave_engine import LLM, CheckpointError, SamplingParams, load_model
-from opweave_engine.loading.loader import check_ranks
-from opweave_engine.loading.quantized.writer import quantize_checkpoint
+from opweave_engine.load.loader import check_ranks
+from opweave_engine.load.writer import quantize_checkpoint
 from opweave_engine.models import LlamaConfig, UnsupportedModelError
 
 Checkpoints = Callable[[str], tuple[Path, Any]]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from engine import quantized_checkpoints as q
 from engine.compared_logits import IDS, logits, theirs
 from models import tiny_checkpoints
-from opweave.layers.linear.w8a8 import W8A8Method
+from opweave.layers.linear_methods import W8A8Method
 from opweave_engine import CheckpointError, load_model
 
 Quantize = Callable[[Tensor], Tensor]

@@ -15,7 +15,7 @@ from engine import quantized_checkpoints as q
 from engine.compared_logits import IDS, close, theirs
 from opweave import ir
 from opweave_engine import CheckpointError, load_model
-from opweave_engine.loading.loader import check_ranks
+from opweave_engine.load.loader import check_ranks
 from opweave_engine.models import UnsupportedModelError
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}

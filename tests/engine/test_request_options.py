@@ -25,7 +25,7 @@ from opweave_engine import (
     SamplingParamsError,
     Tokenizer,
 )
-from opweave_engine.sampling.bad_words import BadWords
+from opweave_engine.sampling.history import BadWords
 from server.fake_engine import CHECKPOINT
 
 PROMPT = "Return the list of"

@@ -20,11 +20,17 @@ from transformers.generation.logits_process import (
 
 from hypothesis_profiles import examples
 from opweave_engine import NonFiniteLogitsError, SamplingParams
-from opweave_engine.runner.step import SequenceStep
+from opweave_engine.forward import SequenceStep
 from opweave_engine.sampling.history import History
-from opweave_engine.sampling.randomness import derived_seed, uniform
-from opweave_engine.sampling.sampler import Sampler, SamplingRequest, sample
-from opweave_engine.sampling.truncation import cut_distributions, plain_weights
+from opweave_engine.sampling.sampler import (
+    Sampler,
+    SamplingRequest,
+    cut_distributions,
+    derived_seed,
+    plain_weights,
+    sample,
+    uniform,
+)
 
 
 def warped(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from opweave_engine import EngineError, SamplingParams, SamplingParamsError
-from opweave_engine.sampling.seeds import RequestSeeds
+from opweave_engine.sampling.params import RequestSeeds
 
 
 def test_defaults() -> None:

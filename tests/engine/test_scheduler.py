@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.simulated_model import VOCABULARY, SimulatedModel, alone
 from opweave.config import SchedulerConfig
-from opweave_engine.cache import (
+from opweave_engine.kv_cache import (
     CacheGroup,
     EveryToken,
     KVCacheManager,
@@ -18,7 +18,7 @@ from opweave_engine.cache import (
     SequenceState,
     Window,
 )
-from opweave_engine.request.request import Request
+from opweave_engine.request import Request
 from opweave_engine.scheduler import Scheduled, Scheduler
 
 BLOCK = 4

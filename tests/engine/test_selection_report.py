@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opweave import ir
-from opweave_engine.metrics.selection_report import KernelUse, SelectionReport
+from opweave_engine.metrics import KernelUse, SelectionReport
 
 
 def forward(usage: SelectionReport, tokens: int, provider: str = "native") -> None:

@@ -19,9 +19,7 @@ import pytest
 from models.tiny_checkpoints import random_ids
 from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
 from opweave_engine import AsyncEngine
-from opweave_engine.request.active_request import ActiveRequest
-from opweave_engine.request.detokenized_output import DetokenizedOutput
-from opweave_engine.request.request import Request
+from opweave_engine.request import ActiveRequest, DetokenizedOutput, Request
 from server.conftest import Running, running
 from server.test_limits import address, until
 

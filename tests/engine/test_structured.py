@@ -34,14 +34,15 @@ from opweave_engine import (
     StructuredOutputsParams,
     Tokenizer,
 )
-from opweave_engine.sampling.logits_processors import adjusted
-from opweave_engine.sampling.sampler import SamplingRequest
+from opweave_engine.sampling.sampler import SamplingRequest, adjusted
 from opweave_engine.structured import grammar_compiler, grammar_program
-from opweave_engine.structured.grammar_compiler import GrammarCompiler
+from opweave_engine.structured.grammar_compiler import (
+    GrammarCompiler,
+    GrammarState,
+    vocabulary_arguments,
+)
 from opweave_engine.structured.grammar_program import native_vocabulary
-from opweave_engine.structured.json_schema import enforceable
-from opweave_engine.structured.state import GrammarState
-from opweave_engine.structured.vocabulary import vocabulary_arguments
+from opweave_engine.structured.grammar_text import enforceable
 from server.fake_engine import CHECKPOINT, VOCABULARY
 
 EOS = 2

@@ -14,8 +14,8 @@ from opweave import platforms
 from opweave.config import EngineConfig
 from opweave.ir.errors import SettingError
 from opweave_engine import LLM, AsyncEngine, Embedder, SamplingParams
-from opweave_engine.parallel.executor.ranked import _threads
-from opweave_engine.runner.cpu_threads import cpu_threads
+from opweave_engine.parallel.ranked import _threads
+from opweave_engine.runner import cpu_threads
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 

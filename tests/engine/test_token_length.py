@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from opweave_engine import Checkpoint
 from opweave_engine import Tokenizer as OwnTokenizer
-from opweave_engine.tokenization.token_length import longest_token
+from opweave_engine.tokenizer import longest_token
 
 TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-pydoc"
 BYTES = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}

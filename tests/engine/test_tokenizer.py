@@ -18,9 +18,8 @@ from transformers import AutoTokenizer
 from hypothesis_profiles import examples
 from models.tiny_checkpoints import BOS, EOS, VOCABULARY, write_tokenizer
 from opweave_engine import Checkpoint, CheckpointError, MissingDependencyError, Tokenizer
+from opweave_engine.detokenizer import Detokenizer, IncrementalDecoder
 from opweave_engine.errors import TokenizerError
-from opweave_engine.tokenization.detokenizer import Detokenizer
-from opweave_engine.tokenization.incremental_decoder import IncrementalDecoder
 
 TEXTS = ["", "the quick dog", "naïve façade", "東京 🙂", "a\n\n b\tc", "</s>the<s>"]
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from models.tiny_checkpoints import random_ids, write_tokenizer
 from opweave.config import EngineConfig
 from opweave_engine import AsyncEmbedder, AsyncEngine, CheckpointError, Embedder, PromptError
-from opweave_engine.client.engine_class import engine_class
+from opweave_engine.async_engine import engine_class
 from opweave_engine.models import UnsupportedModelError
 from opweave_engine.transformers import TransformersEncoder
 

@@ -20,15 +20,14 @@ from transformers import masking_utils
 from integrations.transformers_checkpoints import VOCABULARY, write_checkpoint
 from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
 from opweave.ir.errors import SettingError
-from opweave.layers.errors import ShardingError
+from opweave.layers.registry import ShardingError
 from opweave_engine import LLM, CheckpointError, PromptError, SamplingParams
-from opweave_engine.loading import implementation
-from opweave_engine.loading.loader import check_ranks, load_model
+from opweave_engine.load import loader
+from opweave_engine.load.loader import check_ranks, load_model
 from opweave_engine.models import InvalidConfigError, UnsupportedModelError
 from opweave_engine.transformers import TransformersModel, attention
-from opweave_engine.transformers.errors import NotSuitableError
-from opweave_engine.transformers.packed import PackedSequences
-from opweave_engine.transformers.sequences import CachedSequences, RecomputedSequences
+from opweave_engine.transformers.attention import NotSuitableError
+from opweave_engine.transformers.model import CachedSequences, PackedSequences, RecomputedSequences
 
 # Fields that differ by family, and how the engine runs it.
 FAMILIES: dict[str, tuple[dict[str, Any], type]] = {
@@ -247,7 +246,7 @@ def test_transformers_is_recommended_where_it_is_missing(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("is_available", "is_causal_lm"):
-        monkeypatch.setattr(implementation.backend, name, lambda *_: False)
+        monkeypatch.setattr(loader.backend, name, lambda *_: False)
     with pytest.raises(UnsupportedModelError, match=r"pip install 'opweave\[transformers\]'"):
         load_model(family("olmo2")[0])
 
@@ -255,8 +254,8 @@ def test_transformers_is_recommended_where_it_is_missing(
 def test_models_of_opweave_load_without_transformers() -> None:
     path = Path(__file__).parents[2] / "examples" / "models" / "tiny-pydoc"
     code = (
-        "import sys; from opweave_engine.client.engine_class import engine_class;"
-        "from opweave_engine.loading.loader import load_model;"
+        "import sys; from opweave_engine.async_engine import engine_class;"
+        "from opweave_engine.load.loader import load_model;"
         f"engine_class({str(path)!r}); load_model({str(path)!r});"
         "assert 'transformers' not in sys.modules"
     )

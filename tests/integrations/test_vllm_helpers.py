@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, opcheck
 
-from opweave.base import transaction
+from opweave import transaction
 from opweave_vllm.vllm_api.logger import init_logger
 from opweave_vllm.vllm_api.utils import direct_register_custom_op
 

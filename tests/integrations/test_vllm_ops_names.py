@@ -12,7 +12,7 @@ from torch.nn import Linear, functional
 
 from opweave import layers
 from opweave.ir.errors import SettingError
-from opweave.ir.ops.expert_activation import EXPERT_ACTIVATIONS
+from opweave.ir.ops.fused_experts import EXPERT_ACTIVATIONS
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave_vllm.vllm_api import _custom_ops, config, distributed, envs
 from opweave_vllm.vllm_api.distributed.utils import is_weak_contiguous

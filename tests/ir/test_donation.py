@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opweave import ir
-from opweave.base import compat
+from opweave import ir, torch_compat
 from opweave.ir.errors import DonationError
 
 
@@ -366,7 +365,7 @@ def test_the_declared_ops_under_check_mode() -> None:
                         assert torch.equal(v, old)
                     elif isinstance(v, Tensor):
                         reused = any(v.data_ptr() == r.data_ptr() for r in result)
-                        if any(compat.share_storage(v, other) for other in kept):
+                        if any(torch_compat.share_storage(v, other) for other in kept):
                             continue  # poison could reach what was not given up
                         poison = (
                             v.isnan() if v.is_floating_point() else v == torch.iinfo(v.dtype).max

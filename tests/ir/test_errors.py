@@ -16,14 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from opweave import ir
-from opweave.base import transaction
+from opweave import ir, transaction
 from opweave.config import KernelConfig
 from opweave.ir import errors, rules
 from opweave.ir.errors import SettingError
 
 HERE = __file__
-MODULES = ("opweave.base.errors", errors.__name__)
+MODULES = ("opweave.errors", errors.__name__)
 
 
 def forgetful(x: Tensor, weight: Tensor | None = None, *, epsilon: float = 1e-6):  # type: ignore

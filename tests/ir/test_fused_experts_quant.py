@@ -14,7 +14,7 @@ from ir.test_linear_low_bit import w4_weight
 from ir.workloads import accepts
 from opweave import ir
 from opweave.conformance import Subject, subjects, verify
-from opweave.ir.ops.gguf_blocks import GGUF_BLOCKS, dequantized_blocks
+from opweave.ir.ops.low_bit import GGUF_BLOCKS, dequantized_blocks
 
 OP = ir.ops.fused_experts_quant
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

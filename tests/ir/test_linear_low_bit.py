@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.ir.ops.gguf_blocks import GGUF_BLOCKS, dequantized_blocks, random_blocks
-from opweave.ir.ops.linear_low_bit import linear_q, linear_w4a16
+from opweave.ir.ops.low_bit import (
+    GGUF_BLOCKS,
+    dequantized_blocks,
+    linear_q,
+    linear_w4a16,
+    random_blocks,
+)
 
 from .workloads import FLOATS, accepts, check
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opweave import ir
 from opweave.conformance import Subject, subjects, verify
-from opweave.ir.ops.linear_w8a8 import linear_w8a8
+from opweave.ir.ops.linear import linear_w8a8
 
 from .workloads import FLOATS, accepts, check
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opweave.ir.memory import coincide, covers, disjoint
+from opweave.ir.donation import coincide, covers, disjoint
 
 
 def elements(tensor: Tensor) -> set[int]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.base.owner import Owner, note_way_out, owned_by
 from opweave.ir.errors import PredicateFailedError, described, notes
+from opweave.registration import Owner, note_way_out, owned_by
 
 ACME = Owner("acme", "acme-pkg", "1.0")
 NOTE = rf"in double:acme \({__file__}:\d+, of the plugin acme \(acme-pkg 1\.0\)\)\. To go on "
@@ -29,7 +29,7 @@ def broken(x: Tensor) -> Tensor:
 
 @pytest.fixture
 def op(registry: ir.Registry, monkeypatch: pytest.MonkeyPatch) -> ir.IrOp:
-    monkeypatch.setattr("opweave.base.owner._ways_out", {})
+    monkeypatch.setattr("opweave.registration._ways_out", {})
     note_way_out(ACME, "OPWEAVE_PLUGINS=-acme")
     return ir.register_op(allow_inplace=True)(double)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opweave.ir.opaque import Function, opaque_op
+from opweave.ir.torch_ops import Function, opaque_op
 
 
 def scaled_sine(x: Tensor, factor: float = 2.0) -> Tensor:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.base.owner import Owner, owned_by
 from opweave.ir import rules
 from opweave.ir.errors import (
     DuplicateImplError,
@@ -26,7 +25,8 @@ from opweave.ir.errors import (
     SchemaMismatchError,
     UnknownTraitError,
 )
-from opweave.ir.names import OWN_PROVIDERS
+from opweave.ir.schema import OWN_PROVIDERS
+from opweave.registration import Owner, owned_by
 
 pytestmark = pytest.mark.usefixtures("registry")
 

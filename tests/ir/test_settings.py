@@ -9,7 +9,7 @@ from torch import Tensor
 
 from conftest import Case, FreshCases
 from opweave import ir
-from opweave.config import environment, file
+from opweave.config import environment, sources
 from opweave.config.sources import apply_command_line
 from opweave.ir import rules
 from opweave.ir.errors import SettingError
@@ -114,7 +114,7 @@ def test_a_malformed_file(
     if how == "named":
         monkeypatch.setenv("OPWEAVE_CONFIG", str(path))
     with pytest.raises(SettingError) as caught:
-        file.find(None if how == "named" else tmp_path)
+        sources.find(None if how == "named" else tmp_path)
     for fragment in [str(path), *fragments]:
         assert fragment in str(caught.value)
 
@@ -124,10 +124,10 @@ def test_a_malformed_pyproject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.delenv("OPWEAVE_CONFIG", raising=False)
     (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
     if text == "tool = 3":  # somebody else's mistake
-        assert file.find(tmp_path).ir_op_priority == {}
+        assert sources.find(tmp_path).ir_op_priority == {}
     else:
         with pytest.raises(SettingError, match=r"pyproject\.toml"):
-            file.find(tmp_path)
+            sources.find(tmp_path)
 
 
 def test_a_named_file_must_be_there_and_readable(
@@ -143,11 +143,11 @@ def test_a_named_file_must_be_there_and_readable(
             path.write_bytes(content)
         monkeypatch.setenv("OPWEAVE_CONFIG", str(path))
         with pytest.raises(SettingError) as caught:
-            file.find()
+            sources.find()
         assert name in str(caught.value)
     monkeypatch.setenv("OPWEAVE_CONFIG", str(tmp_path))
     with pytest.raises(SettingError, match="OPWEAVE_CONFIG"):
-        file.find()
+        sources.find()
 
 
 def test_the_nearest_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,15 +155,15 @@ def test_the_nearest_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
     (tmp_path / "opweave.toml").write_text("batch_invariant = true\n", encoding="utf-8")
-    assert file.find(inner).batch_invariant
+    assert sources.find(inner).batch_invariant
     pyproject = tmp_path / "a" / "pyproject.toml"
     pyproject.write_text("[project]\nname = 'x'\n", encoding="utf-8")
-    assert file.find(inner).batch_invariant  # a table for opweave is what counts
+    assert sources.find(inner).batch_invariant  # a table for opweave is what counts
     pyproject.write_text("[tool.opweave]\ncheck_donation = true\n", encoding="utf-8")
-    assert file.find(inner) == file.FileSettings(pyproject, check_donation=True)
+    assert sources.find(inner) == sources.FileSettings(pyproject, check_donation=True)
     beside = tmp_path / "a" / "opweave.toml"
     beside.write_text("", encoding="utf-8")
-    assert file.find(inner) == file.FileSettings(beside)
+    assert sources.find(inner) == sources.FileSettings(beside)
 
 
 # Settings as a whole, in fresh processes

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from opweave import ir
 from opweave.ir.errors import DTensorError
-from opweave.ir.traits import ROWWISE
+from opweave.ir.rules import ROWWISE
 
 RANKS = 2
 ROW_WISE = [

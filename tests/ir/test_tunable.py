@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hypothesis_profiles import examples
-from opweave import ir
-from opweave.base import transaction
+from opweave import ir, transaction
 from opweave.conformance import subjects
 from opweave.ir.errors import (
     InvalidOpError,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.adapters import HubKernel, Output, wrap
 from opweave.conformance import Subject, verify
 from opweave.ir import rules
+from opweave.kernels.wrap import HubKernel, Output, wrap
 
 KERNEL = """
 import torch

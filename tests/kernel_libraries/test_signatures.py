@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from opweave import ir
-from opweave.adapters import Wrapped
-from opweave.adapters.function import ModuleFunction
 from opweave.ir import IrOpImpl
-from opweave.ir.names import ADAPTERS
+from opweave.ir.schema import ADAPTERS
+from opweave.kernels.wrap import ModuleFunction, Wrapped
 
 WRAPPED = [
     (impl, wrapped, function)

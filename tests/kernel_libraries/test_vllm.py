@@ -10,14 +10,14 @@ import torch
 
 from opweave import ir
 from opweave.conformance import CHECKS, Subject, subjects, verify
-from opweave.kernels.vllm_c import library
+from opweave.kernels import vllm_c
 
 VLLM = subjects(providers=["vllm_c"])
 SLOW = ("unobserved", "repetition")
 
 
 def test_the_library_is_there() -> None:
-    assert library.path() is not None
+    assert vllm_c.library_path() is not None
     assert len(VLLM) == 13
 
 

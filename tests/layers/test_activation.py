@@ -13,7 +13,7 @@ from torch.nn import functional
 from layers.switch import both_ways, built
 from opweave import ir, layers
 from opweave.layers import LayerArgumentError, get_act_and_mul_fn, get_act_fn
-from opweave.layers.activation_names import _ACTIVATIONS, _GATED
+from opweave.layers.activation import _ACTIVATIONS, _GATED
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from opweave import platforms
 from opweave.config import CompilationConfig, compilation_config
 from opweave.layers import CustomOp, InvalidLayerError
-from opweave.layers.compile_native import _compiled
+from opweave.layers.custom_op import _compiled
 
 pytestmark = pytest.mark.usefixtures("registries")
 

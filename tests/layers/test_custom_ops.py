@@ -16,11 +16,10 @@ from opweave.config import (
     compilation_config,
     current_compilation_config,
 )
-from opweave.config.current import apply_command_line_config
+from opweave.config.compilation import apply_command_line_config
 from opweave.ir.errors import SettingError
 from opweave.layers import CustomOp, op_registry
-from opweave.layers.errors import UnusedOpWarning
-from opweave.layers.unused import warn_of_unused_ops, warn_of_unused_replacements
+from opweave.layers.registry import UnusedOpWarning, warn_of_unused_ops, warn_of_unused_replacements
 
 pytestmark = pytest.mark.usefixtures("registries")
 

@@ -25,7 +25,7 @@ from opweave.layers import (
     tensor_parallel,
 )
 from opweave.layers.linear import UnquantizedLinearMethod
-from opweave.layers.weight_loading import set_weight_attrs
+from opweave.layers.parallel import set_weight_attrs
 
 from .switch import ranks
 

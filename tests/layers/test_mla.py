@@ -13,7 +13,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 from opweave import ir
 from opweave.layers import InvalidLayerError
-from opweave.layers.mla import MLAModules, MultiHeadLatentAttentionWrapper
+from opweave.layers.attention import MLAModules, MultiHeadLatentAttentionWrapper
 
 HIDDEN, HEADS, NOPE, ROPE, VALUE, LATENT, TOKENS = 32, 4, 8, 6, 10, 12, 9
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float64: 1e-6}

@@ -23,9 +23,9 @@ from opweave.layers import (
     UnquantizedFusedMoEMethod,
     op_registry,
 )
-from opweave.layers.errors import LayerArgumentError, ShardingError, WeightLoadError
 from opweave.layers.moe import ExpertPlacement, ModularKernel, OpExperts, Router
 from opweave.layers.parallel import TensorParallel, tensor_parallel
+from opweave.layers.registry import LayerArgumentError, ShardingError, WeightLoadError
 
 E, K, H, SIZE = 6, 2, 24, 12
 

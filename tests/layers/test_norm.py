@@ -20,7 +20,7 @@ from opweave.layers import (
     RMSNorm,
     RMSNormGated,
 )
-from opweave.layers.errors import ShardingError, WeightLoadError
+from opweave.layers.registry import ShardingError, WeightLoadError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

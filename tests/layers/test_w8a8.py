@@ -15,7 +15,7 @@ from opweave.layers import (
     TensorParallel,
     tensor_parallel,
 )
-from opweave.layers.linear.w8a8 import ActivationScheme, W8A8Method
+from opweave.layers.linear_methods import ActivationScheme, W8A8Method
 
 FP8 = torch.float8_e4m3fn
 BLOCKS = W8A8Method(FP8, block_rows=128)

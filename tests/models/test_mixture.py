@@ -17,7 +17,7 @@ from models.running import assert_near, expected, in_steps, on_ranks, whole
 from models.tiny_checkpoints import VOCABULARY
 from opweave import ir
 from opweave_engine import load_model
-from opweave_engine.loading.checkpoint import Checkpoint, TensorFile
+from opweave_engine.load.checkpoint import Checkpoint, TensorFile
 from opweave_engine.models import (
     GptOssMoE,
     InvalidConfigError,

@@ -23,7 +23,7 @@ from opweave_engine.models import (
     LlamaConfig,
     MixtureConfig,
 )
-from opweave_engine.models.activations import ACTIVATIONS
+from opweave_engine.models.config import ACTIVATIONS
 
 DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from conftest import FreshPython
-from opweave.base.owner import Owner, owned_by
+from opweave.registration import Owner, owned_by
 from opweave_engine.models import (
     CheckpointModel,
     DuplicateModelError,

@@ -8,8 +8,7 @@ import pytest
 
 from models.tiny_checkpoints import LLAMA3_ROPE, YARN
 from opweave_engine.models import InvalidConfigError, UnsupportedModelError
-from opweave_engine.models.fields import Fields
-from opweave_engine.models.rope_config import max_positions, rope_parameters
+from opweave_engine.models.config import Fields, max_positions, rope_parameters
 
 
 def read(config: dict[str, Any], **options: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave_engine import Checkpoint, CheckpointError, load_model
-from opweave_engine.loading.checkpoint import TensorFile
+from opweave_engine.load.checkpoint import TensorFile
 from opweave_engine.models import CheckpointModel, WeightsError, build_model
 
 Checkpoints = Callable[[str], tuple[Path, Any]]

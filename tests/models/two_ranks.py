@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 
 from opweave.config.engine import ModelImpl
 from opweave.layers import TensorParallel, tensor_parallel
-from opweave_engine.loading.loader import load_model
+from opweave_engine.load.loader import load_model
 from opweave_engine.models import GptOssMoE, LanguageModel, Qwen2VisionTransformer
 
 RANKS = 2

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from opweave import _custom_ops, ir
-from opweave.ir.ops.advance_step import advance_step_flashattn as op
-from opweave.kernels.opweave_c import advance_step as provider
+from opweave.ir.ops.kv_cache import advance_step_flashattn as op
+from opweave.kernels.opweave_c import paged_attention as provider
 from opweave.native import module as native_module
 
 from .oracle import CALL_PATHS, call_path

@@ -13,8 +13,11 @@ from torch import Tensor
 
 from opweave import ir
 from opweave.ir import IrOp
-from opweave.ir.ops.advance_step import advance_step_flashattn
-from opweave.ir.ops.kv_cache import reshape_and_cache, rope_reshape_and_cache
+from opweave.ir.ops.kv_cache import (
+    advance_step_flashattn,
+    reshape_and_cache,
+    rope_reshape_and_cache,
+)
 from opweave.ir.ops.rotary import qk_norm_rope, rotary_embedding
 from opweave.kernels import opweave_c
 

@@ -15,7 +15,7 @@ from opweave.ir.op import IrOp
 from opweave.ir.ops import fused_quant as ops
 from opweave.ir.ops import quant as quant_ops
 from opweave.kernels.opweave_c import activation, norm
-from opweave.kernels.opweave_c import fused_quant as fused
+from opweave.kernels.opweave_c import quant as fused
 from opweave.kernels.opweave_c import quant as kernels
 
 from . import oracle, quant_oracle

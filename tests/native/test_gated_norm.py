@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.ir.ops.gated_norm import rms_norm_gated as op
-from opweave.kernels.opweave_c.gated_norm import rms_norm_gated as provided
+from opweave.ir.ops.norm import rms_norm_gated as op
+from opweave.kernels.opweave_c.norm import rms_norm_gated as provided
 
 from .oracle import (
     CALL_PATHS,

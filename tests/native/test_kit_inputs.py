@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from opweave.native import NativeBuildError, builder, cache, folders, inputs
-from opweave.native.extension import Extension
+from opweave.native import NativeBuildError, builder, cache
+from opweave.native.builder import Extension
 
 from .kit_module import compiler_calls
 
@@ -196,13 +196,13 @@ def test_lists_of_compilers(tmp_path: Path) -> None:
     (tmp_path / "a.link").write_text(
         "/x y/a.so: \\\n  /x y/l m.a \\\n  crt.o\n\ncrt.o:\n", encoding="utf-8"
     )
-    assert inputs.listed(tmp_path) == ["a b.cpp", "/usr/c.h", "d#e$f.h", "/x y/l m.a", "crt.o"]
+    assert builder.listed(tmp_path) == ["a b.cpp", "/usr/c.h", "d#e$f.h", "/x y/l m.a", "crt.o"]
 
 
 def test_what_killed_builds_left(folder: Path) -> None:
     path = source('#define MARK "mark-one"')
-    stale = folders.cache_dir() / "native" / "kit_gone-0" / "tmpkilled"
-    busy = folders.cache_dir() / "native" / "kit_busy-0" / "tmpbusy"
+    stale = cache.cache_dir() / "native" / "kit_gone-0" / "tmpkilled"
+    busy = cache.cache_dir() / "native" / "kit_busy-0" / "tmpbusy"
     stale.mkdir(parents=True)
     busy.mkdir(parents=True)
     with open(busy.parent / "lock", "w", encoding="utf-8") as lock:
@@ -216,7 +216,7 @@ def test_what_killed_builds_left(folder: Path) -> None:
 def test_a_cache_that_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = source('#define MARK "mark-one"')
     key = cache.content_key(Extension("kit_input", "kit_input", (path,)))
-    lock = folders.cache_dir() / "native" / f"kit_input-{key}" / "lock"
+    lock = cache.cache_dir() / "native" / f"kit_input-{key}" / "lock"
     lock.mkdir(parents=True)  # also root cannot open it
     with pytest.raises(NativeBuildError, match=r"Cannot write the cache folder .*OPWEAVE_CACHE_D"):
         build(path)
@@ -239,7 +239,7 @@ def test_a_cache_that_cannot_be_written(folder: Path, monkeypatch: pytest.Monkey
 def test_a_damaged_manifest(folder: Path, manifest: str) -> None:
     path = source('#define MARK "mark-one"')
     build(path)
-    for known in folders.cache_dir().glob("native/kit_input-*/*/files.json"):
+    for known in cache.cache_dir().glob("native/kit_input-*/*/files.json"):
         known.write_text(manifest, encoding="utf-8")
     assert build(path) == (True, "one")
     assert build(path) == (False, "one")
@@ -264,7 +264,7 @@ def test_a_damaged_module(folder: Path, how: str) -> None:
 def test_a_damaged_kit(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setenv("OPWEAVE_CACHE_DIR", str(folder / "cache"))
     build(source('#define MARK "mark-one"'))
-    damage(next(folders.cache_dir().glob("native/kit-*/objects/*.o")), how)
+    damage(next(cache.cache_dir().glob("native/kit-*/objects/*.o")), how)
     assert build(source('#define MARK "mark-two"')) == (True, "two")
 
 
@@ -276,17 +276,17 @@ def test_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = tmp_path / f"opweave-{os.getuid()}"
-    assert folders.cache_dir() == own
+    assert cache.cache_dir() == own
     assert own.stat().st_mode & 0o777 == 0o700
     own.chmod(0o777)
     with pytest.raises(
         NativeBuildError, match=r"other users can write to .*; set OPWEAVE_CACHE_DIR"
     ):
-        folders.cache_dir()
+        cache.cache_dir()
     own.rmdir()
     own.symlink_to(tmp_path)
     with pytest.raises(NativeBuildError, match=r"set OPWEAVE_CACHE_DIR"):
-        folders.cache_dir()
+        cache.cache_dir()
 
 
 def test_a_warm_load_starts_no_compiler(folder: Path) -> None:

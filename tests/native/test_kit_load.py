@@ -13,7 +13,7 @@ import torch
 from opweave import native
 from opweave.ir.errors import OpweaveError
 from opweave.native import NativeBuildError, cache
-from opweave.native.extension import Extension
+from opweave.native.builder import Extension
 
 from .kit_module import add_source, compiler_calls
 
@@ -131,7 +131,7 @@ def test_what_the_key_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert key(include_dirs=(), cflags=(f"-I{tmp_path / 'include'}",)) not in keys
     source.write_text("3", encoding="utf-8")
     keys.add(key())
-    monkeypatch.setattr("opweave.native.kit.fingerprint", lambda: "newer")
+    monkeypatch.setattr("opweave.native.toolchain.fingerprint", lambda: "newer")
     keys.add(key())
     assert len(keys) == 7
     clang = tmp_path / "clang"

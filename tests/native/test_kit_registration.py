@@ -14,13 +14,7 @@ import pytest
 import torch
 
 from opweave import native
-from opweave.native import (
-    NativeBuildError,
-    NativeImportError,
-    call_paths,
-    opened_modules,
-    registration,
-)
+from opweave.native import NativeBuildError, NativeImportError, calls, opened_modules
 from warm_python import warm_python
 
 from .kit_module import add_source, empty_source
@@ -156,12 +150,10 @@ def test_a_torch_that_lacks_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_opweaves_own_module_degrades(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = "torch could not define h(Tensor x) -> ()"
-    monkeypatch.setattr(call_paths, "_opened", {})
-    assert (
-        call_paths.open_call_paths(Raw(problem, "h(Tensor x) -> ()"), "kit_own").problem == problem
-    )
-    assert registration.failure(problem) == problem
-    assert registration.failure("this torch has no x; torch 2.11 or newer is needed") is None
+    monkeypatch.setattr(calls, "_opened", {})
+    assert calls.open_call_paths(Raw(problem, "h(Tensor x) -> ()"), "kit_own").problem == problem
+    assert calls.failure(problem) == problem
+    assert calls.failure("this torch has no x; torch 2.11 or newer is needed") is None
 
 
 @pytest.mark.parametrize("name", ["json", "opweave.native"])

@@ -10,7 +10,7 @@ import pytest
 
 from opweave import native
 from opweave.native import NativeBuildError, scaffold
-from opweave.native.simd import levels
+from opweave.native.toolchain import levels
 from warm_python import warm_python
 
 from .conftest import ISAS

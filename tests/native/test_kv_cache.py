@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opweave import ir
 from opweave.ir.ops.kv_cache import reshape_and_cache
-from opweave.kernels.opweave_c import kv_cache
+from opweave.kernels.opweave_c import paged_attention
 
 from .oracle import CALL_PATHS, DTYPES, call_path, random, using_threads
 from .paged_cases import SHARED, in_one_tensor
@@ -254,7 +254,7 @@ def test_opcheck_and_graph(module: ModuleType) -> None:
     key, value, key_cache, value_cache, slots = arguments
 
     def step(key_cache: Tensor, value_cache: Tensor) -> Any:
-        return kv_cache.reshape_and_cache(key, value, key_cache + 0, value_cache + 0, slots)
+        return paged_attention.reshape_and_cache(key, value, key_cache + 0, value_cache + 0, slots)
 
     got = torch.compile(step, fullgraph=True, backend="aot_eager")(key_cache, value_cache)
     assert torch.equal(got[0], written(key, key_cache, slots))

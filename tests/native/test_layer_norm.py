@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.ir.ops.layer_norm import layer_norm as op
-from opweave.kernels.opweave_c.layer_norm import layer_norm as provided
+from opweave.ir.ops.norm import layer_norm as op
+from opweave.kernels.opweave_c.norm import layer_norm as provided
 
 from .oracle import (
     CALL_PATHS,

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.ir.ops.gguf_blocks import GGUF_BLOCKS, dequantized_blocks, random_blocks
-from opweave.ir.ops.linear_low_bit import linear_q
-from opweave.kernels.opweave_c import linear_low_bit as provider
+from opweave.ir.ops.low_bit import GGUF_BLOCKS, dequantized_blocks, linear_q, random_blocks
+from opweave.kernels.opweave_c import linear as provider
 
 from .oracle import (
     CALL_PATHS,
@@ -141,7 +140,7 @@ def test_layouts(module: ModuleType, isa: str, dtype: torch.dtype, format: str) 
     for most in (0, 100):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(provider, "_MOST_TOKENS_Q", dict.fromkeys(DTYPES, most))
-            patch.setattr(provider, "_FEWEST", None)
+            patch.setattr(provider, "_LINEAR_LOW_BIT_FEWEST", None)
             found = provider.linear_q(x, wide[::2, 13:-7], bias, format)
             near(found, wanted)
             assert found.stride() == wanted.contiguous().stride()

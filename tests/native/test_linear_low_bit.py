@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.ir.ops.linear_low_bit import dequantized_w4, linear_w4a16
-from opweave.kernels.opweave_c import linear_low_bit as provider
+from opweave.ir.ops.low_bit import dequantized_w4, linear_w4a16
+from opweave.kernels.opweave_c import linear as provider
 from opweave.native import loader
 
 from .oracle import (
@@ -197,8 +197,8 @@ def test_layouts(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
     wanted = oracle(strided, weight, scale, offset, bias)
     for most in (0, 100):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(provider, "_MOST_TOKENS", dict.fromkeys(DTYPES, most))
-            patch.setattr(provider, "_FEWEST", None)
+            patch.setattr(provider, "_LINEAR_LOW_BIT_MOST_TOKENS", dict.fromkeys(DTYPES, most))
+            patch.setattr(provider, "_LINEAR_LOW_BIT_FEWEST", None)
             found = provider.linear_w4a16(
                 strided, wide[:, 13:133], scales[0, ::2, 7:17], scales[1, ::2, 7:17], bias
             )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opweave import ir
 from opweave.ir.ops.kv_cache import rope_reshape_and_cache
-from opweave.kernels.opweave_c import rope_cache
+from opweave.kernels.opweave_c import rotary
 
 from .oracle import CALL_PATHS, DTYPES, call_path, using_threads
 from .rope_cases import Case, case, composed, projection, written
@@ -312,7 +312,7 @@ def test_opcheck_and_graph(module: ModuleType) -> None:
     def step(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> Any:
         tokens = (query + 0, c.key, c.value, c.positions, c.table)
         caches = (key_cache + 0, value_cache + 0)
-        return rope_cache.rope_reshape_and_cache(*tokens, *caches, c.slots, c.head_size)
+        return rotary.rope_reshape_and_cache(*tokens, *caches, c.slots, c.head_size)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for got, expected in zip(compiled(c.query, c.key_cache, c.value_cache), wanted, strict=True):

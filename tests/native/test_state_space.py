@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from native.packed import by_sequence, layout, pack, poisoned
 from opweave import ir
-from opweave.ir.ops.recurrence import linear_recurrence
+from opweave.ir.ops.state_space import linear_recurrence
 
 SCAN, SSD, UPDATE = ir.ops.selective_scan, ir.ops.ssd_chunk_scan, ir.ops.selective_state_update
 CONV, CONV_UPDATE = ir.ops.causal_conv1d, ir.ops.causal_conv1d_update

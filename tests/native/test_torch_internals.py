@@ -41,7 +41,7 @@ elsewhere = (ctypes.c_size_t * 4)()
 torch.Tensor._cdata = property(lambda self: ctypes.addressof(elsewhere))
 """
 CHECK = """
-from opweave.native.guard import plain_check
+from opweave.native.loader import plain_check
 assert _C_ops._reads_tensors_directly() is {direct}
 assert (plain_check() is not None) is {checks}
 """

@@ -21,9 +21,9 @@ from opweave.platforms import (
     RocmPlatform,
     TpuPlatform,
     XpuPlatform,
-    contract,
 )
-from opweave.platforms.errors import (
+from opweave.platforms import base as contract
+from opweave.platforms.base import (
     PlatformApiError,
     PlatformContractError,
     UnsupportedByPlatformError,

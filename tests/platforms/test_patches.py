@@ -21,11 +21,11 @@ from opweave.config import (
     SchedulerConfig,
     compilation_config,
 )
-from opweave.config.origin import Config
 from opweave.config.patches import ConfigPatch, PatchError, apply_patches, origins
+from opweave.config.values import Config
 from opweave.ir.errors import SettingError
 from opweave.platforms import configured
-from opweave.platforms.errors import UnsupportedByPlatformError
+from opweave.platforms.base import UnsupportedByPlatformError
 
 from .conftest import Acme
 

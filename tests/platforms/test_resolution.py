@@ -11,10 +11,9 @@ import pytest
 from conftest import Case, FreshCases
 from opweave import platforms
 from opweave.platforms import CpuPlatform, resolution
-from opweave.platforms.errors import PlatformMismatchError
-from opweave.platforms.handover import VARIABLE, Handover
-from opweave.platforms.resolution import impose, isolated_resolution
-from opweave.plugins.errors import ReferenceNameError
+from opweave.platforms.base import PlatformMismatchError
+from opweave.platforms.resolution import VARIABLE, Handover, impose, isolated_resolution
+from opweave.plugins.entry import ReferenceNameError
 
 from .conftest import installed
 
@@ -55,7 +54,7 @@ def test_it_is_resolved_once_and_remembers_who_asked() -> None:
     assert resolution() is first
     assert platforms.resolution().platform is first.platform
     assert isinstance(first.platform, CpuPlatform)
-    assert first.qualname == "opweave.platforms.cpu.CpuPlatform"
+    assert first.qualname == "opweave.platforms.builtin.CpuPlatform"
     assert platforms.resolve_current_platform_cls_qualname() == first.qualname
     assert "test_it_is_resolved_once_and_remembers_who_asked" in first.trace
     assert "first = resolution()" in first.trace.splitlines()[-1]
@@ -91,7 +90,7 @@ def test_isolation_puts_the_platform_back() -> None:
 FIRST = (
     "from opweave.platforms import current_platform",
     "import opweave.layers; from opweave import platforms; platforms.current_platform",
-    "import opweave.platforms.configure; from opweave.platforms import current_platform",
+    "import opweave.platforms.resolution; from opweave.platforms import current_platform",
     "from opweave.plugins import load_general_plugins as load; load(); import opweave.platforms",
     "ir.ops.rms_norm(torch.ones(2, 4), None, 1e-6)",
 )
@@ -220,7 +219,7 @@ def test_kernels_that_fail_leave_nothing_and_are_tried_again(fresh_cases: FreshC
             raise OSError("no driver")
     """
     code = """
-        from opweave.plugins.errors import PluginHookError
+        from opweave.plugins.entry import PluginHookError
         x = torch.ones(2, 4)
         os.environ["BROKEN"] = "1"
         for _ in range(2):
@@ -303,7 +302,7 @@ def test_what_is_handed_over_comes_back_as_it_was(unresolved: None) -> None:
 
 def test_a_child_that_has_another_platform_refuses(unresolved: None) -> None:
     handed = json.loads(resolution().to_json())
-    handed["claim"]["platform"] = "opweave.platforms.xpu.XpuPlatform"
+    handed["claim"]["platform"] = "opweave.platforms.builtin.XpuPlatform"
     with pytest.raises(PlatformMismatchError) as raised:
         impose(json.dumps(handed))
     for part in ("XpuPlatform", "has resolved", "test_a_child_that_has_another"):

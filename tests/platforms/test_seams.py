@@ -15,21 +15,19 @@ from torch.fx import Graph, Node
 
 from conftest import FreshCases
 from opweave import ir
-from opweave.base.owner import Owner, owned_by
 from opweave.compile import CompiledGraph, PluginPassError, backend
-from opweave.compile.context import Context
-from opweave.compile.nodes import ir_calls, replace
+from opweave.compile.graph import ir_calls, replace
 from opweave.compile.options import CompileOptions
 from opweave.compile.pipeline import Stage, steps
-from opweave.compile.plan import Plan
-from opweave.compile.plugin_passes import plugin_passes
+from opweave.compile.plan import Context, Plan, plugin_passes
 from opweave.config import CompilationConfig, EngineConfig
-from opweave.config.open_registry import DuplicateNameError
+from opweave.config.values import DuplicateNameError
 from opweave.platforms import register_pass
-from opweave.platforms.passes import registered_passes
-from opweave.plugins.errors import ReferenceNameError
+from opweave.platforms.resolution import registered_passes
+from opweave.plugins.entry import ReferenceNameError
+from opweave.registration import Owner, owned_by
 from opweave_engine.errors import InvalidArgumentError
-from opweave_engine.runner.compilation import check_backend, compiled_forward
+from opweave_engine.forward import check_backend, compiled_forward
 
 from .conftest import Acme, installed
 
@@ -252,8 +250,8 @@ def test_backends_that_do_not_exist(module: ModuleType) -> None:
 # Plugins of the engine
 
 SEAMS = """
-    from opweave_engine.request.io_processor import IOProcessor
-    from opweave_engine.metrics.stat_logger import StatLogger
+    from opweave_engine.prompts import IOProcessor
+    from opweave_engine.metrics import StatLogger
 
     class Words(IOProcessor):
         def prompts(self, request):
@@ -280,9 +278,9 @@ SEAMS = """
 def test_io_processors_and_stat_loggers(fresh_cases: FreshCases) -> None:
     good = """
         from opweave.config import EngineConfig
-        from opweave_engine.request.io_processor import io_processor
-        from opweave_engine.metrics.stat_logger import stat_loggers
-        from opweave.plugins.errors import PluginTypeError, UnknownPluginError
+        from opweave_engine.prompts import io_processor
+        from opweave_engine.metrics import stat_loggers
+        from opweave.plugins.entry import PluginTypeError, UnknownPluginError
 
         config = EngineConfig(seed=3)
         for _ in range(2):
@@ -303,7 +301,7 @@ def test_io_processors_and_stat_loggers(fresh_cases: FreshCases) -> None:
     """
     bad = """
         from opweave.config import EngineConfig
-        from opweave_engine.metrics.stat_logger import stat_loggers
+        from opweave_engine.metrics import stat_loggers
         try:
             stat_loggers(EngineConfig())
         except TypeError as error:

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from conftest import FreshCases
-from opweave.base import transaction
-from opweave.base.owner import Owner, owned_by
+from opweave import transaction
 from opweave.config import environment, plugin_options
 from opweave.config.environment import check_declared, declare_variable, declared, declared_value
-from opweave.config.open_registry import DuplicateNameError, UnknownNameError
 from opweave.config.plugin_options import (
     PluginOptions,
     apply_plugin_options,
     given_plugin_options,
     options,
+    plugin_settings,
 )
-from opweave.config.plugin_settings import plugin_settings
+from opweave.config.values import DuplicateNameError, UnknownNameError
 from opweave.ir.errors import SettingError
+from opweave.registration import Owner, owned_by
 
 from .conftest import installed
 

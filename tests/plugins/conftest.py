@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from opweave import ir
-from opweave.base import owner
+from opweave import ir, registration
+from opweave.plugins.discovery import PluginPolicy
 from opweave.plugins.loader import Loader
-from opweave.plugins.policy import PluginPolicy
 
 from . import helpers
 
@@ -28,7 +27,7 @@ def installed(
     """
     monkeypatch.syspath_prepend(tmp_path)
     for notes in ("_absences", "_ways_out"):
-        monkeypatch.setattr(owner, notes, {})
+        monkeypatch.setattr(registration, notes, {})
     before = set(sys.modules)
 
     def install(*distributions: Mapping[str, str], policy: PluginPolicy | None = None) -> Loader:

@@ -6,10 +6,13 @@ import sys
 
 import pytest
 
-from opweave.config.open_registry import OpenRegistry
+from opweave.config.values import OpenRegistry
 from opweave.ir.errors import DuplicateImplError, SettingError
-from opweave.plugins.claim import BUILTIN_PLATFORMS, PLATFORM_API, Claim
-from opweave.plugins.errors import (
+from opweave.plugins.discovery import PluginPolicy
+from opweave.plugins.entry import (
+    BUILTIN_PLATFORMS,
+    PLATFORM_API,
+    Claim,
     ClaimApiError,
     PlatformConflictError,
     PlatformReentryError,
@@ -22,13 +25,14 @@ from opweave.plugins.errors import (
 )
 from opweave.plugins.loader import Loader
 from opweave.plugins.platform import PlatformCandidate, choose
-from opweave.plugins.policy import PluginPolicy
-from opweave.plugins.record import State
+from opweave.plugins.plugin import State
 
 from .conftest import Install
 from .helpers import PLATFORM, plugin
 
-CPU = PlatformCandidate("cpu", Claim("opweave.platforms.cpu.CpuPlatform", PLATFORM_API, 0), None)
+CPU = PlatformCandidate(
+    "cpu", Claim("opweave.platforms.builtin.CpuPlatform", PLATFORM_API, 0), None
+)
 
 
 def platform(name: str, returned: str, before: str = "") -> dict[str, str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from opweave import ir
 from opweave.ir.errors import ReplacedWarning, UnknownProviderError
 from opweave.plugins import PluginError, PluginWarning
-from opweave.plugins.policy import PluginPolicy
+from opweave.plugins.discovery import PluginPolicy
 
 from .conftest import Install
 from .helpers import PLATFORM, plugin

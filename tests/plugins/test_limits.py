@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from opweave.plugins.limits import Limits, OvertimeError, run_within
+from opweave.plugins.plugin import Limits, OvertimeError, run_within
 
 SHORT = Limits(0.15, 0.15)
 

@@ -12,10 +12,11 @@ import torch
 
 from conftest import Case, FreshCases
 from opweave import ir
-from opweave.config.open_registry import OpenRegistry
+from opweave.config.values import OpenRegistry
 from opweave.ir.errors import UnknownOpError
 from opweave.layers.registry import op_registry_oot, owner_of
-from opweave.plugins.errors import (
+from opweave.plugins.discovery import PluginPolicy
+from opweave.plugins.entry import (
     DuplicatePluginError,
     PluginFailedError,
     PluginImportError,
@@ -27,8 +28,7 @@ from opweave.plugins.errors import (
     UnknownGroupError,
     UnknownPluginError,
 )
-from opweave.plugins.policy import PluginPolicy
-from opweave.plugins.record import State
+from opweave.plugins.plugin import State
 
 from .conftest import Install
 from .helpers import GENERAL, files, install, plugin

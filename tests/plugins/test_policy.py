@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from opweave.plugins.errors import PluginPolicyError
-from opweave.plugins.policy import DEFAULT_TIMEOUT, PluginPolicy
+from opweave.plugins.discovery import DEFAULT_TIMEOUT, PluginPolicy
+from opweave.plugins.entry import PluginPolicyError
 
 
 @pytest.mark.parametrize(

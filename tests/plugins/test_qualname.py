@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from opweave.plugins import Claim, resolve_obj_by_qualname
-from opweave.plugins.errors import ReferenceNameError
+from opweave.plugins.entry import ReferenceNameError
 
 
 @pytest.mark.parametrize(

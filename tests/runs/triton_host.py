@@ -28,14 +28,16 @@ def measure() -> dict[str, dict[str, float]]:
     import torch
 
     from opweave import ir
-    from opweave.kernels.triton import activation, launch, norm
+    from opweave.kernels.triton import launch
+    from opweave.kernels.triton import rows as activation
+    from opweave.kernels.triton import rows as norm
     from triton_kernels.fake_driver import SilentLauncher, fake_driver
 
     ir.current_registry().ensure_ready()
     x = torch.randn(16, 8192).to(torch.bfloat16)
     out, weight = x[:, :4096].contiguous(), x[0, :4096].clone()
-    act: Any = activation._kernels.act_and_mul
-    rms: Any = norm._kernels.rms_norm
+    act: Any = activation._activation_kernels.act_and_mul
+    rms: Any = norm._norm_kernels.rms_norm
     launches: dict[str, tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any], Any]] = {
         "silu_and_mul": (
             act,

@@ -15,7 +15,7 @@ import uvicorn
 from openai import OpenAI
 
 from opweave_engine import ChatTemplate
-from opweave_engine.request.io_processor import IOProcessor
+from opweave_engine.prompts import IOProcessor
 from opweave_engine.server import ServerConfig, create_app, listen
 from opweave_engine.server.run import http_server, url
 from opweave_engine.server.state import ServerState

@@ -26,11 +26,10 @@ from opweave_engine import (
     SamplingParams,
     Tokenizer,
 )
-from opweave_engine.metrics.stats import SECONDS, TOKENS, Histogram
-from opweave_engine.request.outputs import FinishReason
-from opweave_engine.request.prompts import Prompt, split_prompt
-from opweave_engine.tokenization.detokenizer import Detokenizer
-from opweave_engine.tokenization.incremental_decoder import IncrementalDecoder
+from opweave_engine.detokenizer import Detokenizer, IncrementalDecoder
+from opweave_engine.metrics import SECONDS, TOKENS, Histogram
+from opweave_engine.outputs import FinishReason
+from opweave_engine.prompts import Prompt, split_prompt
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "models" / "tiny-pydoc"
 VOCABULARY = 2048

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from opweave_engine import CompletionOutput, RequestOutput, RequestTimings, SamplingParams
-from opweave_engine.tokenization.detokenizer import Detokenizer
+from opweave_engine.detokenizer import Detokenizer
 from server.fake_engine import Call, FakeEngine
 
 

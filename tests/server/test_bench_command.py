@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from opweave.cli import main
-from opweave.cli.errors import CliError
-from opweave_engine.cli.load import Answer, Load, arrivals, prompts, summarize
+from opweave.cli.output import CliError
+from opweave_engine.cli.bench_serve import Answer, Load, arrivals, prompts, summarize
 from opweave_engine.server import ServerConfig
 from server.conftest import Start
 from server.fake_engine import CONTEXT, FakeEngine

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from opweave_engine.server import ServerConfig
-from opweave_engine.server.idle_connections import IdleConnections, most_connections
+from opweave_engine.server.connection import IdleConnections, most_connections
 from server.conftest import Running, Start
 from server.fake_engine import FakeEngine
 from server.test_disconnect import ask

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from opweave_engine import Checkpoint, EngineDeadError, GrammarQueueFullError
-from opweave_engine.tokenization.tokenizer import AbsentTokenizer
+from opweave_engine.tokenizer import AbsentTokenizer
 from server.conftest import Running, Start, running
 from server.fake_engine import CHECKPOINT, CONTEXT, FakeEngine
 

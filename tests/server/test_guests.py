@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from opweave.config import EngineConfig
-from opweave.config.daemon_threads import DaemonThreads
+from opweave.config.child_process import DaemonThreads
 from opweave_engine import ChatTemplate, SamplingParams
-from opweave_engine.request.io_processor import IOProcessor
+from opweave_engine.prompts import IOProcessor
 from opweave_engine.server import ServerConfig
 from server.conftest import Running, Start
 from server.test_disconnect import ask

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from opweave_engine import Checkpoint, Tokenizer
 from opweave_engine.server import ServerConfig
-from opweave_engine.server.errors import ApiError
+from opweave_engine.server.errors import ApiError, check_size
 from opweave_engine.server.protocol import base
 from opweave_engine.server.protocol.base import RequestFields
 from opweave_engine.server.protocol.chat import ChatRequest
@@ -26,7 +26,6 @@ from opweave_engine.server.protocol.completions import CompletionRequest
 from opweave_engine.server.protocol.embeddings import EmbeddingRequest
 from opweave_engine.server.protocol.responses import ResponsesRequest
 from opweave_engine.server.protocol.tokens import DetokenizeRequest
-from opweave_engine.server.validation import check_size
 from server.command import ROOT
 from server.conftest import Running, Start, running
 from server.fake_engine import CHECKPOINT, FakeEngine

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from opweave_engine.server.merge_streams import merge_streams
+from opweave_engine.server.disconnect import merge_streams
 
 closed: list[int] = []
 

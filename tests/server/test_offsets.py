@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opweave_engine import Checkpoint, Tokenizer
-from opweave_engine.server.offsets import Offsets, prompt_offsets
+from opweave_engine.server.logprobs import Offsets, prompt_offsets
 from server.fake_engine import CHECKPOINT
 
 TOKENIZER = Tokenizer(Checkpoint(CHECKPOINT))

@@ -13,17 +13,20 @@ from hypothesis import strategies as st
 
 from engine import chat_templates
 from opweave_engine import ChatTemplate
-from opweave_engine.server.output import (
+from opweave_engine.server.output_parser import (
     AnswerParser,
     ArgumentsDelta,
+    CallFormat,
     CallStart,
     ContentDelta,
+    DeepSeek,
     Event,
+    Hermes,
+    LlamaJson,
+    Mistral,
+    OutputStyle,
     ReasoningDelta,
 )
-from opweave_engine.server.output.call_format import CallFormat
-from opweave_engine.server.output.calls import DeepSeek, Hermes, LlamaJson, Mistral
-from opweave_engine.server.output.style import OutputStyle
 
 FORMATS: list[type[CallFormat]] = [Hermes, LlamaJson, Mistral, DeepSeek]
 NAMES = ("get_weather", "add")

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from fastapi import APIRouter, FastAPI
 
-from opweave.base import transaction
-from opweave.base.owner import Owner, owned_by
-from opweave.config.open_registry import DuplicateNameError, OpenRegistry
+from opweave import transaction
+from opweave.config.values import DuplicateNameError, OpenRegistry
+from opweave.registration import Owner, owned_by
 from opweave_engine import EngineClient
-from opweave_engine.server import PluginRouteError, ServerConfig, create_app, http_routers
-from opweave_engine.server.http_routers import add_router
+from opweave_engine.server import PluginRouteError, ServerConfig, app, create_app
+from opweave_engine.server.app import add_router
 from server.conftest import Start
 from server.fake_engine import FakeEngine
 
@@ -24,8 +24,8 @@ OTHER = Owner("other", "other-device", "2.0")
 @pytest.fixture(autouse=True)
 def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh: OpenRegistry[Any] = OpenRegistry("HTTP router")
-    monkeypatch.setattr(http_routers, "routers", fresh)
-    monkeypatch.setattr("opweave_engine.server.plugin_routes.routers", fresh)
+    monkeypatch.setattr(app, "routers", fresh)
+    monkeypatch.setattr("opweave_engine.server.app.routers", fresh)
 
 
 def router_with(path: str, *methods: str) -> Callable[[EngineClient], APIRouter]:
@@ -100,7 +100,7 @@ def test_names_are_taken_once_and_given_back_when_a_plugin_fails() -> None:
         add_router("one", router_with("/b"))
     with pytest.raises(RuntimeError):
         _fail_after_adding("two")
-    assert list(http_routers.routers) == ["one"]
+    assert list(app.routers) == ["one"]
 
 
 def _fail_after_adding(name: str) -> None:

@@ -14,13 +14,13 @@ import pytest
 from models.layer_checkpoints import write_checkpoint
 from models.tiny_checkpoints import write_tokenizer
 from opweave.config import EngineConfig
-from opweave.plugins import IO_PROCESSOR_PLUGINS, installed
-from opweave.plugins.errors import UnknownPluginError
+from opweave.plugins import IO_PROCESSOR_PLUGINS, loader
+from opweave.plugins.discovery import PluginPolicy
+from opweave.plugins.entry import UnknownPluginError
 from opweave.plugins.loader import Loader
-from opweave.plugins.policy import PluginPolicy
 from opweave_engine import LLM, Checkpoint, Embedder, InvalidArgumentError, open_engine
 from opweave_engine.errors import CheckpointError
-from opweave_engine.request.io_processor import IOProcessor, IOProcessors, io_processor
+from opweave_engine.prompts import IOProcessor, IOProcessors, io_processor
 from plugins import helpers
 from server.conftest import Running, Start, running
 from server.fake_engine import CHECKPOINT, FakeEngine
@@ -31,7 +31,7 @@ from server.test_limits import until
 PATH = "/v1/process"
 SOURCE = '''
 from opweave_engine import SamplingParams
-from opweave_engine.request.io_processor import IOProcessor
+from opweave_engine.prompts import IOProcessor
 
 class Outlines(IOProcessor):
     """Writes the beginning of a function for each name."""
@@ -80,7 +80,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder = tmp_path / "site"
     helpers.install(folder, helpers.files("processors", POINTS, SOURCE))
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(installed, "_loader", Loader(helpers.points_in(folder), PluginPolicy()))
+    monkeypatch.setattr(loader, "_loader", Loader(helpers.points_in(folder), PluginPolicy()))
     yield
     sys.modules.pop("processors_module", None)
 

@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from models.layer_checkpoints import write_checkpoint
 from models.tiny_checkpoints import write_tokenizer
-from opweave.plugins import installed
+from opweave.plugins import loader
+from opweave.plugins.discovery import PluginPolicy
 from opweave.plugins.loader import Loader
-from opweave.plugins.policy import PluginPolicy
 from opweave_engine import LLM, AsyncEngine, Embedder, SamplingParams, open_engine
 from opweave_engine.server import ServerConfig
 from plugins import helpers
@@ -190,7 +190,7 @@ def test_the_metrics_and_what_ran(
 ) -> None:
     points = {helpers.GENERAL: {"quiet": "quiet_module:register"}}
     helpers.install(tmp_path, helpers.files("quiet", points, "def register(): pass\n"))
-    monkeypatch.setattr(installed, "_loader", Loader(helpers.points_in(tmp_path), PluginPolicy()))
+    monkeypatch.setattr(loader, "_loader", Loader(helpers.points_in(tmp_path), PluginPolicy()))
     real.post(PATH, {"prompt": "Return the", "max_tokens": 4})
     layers = json.loads((CHECKPOINT / "config.json").read_text())["num_hidden_layers"]
     ops = {each["op"]: each for each in real.get("/v1/ops").json()["data"]}

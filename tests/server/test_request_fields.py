@@ -25,11 +25,11 @@ from opweave_engine.server.protocol.base import RequestBody
 from opweave_engine.server.protocol.chat import ChatRequest
 from opweave_engine.server.protocol.completions import CompletionRequest
 from opweave_engine.server.protocol.embeddings import EmbeddingConversation, EmbeddingRequest
-from opweave_engine.server.protocol.process import ProcessRequest
 from opweave_engine.server.protocol.responses import ResponsesRequest
 from opweave_engine.server.protocol.scoring import RerankRequest, ScoreRequest
 from opweave_engine.server.protocol.tokens import (
     DetokenizeRequest,
+    ProcessRequest,
     TokenizeConversation,
     TokenizePrompt,
 )

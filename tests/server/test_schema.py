@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from opweave.config import EngineConfig
-from opweave_engine.request.io_processor import IOProcessor
+from opweave_engine.prompts import IOProcessor
 from opweave_engine.server import create_app
 from server.conftest import TEMPLATE
 from server.fake_engine import FakeEngine

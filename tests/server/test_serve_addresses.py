@@ -16,9 +16,8 @@ import pytest
 from opweave.cli import main
 from opweave.cli.app import app
 from opweave.platforms import Platform
-from opweave_engine.cli.serve import serve_app
-from opweave_engine.cli.vllm_options import REPLACEMENTS
-from opweave_engine.sampling.sampling_params import MAX_LOGPROBS
+from opweave_engine.cli.serve import REPLACEMENTS, serve_app
+from opweave_engine.sampling.params import MAX_LOGPROBS
 from opweave_engine.server import (
     AddressError,
     ServerConfig,
@@ -26,8 +25,8 @@ from opweave_engine.server import (
     create_app,
     listen_unix,
 )
+from opweave_engine.server.connection import check_certificate
 from opweave_engine.server.request_fields import ENDPOINTS
-from opweave_engine.server.tls import check_certificate
 from server.command import Command
 from server.conftest import running
 from server.fake_engine import CHECKPOINT, FakeEngine

@@ -15,9 +15,14 @@ import pytest
 from engine.test_structured import PYDOC, VOCABULARY, GrammarCompiler, allowed
 from opweave_engine import LLM, AsyncEngine, ChatTemplate, SamplingParams
 from opweave_engine.server import ServerConfig
-from opweave_engine.server.output.call_format import CallFormat
-from opweave_engine.server.output.calls import DeepSeek, Hermes, LlamaJson, Mistral
-from opweave_engine.server.output.grammar import answer_grammar
+from opweave_engine.server.output_parser import (
+    CallFormat,
+    DeepSeek,
+    Hermes,
+    LlamaJson,
+    Mistral,
+    answer_grammar,
+)
 from server.conftest import Running, Start, running
 from server.fake_engine import CHECKPOINT
 from server.scripted_engine import ScriptedEngine

@@ -26,7 +26,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 from kernel_cells.cases import CASES  # noqa: E402
 from kernel_cells.shape import Shape  # noqa: E402
 from opweave import ir  # noqa: E402
-from opweave.kernels.triton import device, launch  # noqa: E402
+from opweave.kernels.triton import launch  # noqa: E402
 
 RECORD = Path(__file__).with_name("compiled.json")
 _ROWS = {"": Shape(16, 4096, torch.bfloat16)}
@@ -149,8 +149,8 @@ def _recording(gpu: Gpu, title: str, found: list[Launch]) -> Iterator[None]:
     with (
         patch.object(launch, "_launch", record),
         patch.object(launch, "_current_device", lambda: -1),  # that of CPU tensors
-        patch.object(device, "shared_memory", lambda where: gpu.shared_memory),
-        patch.object(device, "processors", lambda where: gpu.processors),
+        patch.object(launch, "shared_memory", lambda where: gpu.shared_memory),
+        patch.object(launch, "processors", lambda where: gpu.processors),
     ):
         yield
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis_profiles import share
 from opweave import ir
 from opweave.conformance import inputs
-from opweave.kernels.triton.registration import INTERPRETED
+from opweave.kernels.triton.launch import INTERPRETED
 
 os.environ.setdefault("OPWEAVE_PLATFORM", "cpu")
 

@@ -15,8 +15,8 @@ import torch
 
 import opweave.kernels.triton
 from opweave import ir
-from opweave.ir.ops.gguf_blocks import GGUF_BLOCKS
-from opweave.kernels.triton.registration import INTERPRETED
+from opweave.ir.ops.low_bit import GGUF_BLOCKS
+from opweave.kernels.triton.launch import INTERPRETED
 
 from .compiled import GPUS, Usage, launches, launches_of, problems, read_record, usage
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from opweave.conformance import Subject, inputs, subjects, verify
-from opweave.kernels.triton.registration import INTERPRETED
+from opweave.kernels.triton.launch import INTERPRETED
 
 ALL = subjects(providers=["triton"])
 CHECKS = ["values", "options", "none", "layouts", "dtypes", "empty", "dimensions", "extremes"]

@@ -18,7 +18,7 @@ import torch
 
 from opweave import ir
 from opweave.conformance import Subject, subjects, verify
-from opweave.kernels.triton.registration import INTERPRETED
+from opweave.kernels.triton.launch import INTERPRETED
 
 FLAG_GEMS = subjects(providers=["flag_gems"])
 CHECKS = ["values", "none", "dtypes", "empty", "extremes"]

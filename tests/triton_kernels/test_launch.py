@@ -16,8 +16,7 @@ from torch import Tensor
 
 from opweave import ir
 from opweave.kernels.triton import launch as module
-from opweave.kernels.triton.launch import Kernel, key_of, launch
-from opweave.kernels.triton.registration import INTERPRETED
+from opweave.kernels.triton.launch import INTERPRETED, Kernel, key_of, launch
 
 from .fake_driver import DEVICE, LAUNCHED, Launched, SilentLauncher, fake_driver
 

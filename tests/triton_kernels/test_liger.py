@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from opweave.conformance import Subject, subjects, verify
-from opweave.kernels.triton.registration import INTERPRETED
+from opweave.kernels.triton.launch import INTERPRETED
 
 LIGER = subjects(providers=["liger"])
 CHECKS = ["values", "none", "dtypes", "empty", "extremes"]

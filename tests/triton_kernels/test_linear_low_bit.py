@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.ir.ops.gguf_blocks import GGUF_BLOCKS, dequantized_blocks, random_blocks
-from opweave.ir.ops.linear_low_bit import dequantized_w4
-from opweave.kernels.triton import device as limits
+from opweave.ir.ops.low_bit import GGUF_BLOCKS, dequantized_blocks, dequantized_w4, random_blocks
+from opweave.kernels.triton import launch as limits
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 W4A16, Q = ir.ops.linear_w4a16, ir.ops.linear_q

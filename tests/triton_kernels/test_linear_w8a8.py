@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.kernels.triton import device as limits
+from opweave.kernels.triton import launch as limits
 
 OP = ir.ops.linear_w8a8
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.kernels.triton import device as limits
+from opweave.kernels.triton import launch as limits
 
 OP = ir.ops.paged_attention
 

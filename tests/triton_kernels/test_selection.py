@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from opweave import ir
-from opweave.ir.ops.gguf_blocks import GGUF_BLOCKS
-from opweave.kernels.triton.registration import INTERPRETED
-from opweave.platforms.cuda import CudaPlatform, RocmPlatform
+from opweave.ir.ops.low_bit import GGUF_BLOCKS
+from opweave.kernels.triton.launch import INTERPRETED
+from opweave.platforms.builtin import CudaPlatform, RocmPlatform
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1: kernels run on the CPU")

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opweave.tuning.arguments import build, describe, signature
-from opweave.tuning.errors import TraceError
+from opweave.tuning.trace import TraceError, build, describe, signature
 
 
 def rebuilt(value: Any) -> Any:

@@ -28,12 +28,12 @@ from opweave_engine.attention import (
     PagedAttention,
     SequenceBatch,
 )
-from opweave_engine.cache import CacheGroup, EveryToken, KVCacheManager
 from opweave_engine.errors import NonFiniteLogitsError, UnsupportedCacheError
-from opweave_engine.metrics.stats import StatCounter
-from opweave_engine.request.request import Request
-from opweave_engine.runner.model_runner import ModelRunner
-from opweave_engine.runner.step import SequenceStep
+from opweave_engine.forward import SequenceStep
+from opweave_engine.kv_cache import CacheGroup, EveryToken, KVCacheManager
+from opweave_engine.metrics import StatCounter
+from opweave_engine.request import Request
+from opweave_engine.runner import ModelRunner
 from opweave_engine.sampling.sampler import Sampled, Sampler, SamplingRequest
 
 BLOCK = 16

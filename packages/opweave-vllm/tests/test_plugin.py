@@ -2,7 +2,7 @@
 
 import pytest
 
-from opweave.platforms.cpu import CpuPlatform
+from opweave.platforms.builtin import CpuPlatform
 from opweave_vllm import plugin
 
 

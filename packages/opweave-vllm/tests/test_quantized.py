@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from opweave_engine import load_model
-from opweave_engine.loading.quantized.writer import quantize_checkpoint
+from opweave_engine.load.writer import quantize_checkpoint
 
 # Differences of logits that rounding to bfloat16 explains; they are about 10 in size.
 NEAR = 0.25

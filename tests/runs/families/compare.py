@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from opweave.config import EngineConfig
-from opweave.config.cache import CacheConfig
+from opweave.config.engine import CacheConfig
 from opweave_engine import LLM, EngineError, RequestOutput, SamplingParams
 from opweave_engine.models import ModelError
 from runs.families.oracle import COUNT, Continuation, reference

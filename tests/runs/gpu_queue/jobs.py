@@ -12,9 +12,9 @@ from typing import Any, cast
 from gpu_queue.job import ROOT, Job, Stage
 from gpu_queue.sources import closure, files_in
 from opweave import ir
-from opweave.adapters import Wrapped
 from opweave.ir import IrOpImpl
-from opweave.ir.tunable import without_values
+from opweave.ir.priority import without_values
+from opweave.kernels.wrap import Wrapped
 
 STAGES = (
     Stage("smoke", repeats_first=True),

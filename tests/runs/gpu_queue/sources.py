@@ -66,7 +66,7 @@ def _imported(tree: ast.AST, file: Path) -> Iterator[str]:
                 yield from (alias.name for alias in names)
             case ast.ImportFrom(module=str(module), names=names, level=0):
                 yield from (f"{module}.{alias.name}" for alias in names)
-            # Triton's kernels are imported at the first call: opweave.kernels.triton.registration.
+            # Triton's kernels are imported at the first call: opweave.kernels.triton.launch.
             case ast.Call(func=ast.Name(id="Kernels"), args=[ast.Constant(value=str(name))]):
                 package = ".".join(file.parent.relative_to(SRC.resolve()).parts)
                 yield f"{package}.jit.{name}"

@@ -18,15 +18,13 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from opweave import ir
 from opweave.compile.compat import fake_mode_of
-from opweave.compile.context import Context
-from opweave.compile.graph_info import GraphInfo
-from opweave.compile.nodes import computed_fake, fake_of, tensors_of
+from opweave.compile.fuse import fuse
+from opweave.compile.graph import GraphInfo, computed_fake, fake_of, tensors_of
 from opweave.compile.options import CompileOptions
-from opweave.compile.passes.fusion import fuse
-from opweave.compile.passes.noop import eliminate_noops
-from opweave.compile.passes.recognize import DTYPES, recognize
+from opweave.compile.passes import eliminate_noops
 from opweave.compile.patterns import Pattern, derivation
-from opweave.compile.plan import Plan
+from opweave.compile.plan import Context, Plan
+from opweave.compile.recognize import DTYPES, recognize
 
 MARGIN = 8.0  # roundings by which a spelling may differ from its op
 TRIES = 50  # changes drawn until a program runs

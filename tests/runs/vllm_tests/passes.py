@@ -11,16 +11,14 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import Graph, GraphModule, Node
 
 from opweave.compile import pipeline
+from opweave.compile.backend import registries_of
 from opweave.compile.compat import OpOverload
-from opweave.compile.compiled import registries_of
-from opweave.compile.context import Context
-from opweave.compile.graph_info import GraphInfo
-from opweave.compile.inplace import written_results
+from opweave.compile.graph import GraphInfo
 from opweave.compile.options import CompileOptions
-from opweave.compile.passes.cleanup import clean_up
-from opweave.compile.passes.noop import eliminate_noops
+from opweave.compile.passes import clean_up, eliminate_noops
 from opweave.compile.pipeline import Stage
-from opweave.compile.plan import Plan
+from opweave.compile.plan import Context, Plan
+from opweave.compile.tracing import written_results
 from opweave.ir import current_registry
 
 PASSES = "vllm.compilation.passes"

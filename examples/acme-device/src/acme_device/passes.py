@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from acme_device.ops import acme_scaled_residual
-from opweave.compile.context import Context
-from opweave.compile.nodes import fake_of
+from opweave.compile.graph import fake_of
+from opweave.compile.plan import Context
 
 _ADD, _MUL = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 

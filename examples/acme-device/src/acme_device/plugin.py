@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from opweave.plugins import PLATFORM_API, Claim
-from opweave_engine.server.http_routers import add_router
+from opweave_engine.server.app import add_router
 
 
 def platform() -> Claim | None:

@@ -1,13 +1,10 @@
 """The inference engine: loads a checkpoint, and generates text or embeddings."""
 
+from opweave_engine.async_engine import AsyncEmbedder, AsyncEngine
 from opweave_engine.chat import ChatTemplate
-from opweave_engine.client.async_embedder import AsyncEmbedder
-from opweave_engine.client.async_engine import AsyncEngine
-from opweave_engine.client.engine_client import EngineClient
-from opweave_engine.client.open_engine import open_engine
+from opweave_engine.client import EngineClient
 from opweave_engine.core import EngineCore
-from opweave_engine.embedding.embedder import Embedder
-from opweave_engine.embedding.pooling_params import PoolingParams
+from opweave_engine.embedding import Embedder
 from opweave_engine.errors import (
     CacheSizeError,
     ChatTemplateError,
@@ -29,23 +26,23 @@ from opweave_engine.errors import (
     UnsupportedCacheError,
 )
 from opweave_engine.llm import LLM
-from opweave_engine.loading.checkpoint import Checkpoint
-from opweave_engine.loading.loader import load_model
-from opweave_engine.metrics.selection_report import KernelUse
-from opweave_engine.metrics.stats import EngineStats, HistogramCounts
-from opweave_engine.parallel.data_parallel import DataParallelEngine
-from opweave_engine.request.outputs import (
+from opweave_engine.load.checkpoint import Checkpoint
+from opweave_engine.load.loader import load_model
+from opweave_engine.metrics import EngineStats, HistogramCounts, KernelUse
+from opweave_engine.outputs import (
     CompletionOutput,
     EmbeddingOutput,
     FinishReason,
     Logprob,
+    PoolingParams,
     RequestOutput,
     RequestTimings,
     ScoreOutput,
 )
-from opweave_engine.sampling.sampling_params import SamplingParams
+from opweave_engine.parallel.data_parallel import DataParallelEngine, open_engine
+from opweave_engine.sampling.params import SamplingParams
 from opweave_engine.structured import StructuredOutputsParams
-from opweave_engine.tokenization.tokenizer import Tokenizer
+from opweave_engine.tokenizer import Tokenizer
 
 __all__ = [
     "LLM",

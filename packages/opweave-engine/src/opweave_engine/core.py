@@ -4,36 +4,80 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import Context, copy_context
 from dataclasses import replace
 from pathlib import Path
 
-from opweave import platforms
+from opweave import ir, platforms
 from opweave.config import EngineConfig
 from opweave.platforms import Platform
 from opweave.plugins import resolve_obj_by_qualname
-from opweave_engine.cache import KVCacheManager
-from opweave_engine.cache.plan import CachePlan, plan_cache
+from opweave_engine.cache_plan import CachePlan, plan_cache
 from opweave_engine.errors import EngineError, InvalidArgumentError, NonFiniteLogitsError
-from opweave_engine.loading.checkpoint import Checkpoint, Progress
-from opweave_engine.loading.generation_config import log_defaults, sampling_defaults
-from opweave_engine.metrics.selection_report import SelectionReport
-from opweave_engine.metrics.stat_logger import stat_loggers
-from opweave_engine.metrics.stats import EngineStats, StatCounter
+from opweave_engine.forward import SequenceStep, check_backend
+from opweave_engine.kv_cache import KVCacheManager
+from opweave_engine.load.checkpoint import Checkpoint, Progress, log_defaults, sampling_defaults
+from opweave_engine.metrics import EngineStats, SelectionReport, StatCounter, stat_loggers
+from opweave_engine.outputs import RequestOutput
 from opweave_engine.parallel.executor import Executor
-from opweave_engine.request.active_request import ActiveRequest
-from opweave_engine.request.detokenized_output import DetokenizedOutput
-from opweave_engine.request.factory import RequestFactory
-from opweave_engine.request.outputs import RequestOutput
-from opweave_engine.request.prompts import Prompt, PromptReader
-from opweave_engine.request.request import Request
-from opweave_engine.runner.compilation import check_backend
-from opweave_engine.runner.step import SequenceStep
-from opweave_engine.sampling.logprobs import named
-from opweave_engine.sampling.sampling_params import SamplingParams
+from opweave_engine.prompts import Prompt, PromptReader
+from opweave_engine.request import ActiveRequest, DetokenizedOutput, Request, RequestFactory
+from opweave_engine.sampling.params import SamplingParams
+from opweave_engine.sampling.sampler import named
 from opweave_engine.scheduler import Scheduled, Scheduler
 from opweave_engine.structured.grammar_compiler import GrammarCompiler
-from opweave_engine.tokenization.tokenizer import tokenizer_of
+from opweave_engine.tokenizer import tokenizer_of
+
+# Priorities that hold for one engine's forwards and nowhere else.
+
+
+PriorityLists = Mapping[str, str | Iterable[str]]
+
+
+def engine_priorities(given: PriorityLists | None, config: EngineConfig) -> ir.IrOpPriorityConfig:
+    """Merge the ``ir_op_priority`` argument of an engine with the priorities in its configuration.
+
+    Raises:
+        InvalidArgumentError: an op has a list in both.
+        IrError: an op or provider, here or in any setting of the process, is unknown; or a list is
+            malformed.
+    """
+    direct = ir.IrOpPriorityConfig(given)
+    configured = ir.IrOpPriorityConfig(config.kernel_config.ir_op_priority)
+    twice = sorted(direct.keys() & configured.keys())
+    if twice:
+        raise InvalidArgumentError(
+            f"The priority of {', '.join(map(repr, twice))} is given twice: in ir_op_priority and "
+            "in config.kernel_config. Give it once."
+        )
+    ir.current_registry().check_settings()
+    merged = ir.IrOpPriorityConfig({**direct, **configured})
+    with ir.priority(merged):  # checks the names
+        return merged
+
+
+@contextmanager
+def private_context(priorities: PriorityLists) -> Iterator[Context]:
+    """Yield a context for forward passes with *priorities*; the caller's context is unchanged.
+
+    Use one context for many forward passes, because selection is prepared once per scope.
+    """
+    context = copy_context()
+    if not priorities:
+        yield context
+        return
+    scope = ir.priority(priorities)
+    context.run(scope.__enter__)
+    try:
+        yield context
+    finally:
+        context.run(scope.__exit__, None, None, None)
+
+
+# The engine core: schedules requests, runs the model, and collects tokens, step by step.
+
 
 _log = logging.getLogger(__name__)
 

@@ -1,10 +1,14 @@
-"""Errors of the engine, one class for each condition."""
+"""Errors of the engine, one class for each condition, and optional dependencies."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from typing import Any
 
 from opweave.ir.errors import OpweaveError
+
+# Errors of the engine, one class for each condition.
 
 
 class EngineError(OpweaveError):
@@ -97,3 +101,22 @@ class CacheSizeError(EngineError, ValueError):
 
 class UnsupportedCacheError(EngineError):
     """The attention backends do not support the cache that a layer needs."""
+
+
+# Optional dependencies, imported where they are needed.
+
+
+def require(name: str, extra: str = "") -> Any:
+    """Import and return module *name*, a dependency of opweave-engine, or of its extra *extra*.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"opweave's engine needs {name.partition('.')[0]!r}, which cannot be imported "
+            f"({error}). Install it with: pip install "
+            + (f"'opweave-engine[{extra}]'" if extra else "opweave-engine")
+        ) from error

@@ -21,17 +21,15 @@ from opweave_engine.chat.conversation import (
     render_all,
     template_for,
 )
-from opweave_engine.client.arguments import make_core
-from opweave_engine.client.fair_lock import FairLock
-from opweave_engine.loading.checkpoint import Checkpoint, Progress
-from opweave_engine.loading.progress import after_loading, reporting
-from opweave_engine.metrics.stats import EngineStats
-from opweave_engine.priorities import PriorityLists, private_context
-from opweave_engine.request.active_request import ActiveRequest
-from opweave_engine.request.io_processor import IOProcessors
-from opweave_engine.request.outputs import RequestOutput
-from opweave_engine.request.prompts import Prompt, as_list, params_for
-from opweave_engine.sampling.sampling_params import SamplingParams
+from opweave_engine.client import FairLock, make_core
+from opweave_engine.core import PriorityLists, private_context
+from opweave_engine.load.checkpoint import Checkpoint, Progress
+from opweave_engine.load.loader import after_loading, reporting
+from opweave_engine.metrics import EngineStats
+from opweave_engine.outputs import RequestOutput
+from opweave_engine.prompts import IOProcessors, Prompt, as_list, params_for
+from opweave_engine.request import ActiveRequest
+from opweave_engine.sampling.params import SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -225,7 +223,7 @@ class LLM:
     def process(self, request: Any, *, io_processor: str | None = None) -> Any:
         """Process a request in the format of an I/O processor plugin.
 
-        The plugin's :class:`~opweave_engine.request.io_processor.IOProcessor` turns it into
+        The plugin's :class:`~opweave_engine.prompts.IOProcessor` turns it into
         prompts, and their outputs into the result.
 
         Args:

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from opweave_engine.errors import InvalidArgumentError
-from opweave_engine.loading.checkpoint import Checkpoint, Progress
-from opweave_engine.loading.loader import as_language_model, load_model
-from opweave_engine.tokenization.tokenizer import Tokenizer
+from opweave_engine.load.checkpoint import Checkpoint, Progress
+from opweave_engine.load.loader import as_language_model, load_model
+from opweave_engine.tokenizer import Tokenizer
 
 WINDOW = 512  # tokens
 

@@ -7,7 +7,7 @@ import os
 
 from opweave import __version__
 from opweave.config.environment import declare_variable, declared
-from opweave.platforms.cpu import CpuPlatform
+from opweave.platforms.builtin import CpuPlatform
 from opweave_vllm import reporting
 
 SEAMS = ("norms", "activations", "rotary", "linear", "attention", "experts", "ir")

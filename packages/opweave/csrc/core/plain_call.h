@@ -4,7 +4,7 @@
 //
 // torch's Python API needs one call for each of these facts, which together cost more than many
 // kernels. The three functions used here are C++ symbols of torch without a stability guarantee. So
-// they are looked up by name, opweave.native.guard verifies their answers before use, and falls
+// they are looked up by name, opweave.native.loader verifies their answers before use, and falls
 // back to torch's Python API otherwise, as with OPWEAVE_NATIVE_TORCH_INTERNALS=0.
 #pragma once
 

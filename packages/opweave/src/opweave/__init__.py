@@ -10,9 +10,9 @@ from typing import Any as _Any
 from opweave import ir
 from opweave._first_use import load_plugins as _load_plugins
 from opweave._first_use import prepare as _prepare
-from opweave.base.compat import before_loading_packages as _before_loading_packages
-from opweave.base.version import __version__
-from opweave.ir.recording import explain_model as explain
+from opweave.ir.explain import explain_model as explain
+from opweave.packages import __version__
+from opweave.torch_compat import before_loading_packages as _before_loading_packages
 
 if _TYPE_CHECKING:
     from opweave.optimization import optimize, restore

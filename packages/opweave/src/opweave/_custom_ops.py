@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from opweave.native.autograd import call_traced
+from opweave.native.calls import call_traced
 from opweave.native.loader import native_op, require
 
 __all__ = ["advance_step_flashattn", "fused_add_rms_norm", "rms_norm"]

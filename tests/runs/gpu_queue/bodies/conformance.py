@@ -9,7 +9,7 @@ from gpu_queue.job import Row
 from gpu_queue.measuring import at
 from opweave.conformance import CHECKS, verify
 from opweave.conformance.checks import COMPILING
-from opweave.conformance.place import told_to
+from opweave.conformance.subject import told_to
 
 
 def run(

@@ -10,10 +10,10 @@ from torch import Tensor
 from gpu_queue.job import Row
 from gpu_queue.measuring import at
 from opweave.conformance import Case, Subject, subjects
-from opweave.conformance.case import outputs_of
 from opweave.conformance.compare import outputs_problem
-from opweave.conformance.group import group_for
 from opweave.conformance.inputs import usual, with_accepted_sizes
+from opweave.conformance.subject import outputs_of
+from opweave.conformance.verify import group_for
 
 
 def subject_of(op: str, provider: str, device: str) -> Subject:

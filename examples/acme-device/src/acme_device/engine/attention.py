@@ -15,7 +15,7 @@ from opweave_engine.attention import (
     FullAttentionSpec,
     SequenceBatch,
 )
-from opweave_engine.cache import NULL_BLOCK
+from opweave_engine.kv_cache import NULL_BLOCK
 
 
 class AcmeAttention(AttentionBackend):

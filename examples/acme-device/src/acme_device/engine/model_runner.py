@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from acme_device.engine.usage import usage
 from opweave_engine.errors import NonFiniteLogitsError
-from opweave_engine.runner.model_runner import ModelRunner
-from opweave_engine.runner.step import SequenceStep
+from opweave_engine.forward import SequenceStep
+from opweave_engine.runner import ModelRunner
 from opweave_engine.sampling.sampler import Sampled
 
 

@@ -10,8 +10,7 @@ import torch
 from acme_device.engine.usage import usage
 from opweave import platforms
 from opweave.config import EngineConfig
-from opweave_engine.metrics.stat_logger import StatLogger
-from opweave_engine.metrics.stats import EngineStats
+from opweave_engine.metrics import EngineStats, StatLogger
 
 _log = logging.getLogger("opweave.acme")  # below opweave: --log-level shows it
 

@@ -6,7 +6,7 @@ import logging
 
 import acme_device
 from acme_device.engine.usage import usage
-from opweave_engine.runner.worker import Worker
+from opweave_engine.runner import Worker
 
 _log = logging.getLogger("opweave.acme")  # below opweave: --log-level shows it
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from opweave.ir.errors import did_you_mean
 from opweave_engine.chat import ChatTemplate, Message
-from opweave_engine.chat.plain import as_mapping
+from opweave_engine.chat.template import as_mapping
 from opweave_engine.errors import (
     ChatTemplateError,
     InvalidArgumentError,
     PromptError,
     UnexpectedKeywordError,
 )
-from opweave_engine.loading.checkpoint import Checkpoint
+from opweave_engine.load.checkpoint import Checkpoint
 
 _log = logging.getLogger(__name__)
 

@@ -1,22 +1,453 @@
-"""A chat template, in Jinja."""
+"""Chat templates in Jinja, and the messages in the form that they expect."""
 
 from __future__ import annotations
 
+import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from opweave.ir.errors import described
-from opweave_engine.chat.files import DEFAULT, read_template, sources_of
-from opweave_engine.chat.jinja import compile_template
-from opweave_engine.chat.messages import Message, for_template, with_mark
-from opweave_engine.chat.plain import shown
 from opweave_engine.chat.traits import Traits
-from opweave_engine.dependencies import require
-from opweave_engine.errors import ChatTemplateError, InvalidArgumentError
-from opweave_engine.loading.checkpoint import Checkpoint
-from opweave_engine.tokenization.special_tokens import SpecialTokens
+from opweave_engine.errors import ChatTemplateError, InvalidArgumentError, PromptError, require
+from opweave_engine.load.checkpoint import Checkpoint
+from opweave_engine.tokenizer import SpecialTokens
+
+# The Jinja environment that chat templates are written for.
+
+
+def compile_template(source: str, origin: str) -> tuple[Any, Any]:
+    """Return the compiled template, and its syntax tree.
+
+    Raises:
+        ChatTemplateError: *source* is not valid Jinja.
+    """
+    jinja2, environment = require("jinja2"), _environment()
+    try:
+        return environment.from_string(source), environment.parse(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ChatTemplateError(
+            f"The chat template ({origin}) is not valid Jinja: line {error.lineno}: {error}.",
+            "chat_template",
+        ) from error
+    # Compiling evaluates constant expressions, and recurses as deeply as the template nests.
+    except Exception as error:
+        raise ChatTemplateError(
+            f"The chat template ({origin}) cannot be compiled ({described(error)}).",
+            "chat_template",
+        ) from error
+
+
+@cache
+def _environment() -> Any:
+    sandbox = require("jinja2.sandbox")
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_generation_extension(), "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _tojson  # Jinja's own escapes HTML
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["namespace"] = _namespace_class()
+    return environment
+
+
+def _generation_extension() -> type:
+    """Return the tag ``generation``, by which templates for training mark answers."""
+    extension: Any = require("jinja2.ext").Extension
+    scope = require("jinja2.nodes").Scope
+
+    class GenerationTag(extension):  # type: ignore[misc]
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return scope(body, lineno=line)
+
+    return GenerationTag
+
+
+def _namespace_class() -> type:
+    """Return namespaces that take no names by which Python's internals could be reached."""
+    namespace: Any = require("jinja2.utils").Namespace
+    error = require("jinja2.exceptions").SecurityError
+
+    class Namespace(namespace):  # type: ignore[misc]
+        def __init__(self, /, *values: Any, **named: Any) -> None:
+            for name in dict(*values, **named):
+                _check(name)
+            super().__init__(*values, **named)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            _check(name)
+            super().__setitem__(name, value)
+
+    def _check(name: object) -> None:
+        if str(name).startswith("_"):
+            raise error(f"a namespace takes no name with an underscore before it: {name!r}")
+
+    return Namespace
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise require("jinja2").TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+# Values that clients send: as plain objects, and in error messages.
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 100
+
+
+def as_mapping(value: Any) -> Any:
+    """Return an object of a pydantic model as a dictionary, and anything else as it is.
+
+    The OpenAI client returns messages and tool calls as such objects, which programs append to
+    their conversations.
+    """
+    dump = getattr(value, "model_dump", None)
+    return dump() if callable(dump) else value
+
+
+def shown(value: object) -> str:
+    """Return *value* as an error message quotes it, shortened."""
+    return _short.repr(value)
+
+
+# The content of a message: a text, or a list of parts.
+
+
+# The types of parts that are text, and the key that holds it.
+_TEXT_KEYS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+
+
+class TextParts(list[dict[str, str]]):
+    """Content in parts, for templates that read parts; elsewhere it behaves like its text.
+
+    Some templates read the parts of one role, and concatenate the content of another.
+    """
+
+    @classmethod
+    def of(cls, texts: list[str]) -> TextParts:
+        """Return a part for each text."""
+        return cls({"type": "text", "text": text} for text in texts)
+
+    def __str__(self) -> str:
+        return "".join(part["text"] for part in self)
+
+    def __add__(self, other: Any) -> Any:
+        return str(self) + other if isinstance(other, str) else super().__add__(other)
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+    def __contains__(self, item: object) -> bool:
+        return item in str(self) if isinstance(item, str) else super().__contains__(item)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(str(self), name)
+
+
+def texts_of(content: object, path: str) -> str | list[str]:
+    """Return the content of a message as a text, or as the texts of its parts.
+
+    Raises:
+        PromptError: it is of another type, or a part is not text.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return str(content)
+    if not isinstance(content, list | tuple):
+        raise PromptError(
+            f"{path} is {shown(content)}; it must be a string, a list of text parts, or null.",
+            "messages",
+        )
+    return [_text(part, f"{path}.{index}") for index, part in enumerate(content)] or ""
+
+
+def in_shape(texts: str | list[str], *, takes_parts: bool, needs_parts: bool) -> str | TextParts:
+    """Return the content in the form that a template expects.
+
+    Args:
+        texts: a text, or the texts of several parts; without parts, they are joined by newlines.
+        takes_parts: whether the template reads parts.
+        needs_parts: whether it takes a string for parts.
+    """
+    if isinstance(texts, str):
+        return TextParts.of([texts]) if needs_parts else texts
+    return TextParts.of(texts) if takes_parts else "\n".join(texts)
+
+
+def _text(part: object, path: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise PromptError(
+            f"{path} is {shown(part)}; a part must be an object or a string.", "messages"
+        )
+    kind = part.get("type", "text")
+    if (key := _TEXT_KEYS.get(kind) if isinstance(kind, str) else None) is None:
+        raise PromptError(
+            f"{path}: a part of type {shown(kind)} is not supported; the model takes parts of type "
+            "'text'.",
+            "messages",
+        )
+    if (text := part.get(key)) is None:
+        raise PromptError(f"{path}: a part of type {shown(kind)} needs {key!r}.", "messages")
+    if not isinstance(text, str):
+        raise PromptError(f"{path}.{key} is {shown(text)}; it must be a string.", "messages")
+    return text
+
+
+# Tool calls in earlier messages of an assistant.
+
+
+_EXAMPLE = """it must be a JSON object such as '{"x": 1}'."""
+
+
+def tool_calls(calls: object, path: str, *, as_text: bool) -> list[dict[str, Any]]:
+    """Return the calls of a message in the form that a template expects.
+
+    Args:
+        calls: as in OpenAI's API; the name and arguments of a function may be outside of
+            ``function``.
+        path: where they are in the request.
+        as_text: whether the template prints arguments unchanged, so that they must be JSON text;
+            other templates expect objects.
+
+    Raises:
+        PromptError: a call has no function, or its arguments are not an object.
+    """
+    if not isinstance(calls, list | tuple):
+        raise PromptError(f"{path} is {shown(calls)}; it must be a list.", "messages")
+    return [_call(call, f"{path}.{index}", as_text) for index, call in enumerate(calls)]
+
+
+def _call(call: object, path: str, as_text: bool) -> dict[str, Any]:
+    call = as_mapping(call)
+    if not isinstance(call, Mapping):
+        raise PromptError(f"{path} is {shown(call)}; it must be an object.", "messages")
+    given = {name: value for name, value in call.items() if value is not None}
+    if "function" not in given:
+        return _function(given, path, as_text)
+    if not isinstance(function := as_mapping(given["function"]), Mapping):
+        raise PromptError(
+            f"{path}.function is {shown(function)}; it must be an object.", "messages"
+        )
+    return {**given, "function": _function(function, f"{path}.function", as_text)}
+
+
+def _function(function: Mapping[str, Any], path: str, as_text: bool) -> dict[str, Any]:
+    if not isinstance(function.get("name"), str):
+        raise PromptError(f"{path} needs the 'name' of a function and its 'arguments'.", "messages")
+    given = function.get("arguments")
+    arguments = _object(given, f"{path}.arguments")
+    if not as_text:
+        return {**function, "arguments": arguments}
+    is_written = isinstance(given, str) and arguments
+    return {**function, "arguments": given if is_written else _json(arguments, path)}
+
+
+def _object(arguments: object, path: str) -> Mapping[str, Any]:
+    """Return the arguments of a call; none at all is an empty object."""
+    value = arguments
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments) if arguments.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise PromptError(
+                f"{path} is {shown(arguments)}, which is not valid JSON ({error}); {_EXAMPLE}",
+                "messages",
+            ) from error
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise PromptError(f"{path} is {shown(arguments)}; {_EXAMPLE}", "messages")
+    return value
+
+
+def _json(value: Mapping[str, Any], path: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PromptError(
+            f"{path}.arguments cannot be written as JSON: {error}.", "messages"
+        ) from error
+
+
+# Conversion of messages to the form that a chat template expects.
+
+
+Message = Mapping[str, Any]  # role and content, as in OpenAI's API
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # one field; APIs differ in its name
+_UNSUPPORTED = {
+    "audio": "the model takes text alone",
+    "function_call": "write it as an entry of tool_calls",
+}
+
+
+def for_template(messages: Sequence[Message], traits: Traits) -> list[dict[str, Any]]:
+    """Return the messages in the form that a template with these traits expects.
+
+    Fields that are None and empty lists of calls are dropped. Content becomes a string or a list of
+    parts, and arguments of calls become objects or JSON text. Reasoning is stored under all names
+    that templates use.
+
+    Raises:
+        PromptError: a message is malformed, or has a role that the template does not accept.
+    """
+    return [_message(each, f"messages.{index}", traits) for index, each in enumerate(messages)]
+
+
+def with_mark(messages: list[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
+    """Return the messages with *mark* after the text of the last one.
+
+    Raises:
+        ChatTemplateError: it has no text.
+    """
+    *others, last = messages
+    content = last["content"]
+    if content is None or not str(content):
+        raise ChatTemplateError(
+            "continue_final_message=True needs a last message with text to continue.",
+            "continue_final_message",
+        )
+    if isinstance(content, TextParts):
+        texts = [part["text"] for part in content]
+        return [*others, {**last, "content": TextParts.of([*texts[:-1], texts[-1] + mark])}]
+    return [*others, {**last, "content": content + mark}]
+
+
+def _message(message: Message, path: str, traits: Traits) -> dict[str, Any]:
+    given = {name: value for name, value in message.items() if value is not None}
+    for name, why in _UNSUPPORTED.items():
+        if name in given and not traits.mentions(name):
+            raise PromptError(f"{path}.{name} is not supported; {why}.", "messages")
+    given["role"] = _role(given.get("role"), path, traits)
+    if calls := given.pop("tool_calls", None):
+        given["tool_calls"] = tool_calls(
+            calls, f"{path}.tool_calls", as_text=traits.takes_arguments_as_text
+        )
+    texts = texts_of(given.get("content"), f"{path}.content")
+    if not texts and calls and traits.needs_null_content:
+        given["content"] = None
+    else:
+        given["content"] = in_shape(
+            texts, takes_parts=traits.takes_parts, needs_parts=traits.needs_parts
+        )
+    reasoning = next((given[name] for name in _REASONING if name in given), None)
+    if reasoning is not None:
+        given = {**dict.fromkeys(_REASONING, reasoning), **given, _REASONING[0]: reasoning}
+    return given
+
+
+def _role(role: object, path: str, traits: Traits) -> str:
+    if not isinstance(role, str) or role not in traits.strings.union(_ROLES) - {""}:
+        raise PromptError(
+            f"{path}.role is {shown(role)}, which is not a role that the chat template knows; use "
+            f"one of {', '.join(_ROLES)}.",
+            "messages",
+        )
+    if role == "developer" and not traits.mentions(role):
+        return "system"
+    return role
+
+
+# The chat templates of a checkpoint by name.
+
+
+_FILE, _FOLDER = "chat_template.jinja", "additional_chat_templates"
+DEFAULT = "default"
+
+Source = tuple[str, str]  # a template, and where it is from
+
+
+def sources_of(checkpoint: Checkpoint) -> dict[str, Source]:
+    """Return the templates of a checkpoint; files take precedence over ``tokenizer_config.json``.
+
+    Raises:
+        ChatTemplateError: a file cannot be read.
+        CheckpointError: ``tokenizer_config.json`` is damaged.
+    """
+    given = (checkpoint.json("tokenizer_config.json") or {}).get("chat_template")
+    origin = f"{checkpoint.path / 'tokenizer_config.json'}: chat_template"
+    found = {name: (source, origin) for name, source in _named(given).items()}
+    for file in sorted((checkpoint.path / _FOLDER).glob("*.jinja")):
+        found[file.stem] = (read_template(file), str(file))
+    if (file := checkpoint.path / _FILE).is_file():
+        found[DEFAULT] = (read_template(file), str(file))
+    return found
+
+
+def read_template(file: Path) -> str:
+    """Return the text of *file*.
+
+    Raises:
+        ChatTemplateError: it cannot be read.
+    """
+    try:
+        return file.expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ChatTemplateError(
+            f"The chat template {str(file)!r} is not UTF-8.", "chat_template"
+        ) from error
+    except (OSError, ValueError, RuntimeError) as error:  # or a name that no file can have
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ChatTemplateError(
+            f"The chat template {str(file)!r} cannot be read: {why}. Give a file, or the template "
+            "itself.",
+            "chat_template",
+        ) from error
+
+
+def _named(given: object) -> dict[str, str]:
+    if isinstance(given, str):
+        return {DEFAULT: given}
+    if isinstance(given, list):  # of {"name": ..., "template": ...}
+        entries = [(e.get("name"), e.get("template")) for e in given if isinstance(e, dict)]
+    else:
+        entries = list(given.items()) if isinstance(given, dict) else []
+    return {n: t for n, t in entries if isinstance(n, str) and isinstance(t, str)}
+
+
+# A chat template, in Jinja.
+
 
 _WITH_TOOLS = "tool_use"  # the name of the template for requests with tools
 # Where the last message ends in a prompt. Of private-use characters, which templates do not change.

@@ -2,32 +2,61 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from unicodedata import category
 
-from opweave.cli.compilation import CompilationOption, apply_compilation
-from opweave.cli.errors import CliError
-from opweave.cli.flag import Flag
-from opweave.cli.output import err, print_json_line, print_text, show_error
-from opweave.cli.plugin_options import PluginOption, apply_plugins
-from opweave.cli.priorities import (
+from opweave.cli.options import (
+    CompilationOption,
+    Flag,
+    PluginOption,
     PriorityOption,
     TuningFileOption,
+    apply_compilation,
+    apply_plugins,
     apply_priorities,
     apply_tuning,
+    check_utf8,
 )
-from opweave.cli.prompts import check_utf8
-from opweave_engine.cli.interrupt import interruptible
-from opweave_engine.cli.model_options import ModelOptions, SamplingOptions, loading_bar
-from opweave_engine.cli.template_variables import TemplateVariables
+from opweave.cli.output import CliError, err, print_json_line, print_text, show_error
+from opweave_engine.cli.options import ModelOptions, SamplingOptions, TemplateVariables, loading_bar
 
 if TYPE_CHECKING:
     from opweave_engine import LLM, RequestOutput, SamplingParams
+
+
+# Ctrl-C that stops the current task instead of the program.
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether Ctrl-C was pressed; a second Ctrl-C raises as usual.
+
+    The task polls this function at safe points. Main thread only.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    is_pressed = False
+
+    def press(number: int, frame: FrameType | None) -> None:
+        nonlocal is_pressed
+        is_pressed = True
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: is_pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# ``opweave chat``: chat with a model in the terminal.
+
 
 _SAMPLING, _RUNNING = SamplingOptions(), ModelOptions()
 _HELP = "/reset clears the conversation; /exit or Ctrl-D quits; Ctrl-C stops an answer."

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from opweave import ir
-from opweave.cli.compilation import CompilationOption, apply_compilation_like_eager
-from opweave.cli.errors import CliError
-from opweave.cli.flag import Flag
-from opweave.cli.output import out, print_json, print_text
-from opweave.cli.plugin_options import PluginOption, apply_plugins
-from opweave.cli.priorities import (
+from opweave.cli.explain import selection_table, selections
+from opweave.cli.options import (
+    CompilationOption,
+    Flag,
+    PluginOption,
     PriorityOption,
     TuningFileOption,
+    apply_compilation_like_eager,
+    apply_plugins,
     apply_priorities,
     apply_tuning,
+    check_utf8,
 )
-from opweave.cli.progress import progress_bar
-from opweave.cli.prompts import check_utf8
-from opweave.cli.selections import selection_table, selections
-from opweave_engine.cli.model_options import ModelOptions, SamplingOptions, loading_bar
+from opweave.cli.output import CliError, out, print_json, print_text, progress_bar
+from opweave_engine.cli.options import ModelOptions, SamplingOptions, loading_bar
 
 if TYPE_CHECKING:
     from opweave_engine import RequestOutput

@@ -13,10 +13,10 @@ from opweave.cli.companions import Progress
 from opweave.config import EngineConfig, SchedulerConfig
 from opweave.config.engine import LoadFormat
 from opweave_engine import LLM, SamplingParams
-from opweave_engine.loading.checkpoint import Checkpoint
-from opweave_engine.loading.loader import as_language_model, load_model
-from opweave_engine.request.prompts import PromptReader
-from opweave_engine.tokenization.tokenizer import Tokenizer
+from opweave_engine.load.checkpoint import Checkpoint
+from opweave_engine.load.loader import as_language_model, load_model
+from opweave_engine.prompts import PromptReader
+from opweave_engine.tokenizer import Tokenizer
 
 
 def tokens(model: Path, prompt: str) -> list[int]:

@@ -8,10 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from opweave.cli.errors import CliError
-from opweave.cli.flag import Flag
-from opweave.cli.output import out, print_json
-from opweave.cli.progress import progress_bar
+from opweave.cli.options import Flag
+from opweave.cli.output import CliError, out, print_json, progress_bar
 
 _MIB = 2**20
 
@@ -49,7 +47,7 @@ def quantize(
     if not w4:
         raise CliError("Say how to quantize: --w4 writes int4 weights.")
     text = None if perplexity is None else _text(perplexity)
-    from opweave_engine.loading.quantized.writer import quantize_checkpoint
+    from opweave_engine.load.writer import quantize_checkpoint
     from opweave_engine.perplexity import token_ids
 
     if text is not None:

@@ -2,32 +2,239 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
+import tomllib
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, Argument, ArgumentCollection, Parameter
+from cyclopts.config import Dict
 
-from opweave.cli.compilation import CompilationOption, apply_compilation
-from opweave.cli.errors import CliError
-from opweave.cli.flag import Flag
-from opweave.cli.output import print_text, show_error
-from opweave.cli.plugin_options import PluginOption, apply_plugins
-from opweave.cli.priorities import (
+from opweave.cli.options import (
+    CompilationOption,
+    Flag,
+    PluginOption,
     PriorityOption,
     TuningFileOption,
+    apply_compilation,
+    apply_plugins,
     apply_priorities,
     apply_tuning,
 )
+from opweave.cli.output import CliError, print_text, show_error
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, environment
 from opweave.config.engine import LoadFormat, ModelImpl
-from opweave.config.log import choose_log
-from opweave.ir.errors import notes
-from opweave_engine.cli.model_options import given, loading_bar
-from opweave_engine.cli.serve_file import OptionSources
-from opweave_engine.server.output_formats import ReasoningParser, ToolCallParser
+from opweave.config.terminal import choose_log
+from opweave.ir.errors import did_you_mean, notes
+from opweave_engine.cli.options import given, loading_bar
+from opweave_engine.server.output_parser import ReasoningParser, ToolCallParser
+
+# Option files of ``opweave serve --config``.
+
+
+_SECRET = ("--api-key",)
+_KINDS = ".yaml, .yml, .json or .toml"
+
+
+class OptionSources:
+    """Reads options from the ``--config`` file, and records the source of each option.
+
+    Attributes:
+        given: values and their source, for each given option.
+    """
+
+    def __init__(self) -> None:
+        self.given: dict[str, str] = {}
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Add the file's options; cyclopts calls this between parsing and conversion."""
+        for argument in arguments:
+            if argument.name == "--config" and argument.tokens:
+                path = argument.tokens[0].value
+                values = _read(Path(path).expanduser())
+                _check_names(values, arguments, path)
+                file = Dict(values, source=path, use_commands_as_keys=False)
+                file(app, commands, arguments)
+        self.given = {argument.name: _origin(argument) for argument in arguments if argument.tokens}
+
+
+def _origin(argument: Argument) -> str:
+    source = argument.tokens[0].source
+    values = [".".join([*token.keys, token.value]) for token in argument.tokens]
+    shown = "***" if argument.name in _SECRET else ", ".join(values)
+    return f"{shown} ({'command line' if source == 'cli' else source})"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = _parser(path)(text)
+    except OSError as error:
+        raise CliError(f"Cannot read --config {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise CliError(f"--config {path} is malformed: {error}.") from error
+    if values is None:  # an empty YAML file
+        return {}
+    if not isinstance(values, dict):
+        raise CliError(f"--config {path} must hold options by name, such as port: 8000.")
+    return {str(name).replace("_", "-"): _flat(value) for name, value in values.items()}
+
+
+def _parser(path: Path) -> Callable[[str], Any]:
+    if path.suffix == ".json":
+        return json.loads
+    if path.suffix == ".toml":
+        return tomllib.loads
+    if path.suffix in (".yaml", ".yml"):
+        return _parse_yaml
+    raise CliError(f"--config {path}: its name must end in {_KINDS}.")
+
+
+def _parse_yaml(text: str) -> Any:
+    from opweave_engine.errors import require
+
+    yaml = require("yaml")
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(error) from error
+
+
+def _flat(value: Any) -> Any:
+    """Join lists inside tables with commas, as on the command line."""
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        str(key): ",".join(map(str, each)) if isinstance(each, list) else _flat(each)
+        for key, each in value.items()
+    }
+
+
+def _check_names(values: Mapping[str, Any], arguments: ArgumentCollection, path: str) -> None:
+    known = {
+        name.removeprefix("--")
+        for argument in arguments
+        for name in argument.names
+        if name.startswith("--") and name != "--config" and "_" not in name
+    }
+    for name in values:
+        if name not in known:
+            raise CliError(f"--config {path}: unknown option {name!r}. {did_you_mean(name, known)}")
+
+
+# Options of ``vllm serve`` that ``opweave serve`` does not have, and what to use instead.
+
+
+_NO_CODE = "opweave does not run code from checkpoints."
+_OWN_TOKENIZER = "The tokenizer is the checkpoint's: put its files into that directory."
+_LOCAL = "opweave loads local directories; download the checkpoint first."
+_ALWAYS = "It is always on; leave the option out."
+_NO_LORA = "LoRA adapters are not supported; merge them into the checkpoint."
+_NO_MEDIA = "The server takes text only."
+_NO_DRAFTS = "Speculative decoding is not supported."
+_NO_PIPELINE = "Use --tensor-parallel-size or --data-parallel-size."
+_QUANTIZED = (
+    "Leave it out: the checkpoint says how it is quantized. To quantize one, run opweave quantize."
+)
+
+# The option, and a sentence that follows "Unknown option: --name."
+REPLACEMENTS = {
+    "--allow-credentials": "--cors does not allow cookies; clients send --api-key in a header.",
+    "--allowed-headers": "Use --cors ORIGIN, which allows all headers.",
+    "--allowed-local-media-path": _NO_MEDIA,
+    "--allowed-methods": "Use --cors ORIGIN, which allows all methods.",
+    "--allowed-origins": "Use --cors ORIGIN.",
+    "--api-server-count": "One process serves HTTP; use --data-parallel-size for more engines.",
+    "--async-scheduling": "Leave it out: opweave has one scheduler.",
+    "--chat-template-content-format": "It is detected from the chat template; leave it out.",
+    "--code-revision": _NO_CODE,
+    "--disable-access-log-for-endpoints": "Use --log-level WARNING.",
+    "--disable-fastapi-docs": "Leave it out: with --api-key, /docs needs an API key.",
+    "--disable-frontend-multiprocessing": "Leave it out: one process serves HTTP.",
+    "--disable-log-requests": "Prompts are not logged unless --log-prompts is given.",
+    "--disable-log-stats": "Leave it out: statistics are at /metrics, not in the log.",
+    "--disable-uvicorn-access-log": "Use --log-level WARNING.",
+    "--distributed-executor-backend": "Ranks are processes on this machine, or torchrun's.",
+    "--download-dir": _LOCAL,
+    "--enable-auto-tool-choice": "Leave it out: tool calls are parsed where the request has tools.",
+    "--enable-chunked-prefill": _ALWAYS,
+    "--no-enable-chunked-prefill": "Use --max-num-batched-tokens with the length of the context.",
+    "--enable-expert-parallel": "Use --tensor-parallel-size.",
+    "--enable-log-requests": "Use --log-prompts.",
+    "--enable-lora": _NO_LORA,
+    "--enable-prefix-caching": "Use --prefix-caching, which is the default.",
+    "--no-enable-prefix-caching": "Use --no-prefix-caching.",
+    "--enable-prompt-tokens-details": _ALWAYS,
+    "--enable-request-id-headers": _ALWAYS,
+    "--enable-server-load-tracking": "The load is at /metrics.",
+    "--enable-ssl-refresh": "Restart the server when the certificate changes.",
+    "--guided-decoding-backend": "There is one implementation; leave it out.",
+    "--hf-config-path": _LOCAL,
+    "--hf-overrides": "Edit config.json in the checkpoint.",
+    "--hf-token": _LOCAL,
+    "--kv-cache-dtype": "The cache has the dtype of the model; use --dtype.",
+    "--kv-cache-memory-bytes": "Use --kv-cache-memory BYTES.",
+    "--limit-mm-per-prompt": _NO_MEDIA,
+    "--logits-processor-pattern": "Requests cannot bring code; write a plugin.",
+    "--logits-processors": "A platform plugin names the sampler.",
+    "--lora-modules": _NO_LORA,
+    "--max-logprobs": "Requests may ask for up to 20; leave it out.",
+    "--max-log-len": "Use --log-prompts, which logs whole prompts.",
+    "--max-loras": _NO_LORA,
+    "--max-parallel-loading-workers": "Leave it out: tensors are read sequentially.",
+    "--max-seq-len-to-capture": "Use --compilation-config.",
+    "--middleware": "Plugins add routes, not middleware; put a proxy before the server.",
+    "--mm-processor-kwargs": _NO_MEDIA,
+    "--num-gpu-blocks-override": "Use --kv-cache-memory BYTES.",
+    "--num-speculative-tokens": _NO_DRAFTS,
+    "--optimization-level": "Use --compilation-config.mode.",
+    "--override-generation-config": "Use --generation-config with a directory of your own.",
+    "--pipeline-parallel-size": _NO_PIPELINE,
+    "--quantization": _QUANTIZED,
+    "--response-role": "Answers have the role assistant.",
+    "--return-tokens-as-token-ids": "Requests have the field return_tokens_as_token_ids.",
+    "--revision": _LOCAL,
+    "--rope-scaling": "Edit rope_scaling in the checkpoint's config.json.",
+    "--rope-theta": "Edit rope_theta in the checkpoint's config.json.",
+    "--runner": "It follows from the model: encoders embed, others generate.",
+    "--scheduler-cls": "A platform plugin names the scheduler.",
+    "--scheduler-delay-factor": "Leave it out: requests are not delayed.",
+    "--skip-tokenizer-init": "Leave it out: requests may send token ids.",
+    "--speculative-config": _NO_DRAFTS,
+    "--speculative-model": _NO_DRAFTS,
+    "--ssl-ca-certs": "Clients are known by --api-key; put a proxy before the server for this.",
+    "--ssl-cert-reqs": "Clients are known by --api-key; put a proxy before the server for this.",
+    "--structured-outputs-config": "There is one implementation; leave it out.",
+    "--swap-space": "Preempted requests are computed again; leave it out.",
+    "--task": "It follows from the model: encoders embed, others generate.",
+    "--tokenizer": _OWN_TOKENIZER,
+    "--tokenizer-mode": _OWN_TOKENIZER,
+    "--tokenizer-revision": _OWN_TOKENIZER,
+    "--tool-parser-plugin": "Use --tool-call-parser.",
+    "--tool-server": "The server calls no tools; it returns the calls.",
+    "--trust-remote-code": _NO_CODE,
+    "--uvicorn-log-level": "Use --log-level.",
+    "--worker-cls": "A platform plugin names the worker.",
+    "-O": "Use --compilation-config.mode.",
+    "-dp": "Use --data-parallel-size.",
+    "-pp": _NO_PIPELINE,
+    "-q": _QUANTIZED,
+    "-tp": "Use --tensor-parallel-size.",
+}
+
+
+def replacement(option: str) -> str | None:
+    """Return the hint for an option of vLLM, or None if it is unknown."""
+    name = option.partition("=")[0].replace("_", "-")
+    return REPLACEMENTS.get(name)
+
+
+# ``opweave serve``: an OpenAI-compatible server.
+
 
 _log = logging.getLogger(__name__)
 
@@ -191,16 +398,16 @@ def serve(
     level = log_level or environment.logging_level() or "INFO"
     choose_log(level, as_json=log_format == "json", others={"uvicorn": "WARNING"})
     from opweave_engine import ChatTemplate, Checkpoint, open_engine
-    from opweave_engine.dependencies import require
+    from opweave_engine.errors import require
     from opweave_engine.parallel.executor import is_follower, is_launched
-    from opweave_engine.request.io_processor import IOProcessors
-    from opweave_engine.tokenization.special_tokens import SpecialTokens
+    from opweave_engine.prompts import IOProcessors
+    from opweave_engine.tokenizer import SpecialTokens
 
     for package in _PACKAGES:
         require(package)
     from opweave_engine.server import ServerConfig, create_app, listen, listen_unix, run
+    from opweave_engine.server.connection import check_certificate
     from opweave_engine.server.run import url
-    from opweave_engine.server.tls import check_certificate
 
     path = _only_one(directory, model)
     if uds is not None and not {"--host", "--port"}.isdisjoint(_sources.given):

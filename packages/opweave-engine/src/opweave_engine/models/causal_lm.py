@@ -1,17 +1,77 @@
-"""Base of language models: embedding, decoder layers, final norm, logits."""
+"""Base classes of models, and of language models: embedding, decoder layers, norm, logits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from opweave.layers import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
-from opweave_engine.models.errors import WeightsError
-from opweave_engine.models.language_model import LanguageModel
-from opweave_engine.models.weights import Merged
+from opweave.layers import LogitsProcessor, ParallelLMHead, RMSNorm, VocabParallelEmbedding
+from opweave_engine.models.blocks import DecoderLayer
+from opweave_engine.models.config import WeightsError
+from opweave_engine.models.weights import CheckpointModel, Merged
+
+# Base class of models that compute a vector for every token of a text.
+
+
+class Encoder(CheckpointModel):
+    """A model whose forward takes ids and positions of packed texts, and ``cu_seqlens=``.
+
+    ``cu_seqlens`` is ``(texts + 1,)``, int32: the start of each text, and the end of the last. The
+    result is ``(T, hidden_size)``.
+    """
+
+    @property
+    def hidden_size(self) -> int:
+        """The size of a vector."""
+        raise NotImplementedError
+
+    @property
+    def vocab_size(self) -> int:
+        """The size of the vocabulary."""
+        raise NotImplementedError
+
+    @property
+    def max_positions(self) -> int:
+        """The longest text, in tokens."""
+        raise NotImplementedError
+
+
+# Base class of models that predict the next token.
+
+
+class LanguageModel(CheckpointModel):
+    """A model that predicts the next token of packed sequences.
+
+    Attributes:
+        vocab_size: the number of logits.
+        max_positions: the longest sequence that the model supports; None: any length.
+        needs_whole_prompts: whether the hidden states of a prompt's tokens depend on the tokens
+            that follow, or on their number, so that a prompt must not be split over steps.
+    """
+
+    vocab_size: int
+    max_positions: int | None
+    needs_whole_prompts: bool = False
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the hidden state of every token: ``(T, hidden_size)``.
+
+        Args:
+            input_ids: ``(T,)``, integer. One sequence, unless a forward context says otherwise.
+            positions: ``(T,)``, integer: the index of each token in its sequence.
+        """
+        raise NotImplementedError
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of the next token, ``(N, vocab_size)``, of ``(N, hidden_size)``."""
+        raise NotImplementedError
+
+
+# Base of language models: embedding, decoder layers, final norm, logits.
+
 
 HEAD = "lm_head.weight"  # the output matrix in checkpoints
 
@@ -125,3 +185,54 @@ class CausalLM(LanguageModel):
                     f"config.json ties the embeddings, but {HEAD} differs from {embedding}. Set "
                     "'tie_word_embeddings' to false in config.json to use both."
                 )
+
+
+# Language models with pre-norm blocks, which differ only in the blocks.
+
+
+class PreNormConfig(Protocol):
+    """The configuration of a pre-norm language model."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+
+
+class PreNormLM(CausalLM):
+    """An embedding, blocks, a norm and the output matrix.
+
+    Args:
+        config: the model's sizes.
+        layer: builds the block with a given index.
+        dtype: dtype of weights and activations.
+    """
+
+    def __init__(
+        self,
+        config: PreNormConfig,
+        layer: Callable[[int], DecoderLayer],
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        decoder = Decoder(
+            VocabParallelEmbedding(config.vocab_size, config.hidden_size, params_dtype=dtype),
+            map(layer, range(config.num_hidden_layers)),
+            RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype),
+        )
+        super().__init__(
+            decoder,
+            config.vocab_size,
+            config.hidden_size,
+            dtype=dtype,
+            tied=config.tie_word_embeddings,
+            max_positions=config.max_positions,
+        )

@@ -1,16 +1,481 @@
-"""The configuration of the Llama family, read from a checkpoint's ``config.json``."""
+"""Configurations of models, read from a checkpoint's ``config.json``."""
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from opweave_engine.models.activations import read_activation
-from opweave_engine.models.errors import InvalidConfigError
-from opweave_engine.models.fields import Fields
-from opweave_engine.models.heads import read_heads
-from opweave_engine.models.rope_config import max_positions, rope_parameters
+import torch
+from torch import Tensor, nn
+
+from opweave.ir.errors import OpweaveError, UnknownError
+from opweave.layers import get_act_and_mul_fn, get_act_fn
+from opweave.layers.registry import LayerArgumentError
+from opweave.layers.rotary_scaling import (
+    LongRopeScaling,
+    RopeContext,
+    Scaling,
+    read_scaling,
+    sections,
+)
+
+# Errors of model configurations.
+
+
+class ModelError(OpweaveError):
+    """Base class of the errors of :mod:`opweave_engine.models`."""
+
+
+class InvalidConfigError(ModelError, ValueError):
+    """A value in a checkpoint's ``config.json`` is missing, of the wrong type, or impossible."""
+
+
+class UnsupportedModelError(UnknownError, ModelError, ValueError):
+    """The configuration has an unsupported architecture or feature."""
+
+
+class WeightsError(ModelError, ValueError):
+    """A checkpoint's tensors are missing, unexpected, or have the wrong shape."""
+
+
+class DuplicateModelError(ModelError, ValueError):
+    """An architecture already has a model."""
+
+
+class InvalidModelError(ModelError, TypeError):
+    """A registered model cannot be imported, or is not a model."""
+
+
+# Typed access to the JSON object of a ``config.json``.
+
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_COUNT = "a positive integer below 2**63"  # which is what torch counts to
+_NATURAL = "an integer from 0, below 2**63"
+_NUMBER = "a finite positive number"
+_SHOWN = 100  # characters of a value in an error
+
+
+class Fields:
+    """A JSON object whose values are checked when they are read.
+
+    A missing or null key takes the default; without a default it is an error. *name* is the name of
+    the object in error messages.
+    """
+
+    def __init__(self, values: object, name: str = "config.json") -> None:
+        if not isinstance(values, Mapping):
+            raise InvalidConfigError(f"{name} must hold a JSON object, not {_shown(values)}.")
+        self.values, self.name = values, name
+
+    def __contains__(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Return a positive integer."""
+        value = self._value(key, default, _COUNT)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**63:
+            raise self._wrong(key, value, _COUNT)
+        return value
+
+    def size(self, key: str, default: int) -> int:
+        """Return a positive integer; an absent key takes the default, and null is an error."""
+        return self.count(key, None if key in self.values else default)
+
+    def natural(self, key: str, default: int | None = None) -> int:
+        """Return an integer from 0."""
+        value = self._value(key, default, _NATURAL)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+            raise self._wrong(key, value, _NATURAL)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a positive number."""
+        value = self._value(key, default, _NUMBER)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self._wrong(key, value, _NUMBER)
+        if not 0 < value <= sys.float_info.max:
+            raise self._wrong(key, value, _NUMBER)
+        return float(value)
+
+    def flag(self, key: str, default: bool, *, null: bool | None = None) -> bool:
+        """Return a boolean; *null* is what null means, by default the same as an absent key."""
+        if null is not None and key in self.values and key not in self:
+            return null
+        value = self._value(key, default, "true or false")
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """Return a string."""
+        value = self._value(key, default, "a string")
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a string")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """Return a list of strings; empty if the key is absent."""
+        value = self._value(key, [], "a list of strings")
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(key, value, "a list of strings")
+        return [*value]
+
+    def nested(self, key: str) -> Fields:
+        """Return a nested JSON object; empty if the key is absent."""
+        return Fields(self._value(key, {}, "an object"), f"{key!r} in {self.name}")
+
+    def dtype(self) -> str | None:
+        """Return the name of the checkpoint's dtype; None if it does not say."""
+        key = "dtype" if "dtype" in self else "torch_dtype"
+        return self.text(key).removeprefix("torch.") if key in self else None
+
+    def require(self, key: str, value: T, *supported: T) -> T:
+        """Return *value* if it is supported; say what is, if not."""
+        if value not in supported:
+            known = ", ".join(map(str, supported))
+            raise UnsupportedModelError(
+                f"{self.name} has {key!r}: {_shown(value)}, which is not supported. "
+                f"Supported: {known}."
+            )
+        return value
+
+    def require_multiple(self, key: str, value: int, of: str, divisor: int) -> None:
+        """Raise InvalidConfigError unless the *value* of *key* is a multiple of that of *of*."""
+        if value % divisor:
+            raise InvalidConfigError(
+                f"{self.name} has {key!r}: {value}, which is not a multiple of {of!r}: {divisor}."
+            )
+
+    def require_finite(self) -> None:
+        """Raise InvalidConfigError if a number, in a list too, is not finite or no float's."""
+        for key, value in self.values.items():
+            for number in value if isinstance(value, list) else [value]:
+                if isinstance(number, int | float) and not abs(number) <= sys.float_info.max:
+                    raise self._wrong(key, value, "finite")
+
+    def warn_unread(self, *read: str) -> None:
+        """Log the keys, other than null ones, that are not in *read*: they have no effect."""
+        unread = sorted(str(key) for key in self.values if key in self and key not in read)
+        if unread:
+            _log.warning("%s: unknown keys are ignored: %s", self.name, _shown(", ".join(unread)))
+
+    def refuse_quantized(self) -> None:
+        """Raise UnsupportedModelError if the checkpoint is quantized."""
+        key = "quantization_config"
+        found = self.values.get(key)
+        if found in (None, {}):
+            return
+        method = found.get("quant_method") if isinstance(found, Mapping) else found
+        raise UnsupportedModelError(
+            f"{self.name} has {key!r}: quantized checkpoints (quant_method {_shown(method)}) are "
+            "not supported; use unquantized weights."
+        )
+
+    def _value(self, key: str, default: object, kind: str) -> object:
+        value = self.values.get(key)
+        if value is None and default is None:
+            raise InvalidConfigError(f"{self.name} lacks {key!r}; it must be {kind}.")
+        return default if value is None else value
+
+    def _wrong(self, key: str, value: object, kind: str) -> InvalidConfigError:
+        return InvalidConfigError(f"{self.name} has {key!r}: {_shown(value)}; it must be {kind}.")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+# The number and size of a model's heads.
+
+
+_SHARED = "num_key_value_heads"
+
+
+def read_heads(
+    fields: Fields,
+    *,
+    kv_heads: int | None,
+    head_dim: int | None = None,
+    hidden_size: int = 4096,
+    heads: int = 32,
+) -> dict[str, int]:
+    """Read ``num_attention_heads``, ``num_key_value_heads`` and ``head_dim``.
+
+    Args:
+        fields: the configuration.
+        kv_heads: the default of a missing number of key heads; None: the number of query heads,
+            which is also the meaning of null.
+        head_dim: the default of a missing head size; None: the hidden size divided by the number of
+            heads, which is also the meaning of null.
+        hidden_size, heads: the defaults of missing sizes.
+
+    Raises:
+        InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
+    """
+    hidden = fields.size("hidden_size", hidden_size)
+    heads = fields.size("num_attention_heads", heads)
+    absent = heads if _SHARED in fields.values or kv_heads is None else kv_heads
+    shared = fields.count(_SHARED, absent)
+    if head_dim is None or "head_dim" in fields.values:
+        if "head_dim" not in fields and hidden % heads:
+            raise InvalidConfigError(
+                f"{fields.name} has no 'head_dim', and 'hidden_size' {hidden} is not a multiple of "
+                f"'num_attention_heads' {heads}."
+            )
+        head_dim = fields.count("head_dim", hidden // heads)
+    fields.require_multiple("num_attention_heads", heads, _SHARED, shared)
+    if head_dim % 2:
+        raise InvalidConfigError(
+            f"{fields.name}: the head size {head_dim} is odd; rotary embedding needs pairs."
+        )
+    return {"num_attention_heads": heads, _SHARED: shared, "head_dim": head_dim}
+
+
+# The activations of MLPs by their names in configurations.
+
+
+# With a kernel of their own for ``activation(gate) * up``.
+_GATED = ("gelu", "gelu_pytorch_tanh", "silu", "swish")
+ACTIVATIONS = (
+    *_GATED, "gelu_fast", "gelu_new", "quick_gelu", "relu", "relu2", "sigmoid", "tanh",
+)  # fmt: skip
+# Names of the experts' activations.
+_OF_EXPERTS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu"}
+
+
+class ActivationAndMul(nn.Module):
+    """``activation(gate) * up`` of ``[gate | up]``.
+
+    Args:
+        activation: an elementwise activation.
+    """
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = torch.chunk(x, 2, -1)
+        activated: Tensor = self.activation(gate)
+        return activated * up
+
+
+def gated_activation(name: str) -> nn.Module:
+    """Return a new module for ``activation(gate) * up``; *name* is one of ``ACTIVATIONS``."""
+    return get_act_and_mul_fn(name) if name in _GATED else ActivationAndMul(get_act_fn(name))
+
+
+def read_activation(fields: Fields, key: str = "hidden_act", default: str = "silu") -> str:
+    """Return the activation of an MLP.
+
+    Raises:
+        UnsupportedModelError: it is not supported.
+    """
+    return fields.require(key, fields.text(key, default), *ACTIVATIONS)
+
+
+def read_expert_activation(fields: Fields) -> str:
+    """Return the activation of experts; errors as those of :func:`read_activation`."""
+    key = "hidden_act"
+    return fields.require(key, fields.text(key, "silu"), *_OF_EXPERTS)
+
+
+def expert_activation(name: str) -> str:
+    """Return the name of an activation for :class:`~opweave.layers.FusedMoE`."""
+    return _OF_EXPERTS[name]
+
+
+# The parameters of rotary embedding in a ``config.json``.
+
+
+# Above the length of training, transformers changes the base of "dynamic" and the factors of
+# "longrope" with the length of a sequence: keys in a cache cannot follow. These types are therefore
+# limited to that length, within which nothing changes.
+_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
+_TRAINED, _SHARE = "original_max_position_embeddings", "partial_rotary_factor"
+_COMMON_KEYS = (
+    *("rope_type", "type", "rope_theta", _SHARE, "rope_dim", "mrope_section", "mrope_interleaved"),
+    *(_TRAINED, "finetuned"),  # the length of training, which some types do not need
+)
+_YARN_WEIGHTS = ("mscale", "mscale_all_dim")
+# Parameters that the types read.
+_KEYS = {
+    "default": _YARN_WEIGHTS,  # which change nothing without a factor
+    "dynamic": ("factor", *_YARN_WEIGHTS),  # DeepSeek's scores follow them
+    "linear": ("factor", *_YARN_WEIGHTS),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": (
+        *("factor", "short_factor", "long_factor", "short_mscale", "long_mscale"),
+        "attention_factor",
+    ),
+    "proportional": ("factor",),
+    "yarn": (
+        *("factor", "attention_factor", "beta_fast", "beta_slow", "truncate", *_YARN_WEIGHTS),
+    ),
+}
+_STRETCHED = ("llama3", "longrope", "yarn")
+_PAIR = 2  # dimensions: what no frequency can be made of is as wrong for one pair as for all
+_MOST = 2**24  # positions: float32, in which their angles are computed, tells no more apart
+
+
+def rope_parameters(fields: Fields, positions: int, theta: float = 10000.0) -> dict[str, Any]:
+    """Return ``rope_parameters``, or the equivalent of the older ``rope_scaling``, ``rope_theta``.
+
+    Args:
+        fields: the configuration.
+        positions: its ``max_position_embeddings``.
+        theta: the default base.
+
+    Raises:
+        UnsupportedModelError: the rope type or a partial rotation is not supported.
+        InvalidConfigError: a parameter is missing or invalid.
+    """
+    rope = _nested(fields)
+    if _TRAINED in fields:  # some checkpoints have it outside rope_parameters
+        rope = Fields({**rope.values, _TRAINED: fields.count(_TRAINED)}, rope.name)
+    return read_rope(rope, fields.number("rope_theta", theta), positions, outer=fields)
+
+
+def warn_unread_rope_keys(config: Mapping[str, Any]) -> None:
+    """Log the keys of a configuration's rope parameters that mean nothing to its rope type.
+
+    Args:
+        config: the object in a ``config.json``, which may have parameters by type of layer.
+    """
+    fields = Fields(config)
+    scaled, current = (config.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
+    if not all(isinstance(rope, Mapping) for rope in (scaled, current)):
+        return  # which is an error for the model
+    if scaled and not any(isinstance(value, Mapping) for value in current.values()):
+        if unread := sorted(current.keys() - scaled.keys()):
+            _log.warning(
+                "%s: 'rope_scaling' replaces 'rope_parameters', as in transformers; ignored: %s",
+                fields.name, ", ".join(unread),
+            )  # fmt: skip
+        current = {}
+    for key, rope in (("rope_scaling", scaled), ("rope_parameters", current)):
+        layers = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
+        for name, parameters in (layers or {"": rope}).items():
+            named = Fields(parameters, f"{name or key!r} in {fields.name}")
+            kind = named.text("rope_type", named.text("type", "default"))
+            named.warn_unread(*_COMMON_KEYS, *_KEYS.get(kind, ()))
+
+
+def rope_type(fields: Fields) -> str:
+    """Return the ``rope_type`` that the configuration names."""
+    rope = _nested(fields)
+    return rope.text("rope_type", rope.text("type", "default"))
+
+
+def _nested(fields: Fields) -> Fields:
+    # As to transformers, an empty object is an absent one.
+    return fields.nested("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
+
+
+def read_rope(rope: Fields, theta: float, positions: int, *, outer: Fields) -> dict[str, Any]:
+    """Return the parameters in *rope*, with ``rope_type`` and ``rope_theta``.
+
+    Arguments and errors are those of :func:`rope_parameters`. *theta* is the default of
+    ``rope_theta``; *outer* is the configuration, which may have keys that *rope* lacks.
+    """
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    rope.require("rope_type", kind, *_ROPE_TYPES)
+    share = _share(rope, outer, kind)
+    if kind == "dynamic":  # which changes nothing up to the length of training
+        rope.number("factor")
+        kind = "default"
+    theta = rope.number("rope_theta", theta)
+    rope.require_finite()
+    parameters = {**rope.values, "rope_theta": theta, "rope_type": kind}
+    parameters.pop(_SHARE, None)
+    if kind == "proportional":
+        parameters[_SHARE] = share
+    if kind == "yarn" and "factor" not in rope:
+        parameters["factor"] = _implied_factor(rope, positions)
+    if kind in _STRETCHED:
+        parameters.setdefault(_TRAINED, positions)
+    if kind == "longrope":
+        rope.count(_TRAINED, positions)
+    try:
+        scaling = _scaling(parameters, positions)
+        rows = scaling.rows(positions)
+        pairs = len(scaling.factors) if isinstance(scaling, LongRopeScaling) else 1
+        _ = scaling.frequencies(_PAIR * pairs, theta) * scaling.magnitude
+        sections(parameters)
+    except LayerArgumentError as error:
+        raise InvalidConfigError(f"{rope.name}: {error}") from error
+    except (ArithmeticError, ValueError) as error:
+        raise InvalidConfigError(f"{rope.name} makes no table: {error}.") from error
+    if rows > _MOST:
+        raise InvalidConfigError(
+            f"max_position_embeddings={positions}, with rope_type {kind!r}, asks for a table of "
+            f"{rows:.9g} positions; there can be {_MOST}. Lower it, or the factor."
+        )
+    return parameters
+
+
+def _share(rope: Fields, outer: Fields, kind: str) -> float:
+    """Return the fraction of a head that is rotated.
+
+    Raises:
+        UnsupportedModelError: transformers does not support that fraction for this type.
+    """
+    for fields in (rope, outer):
+        if "rope_dim" in fields:  # which means nothing to transformers
+            raise UnsupportedModelError(
+                f"{fields.name} has 'rope_dim', which is not supported: heads are rotated whole."
+            )
+    named = rope if _SHARE in rope else outer
+    share = named.number(_SHARE, 1.0)
+    if kind == "default" and share != 1:
+        _log.warning(
+            "%s has %r: %g, which is ignored, as in transformers: heads are rotated whole",
+            named.name, _SHARE, share,
+        )  # fmt: skip
+    elif kind != "proportional":
+        named.require(_SHARE, share, 1.0)
+    elif share > 1:
+        raise InvalidConfigError(f"{named.name} has {_SHARE!r}: {share:g}; it must be at most 1.")
+    return share
+
+
+def _implied_factor(rope: Fields, positions: int) -> float:
+    """Return YaRN's factor for configurations without one."""
+    if _TRAINED not in rope:
+        raise InvalidConfigError(
+            f"{rope.name} of type 'yarn' has neither 'factor' nor {_TRAINED!r}; one of them must "
+            "say how far the context is stretched."
+        )
+    return positions / rope.number(_TRAINED)
+
+
+def max_positions(rope: Mapping[str, Any], positions: int) -> int:
+    """Return the number of positions that *rope* supports.
+
+    Args:
+        rope: valid ``rope_parameters``.
+        positions: ``max_position_embeddings``, which may be the context length in training.
+    """
+    longest = _scaling(rope, positions).rows(positions)
+    return min(longest, int(rope[_TRAINED])) if rope["rope_type"] == "longrope" else longest
+
+
+def _scaling(rope: Mapping[str, Any], positions: int) -> Scaling:
+    # Within the length of training, "longrope" takes its short factors.
+    longest = rope[_TRAINED] if rope["rope_type"] == "longrope" else positions
+    return read_scaling(rope, RopeContext(positions, longest))
+
+
+# The configuration of the Llama family, read from a checkpoint's ``config.json``.
+
 
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from opweave.layers.mamba.states import (
+from opweave.layers.mamba_states import (
     SequenceStates,
     current_sequence_states,
     sequence_states,

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from opweave.layers import FusedMoE, ReplicatedLinear
-from opweave_engine.models.errors import InvalidConfigError
-from opweave_engine.models.fields import Fields
+from opweave_engine.models.config import Fields, InvalidConfigError
 from opweave_engine.models.weights import CheckpointModel, WeightTarget
 
 

@@ -12,12 +12,9 @@ from typing import Any, Self
 import torch
 
 from opweave.layers import RMSNorm
-from opweave_engine.models.activations import gated_activation
-from opweave_engine.models.config import LlamaConfig
-from opweave_engine.models.decoder_layer import DecoderLayer
-from opweave_engine.models.mlp import GatedMlp
-from opweave_engine.models.pre_norm_lm import PreNormLM
-from opweave_engine.models.self_attention import SelfAttention
+from opweave_engine.models.blocks import DecoderLayer, GatedMlp, SelfAttention
+from opweave_engine.models.causal_lm import PreNormLM
+from opweave_engine.models.config import LlamaConfig, gated_activation
 
 
 class LlamaForCausalLM(PreNormLM):

@@ -11,11 +11,15 @@ from typing import Any
 
 import torch
 
-from opweave.base import transaction
-from opweave.base.owner import Owner, current_owner
+from opweave import transaction
 from opweave.plugins import load_general_plugins, resolve_obj_by_qualname
-from opweave_engine.models.errors import DuplicateModelError, InvalidConfigError, InvalidModelError
-from opweave_engine.models.fields import Fields
+from opweave.registration import Owner, current_owner
+from opweave_engine.models.config import (
+    DuplicateModelError,
+    Fields,
+    InvalidConfigError,
+    InvalidModelError,
+)
 from opweave_engine.models.weights import CheckpointModel
 
 Model = type[CheckpointModel]
@@ -149,12 +153,12 @@ for _architecture, _model in {
     "LlamaForCausalLM": "opweave_engine.models.llama:LlamaForCausalLM",
     "Mamba2ForCausalLM": "opweave_engine.models.mamba2:Mamba2ForCausalLM",
     "MistralForCausalLM": "opweave_engine.models.llama:LlamaForCausalLM",
-    "MixtralForCausalLM": "opweave_engine.models.mixtral:MixtralForCausalLM",
+    "MixtralForCausalLM": "opweave_engine.models.mixture:MixtralForCausalLM",
     "Qwen2ForCausalLM": "opweave_engine.models.llama:LlamaForCausalLM",
     "Qwen2VisionTransformerPretrainedModel": (
         "opweave_engine.models.qwen2_vision:Qwen2VisionTransformer"
     ),
     "Qwen3ForCausalLM": "opweave_engine.models.llama:LlamaForCausalLM",
-    "Qwen3MoeForCausalLM": "opweave_engine.models.qwen3_moe:Qwen3MoeForCausalLM",
+    "Qwen3MoeForCausalLM": "opweave_engine.models.mixture:Qwen3MoeForCausalLM",
 }.items():
     register_model(_architecture, _model)

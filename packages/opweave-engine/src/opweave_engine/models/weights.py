@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from opweave.layers.moe import FusedMoE
-from opweave_engine.models.errors import WeightsError
+from opweave_engine.models.config import WeightsError
 
 # The name of a merged module -> the names that checkpoints give its parts -> what its loader calls
 # them, such as {"gate_up_proj": {"gate_proj": 0, "up_proj": 1}}.

@@ -1,10 +1,9 @@
 """The server: OpenAI's API over HTTP."""
 
-from opweave_engine.server.app import create_app
-from opweave_engine.server.config import ServerConfig
+from opweave_engine.server.app import PluginRouteError, create_app
 from opweave_engine.server.errors import ApiError, ServerConfigError, ServerError
-from opweave_engine.server.plugin_routes import PluginRouteError
 from opweave_engine.server.run import AddressError, listen, listen_unix, run
+from opweave_engine.server.state import ServerConfig
 
 __all__ = [
     "AddressError",

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 
 from opweave import __version__
-from opweave.ir.errors import OpweaveError
+from opweave.config.values import OpenRegistry
+from opweave.ir.errors import OpweaveError, described
+from opweave.plugins import resolve_obj_by_qualname
 from opweave_engine import ChatTemplate, EngineClient
-from opweave_engine.request.io_processor import IOProcessor
-from opweave_engine.server.admission import Admission
-from opweave_engine.server.config import ServerConfig
-from opweave_engine.server.errors import api_error, http_error
+from opweave_engine.prompts import IOProcessor
+from opweave_engine.server.errors import (
+    ServerError,
+    api_error,
+    body_error,
+    http_error,
+    validation_error,
+)
 from opweave_engine.server.metrics import Metrics
 from opweave_engine.server.middleware import (
     ApiKey,
@@ -27,20 +36,102 @@ from opweave_engine.server.middleware import (
     WholeBody,
     error_response,
 )
-from opweave_engine.server.plugin_routes import attach
 from opweave_engine.server.routes import (
     chat,
     completions,
     embeddings,
     info,
-    models,
     process,
     responses_api,
     scoring,
-    tokens,
 )
-from opweave_engine.server.state import ServerState
-from opweave_engine.server.validation import body_error, validation_error
+from opweave_engine.server.state import Admission, ServerConfig, ServerState
+
+# HTTP routes that plugins add to the server.
+
+
+RouterFactory = Callable[[Any], Any]  # from an EngineClient to a fastapi.APIRouter
+
+routers: OpenRegistry[RouterFactory | str] = OpenRegistry("HTTP router")
+
+
+def add_router(name: str, factory: RouterFactory | str) -> None:
+    """Add routes to the server; call this in a general plugin.
+
+    Args:
+        name: name of the router, for messages.
+        factory: takes the :class:`opweave_engine.EngineClient` and returns a
+            ``fastapi.APIRouter``; or its qualified name, ``"acme.http:router"``, imported when a
+            server starts. A path and method that is already taken makes the start fail.
+
+    Raises:
+        DuplicateNameError: (a ValueError) the name is taken.
+
+    Example::
+
+        def router(engine):
+            api = fastapi.APIRouter(prefix="/acme")
+
+            @api.get("/queue")
+            def queue():
+                return {"waiting": engine.stats().waiting}
+
+            return api
+    """
+    routers.add(name, factory)
+
+
+# Attaches the routes of plugins.
+
+
+class PluginRouteError(ServerError):
+    """A plugin's HTTP routes cannot be attached."""
+
+
+def attach(app: FastAPI, engine: EngineClient, taken: Iterable[APIRouter]) -> None:
+    """Attach the routers of all plugins to *app*, which already has the routes *taken*.
+
+    Raises:
+        PluginRouteError: a router cannot be created, or one of its routes is taken.
+    """
+    holders = {place: "opweave" for router in taken for place in _places(router.routes)}
+    for name, entry in routers.entries.items():
+        who = f"HTTP router {name!r} of " + (
+            f"plugin {entry.owner}" if entry.owner else "this program"
+        )
+        router = _made(entry.value, engine, who)
+        for method, path in _places(router.routes):
+            holder = holders.setdefault((method, path), who)
+            if holder != who:
+                raise PluginRouteError(
+                    f"{who} has {method} {path}, which is a route of {holder} already. Remove one "
+                    "of the plugins, or leave it out with OPWEAVE_PLUGINS=-name."
+                )
+        app.include_router(router)
+
+
+def _made(factory: RouterFactory | str, engine: EngineClient, who: str) -> APIRouter:
+    try:
+        make = resolve_obj_by_qualname(factory) if isinstance(factory, str) else factory
+        router = make(engine)
+    except Exception as error:  # it is a plugin's code
+        raise PluginRouteError(
+            f"{who} cannot be made: {described(error)}. Leave the plugin out with "
+            "OPWEAVE_PLUGINS=-name."
+        ) from error
+    if not isinstance(router, APIRouter):
+        raise PluginRouteError(f"{who} is {router!r}; it must be a fastapi.APIRouter.")
+    return router
+
+
+def _places(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str]]:
+    for route in routes:
+        if isinstance(route, APIRoute):
+            yield from ((method, route.path) for method in sorted(route.methods or ()))
+
+
+# The application: OpenAI's API and opweave's own endpoints, over an engine.
+
 
 _ROUTERS = (
     completions.router,
@@ -49,8 +140,8 @@ _ROUTERS = (
     embeddings.router,
     scoring.router,
     process.router,
-    models.router,
-    tokens.router,
+    info.models_router,
+    info.tokens_router,
     info.router,
 )
 _EXPOSED = ["X-Request-Id", "X-Opweave-Ignored"]

@@ -1,23 +1,110 @@
-"""Header-read timeout, and malformed requests."""
+"""Connections: timeouts, limits, malformed requests, the certificate."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import resource
+import ssl
+import sys
 import uuid
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
 import h11
 from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from opweave_engine.server.disconnect import HANG_UP_KEY
-from opweave_engine.server.errors import HANG_UP, ApiError, not_arrived
-from opweave_engine.server.idle_connections import IdleConnections
+from opweave_engine.server.errors import HANG_UP, ApiError, ServerConfigError, not_arrived
 from opweave_engine.server.middleware import error_response
+from opweave_engine.server.state import ServerConfig
+
+# The certificate of the server.
+
+
+def check_certificate(config: ServerConfig) -> None:
+    """Check that the certificate can be used, before the model is loaded.
+
+    Raises:
+        ServerConfigError: a file is missing or damaged, or the key does not fit.
+    """
+    if config.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # Without a password, an encrypted key would be asked for on the terminal.
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=lambda: "")
+    except OSError as error:  # of which ssl.SSLError is one
+        files = config.ssl_certfile
+        if config.ssl_keyfile is not None:
+            files += f" and {config.ssl_keyfile}"
+        raise ServerConfigError(
+            f"Cannot use the certificate in {files}: {error.strerror or error}. Give PEM files: a "
+            "certificate, and its key without a password."
+        ) from error
+
+
+# Idle connections, and the limit of connections.
+
 
 _log = logging.getLogger(__name__)
+
+_RESERVE = 64  # files opened later, by the engine and for connections being accepted
+
+
+class Closable(Protocol):
+    """A connection that can be closed at once."""
+
+    def hang_up(self) -> None:
+        """Close it."""
+
+
+class IdleConnections:
+    """The connections without a request. If there are too many, the oldest is closed.
+
+    Args:
+        limit: the maximum number of connections, with or without a request.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._was_full = limit, False
+        self._waiting: dict[Closable, None] = {}  # oldest first
+
+    def enter(self, connection: Closable) -> None:
+        """Add a connection that waits for a request."""
+        self._waiting[connection] = None
+
+    def leave(self, connection: Closable) -> None:
+        """Remove a connection, because it got a request or was closed."""
+        self._waiting.pop(connection, None)
+
+    def make_room(self, count: int) -> None:
+        """Close the oldest idle connection if *count* exceeds the limit."""
+        if count <= self._limit or not self._waiting:
+            return
+        if not self._was_full:
+            self._was_full = True
+            _log.warning(
+                "There are %d connections, as many as the limit of open files allows (ulimit -n). "
+                "From now on, each new one ends the one that has waited longest for a request.",
+                self._limit,
+            )
+        oldest = next(iter(self._waiting))
+        self.leave(oldest)
+        oldest.hang_up()
+
+
+def most_connections() -> int:
+    """Return the number of connections that the limit of open files allows."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(1, limit - len(os.listdir("/dev/fd")) - _RESERVE)
+
+
+# Header-read timeout, and malformed requests.
 
 
 class Connection(H11Protocol):

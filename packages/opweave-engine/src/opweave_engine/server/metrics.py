@@ -1,10 +1,12 @@
-"""Prometheus metrics of the engine, collected on request, and of HTTP."""
+"""Prometheus metrics of the engine and of HTTP; the ops and plugins in use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from http import HTTPMethod
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
@@ -17,9 +19,56 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from starlette.types import Scope
 
-from opweave_engine import EngineClient, EngineStats, HistogramCounts
-from opweave_engine.server.ops import preferred
-from opweave_engine.server.plugin_list import plugins
+from opweave.ir import IrOp, current_registry, policy_for
+from opweave.ir.explain import describe
+from opweave.plugins import plugin_report
+from opweave_engine import EngineClient, EngineStats, HistogramCounts, KernelUse
+
+# The plugins, as plain data.
+
+
+def plugins() -> list[dict[str, Any]]:
+    """Return every installed plugin: its state, its registrations, and its error."""
+    return [asdict(record) for record in plugin_report()]
+
+
+# The ops, with their preferred kernels and the kernels that ran.
+
+
+def ops(kernels: Iterable[KernelUse]) -> list[dict[str, Any]]:
+    """Return every op as plain data, with its preferred provider and its calls in *kernels*."""
+    preference = preferred()
+    ran: dict[str, list[dict[str, Any]]] = {name: [] for name in preference}
+    for use in kernels:
+        row = asdict(use)
+        ran.setdefault(row.pop("op"), []).append(row)
+    found = [describe(op) for op in _all()]
+    return [
+        {**each, "preferred": preference[each["op"]][0], "ran": ran[each["op"]]} for each in found
+    ]
+
+
+def preferred() -> dict[str, tuple[str, str]]:
+    """Return, by op, the first provider of its priority that is available, and its plugin."""
+    return {op.name: _first_available(op) for op in _all()}
+
+
+def _all() -> list[IrOp]:
+    registry = current_registry()
+    registry.ensure_ready()
+    return list(registry.ops.values())
+
+
+def _first_available(op: IrOp) -> tuple[str, str]:
+    for entry in policy_for(op).priority:
+        impl = op.impls[entry.provider]
+        if impl.supported:
+            return impl.provider, "" if impl.owner is None else impl.owner.plugin
+    return "", ""  # each is rejected: a required trait that none has
+
+
+# Prometheus metrics of the engine, collected on request, and of HTTP.
+
 
 # The engine's names, the names that dashboards know, and what they are.
 _GAUGES = {

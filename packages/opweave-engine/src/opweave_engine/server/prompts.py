@@ -11,12 +11,11 @@ from typing import TypeVar, cast
 from fastapi import Request
 
 from opweave_engine import ChatTemplate, PoolingParams, SamplingParams, Tokenizer, TokenizerError
-from opweave_engine.server.deadline import Deadline
 from opweave_engine.server.errors import ApiError, no_tokenizer
 from opweave_engine.server.protocol.base import Input, for_header
 from opweave_engine.server.protocol.chat import Conversation
-from opweave_engine.server.state import ServerState
-from opweave_engine.tokenization.tokenizer import Side
+from opweave_engine.server.state import Deadline, ServerState
+from opweave_engine.tokenizer import Side
 
 Item = TypeVar("Item", bound=Sequence[object])
 T = TypeVar("T")

@@ -17,11 +17,9 @@ from typing import cast
 import uvicorn
 from fastapi import FastAPI
 
-from opweave_engine.server.config import ServerConfig
-from opweave_engine.server.connection import Connection
+from opweave_engine.server.connection import Connection, IdleConnections, most_connections
 from opweave_engine.server.errors import ServerError
-from opweave_engine.server.idle_connections import IdleConnections, most_connections
-from opweave_engine.server.state import ServerState
+from opweave_engine.server.state import ServerConfig, ServerState
 
 _log = logging.getLogger(__name__)
 

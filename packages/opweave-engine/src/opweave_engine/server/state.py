@@ -1,27 +1,204 @@
-"""State shared by all requests to a server."""
+"""State shared by all requests to a server: its configuration, and admission."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Executor
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Annotated, TypeVar, cast
 
 from fastapi import Depends, Request
 
-from opweave.config.daemon_threads import DaemonThreads
+from opweave.config.child_process import DaemonThreads
+from opweave.config.values import api_key_fault
 from opweave_engine import ChatTemplate, EngineClient
-from opweave_engine.request.io_processor import IOProcessor
-from opweave_engine.server.admission import Admission
-from opweave_engine.server.config import ServerConfig
-from opweave_engine.server.deadline import Deadline
-from opweave_engine.server.errors import ApiError
-from opweave_engine.server.output.style import OutputStyle
+from opweave_engine.prompts import IOProcessor
+from opweave_engine.server.errors import HANG_UP, RETRY, ApiError, ServerConfigError
+from opweave_engine.server.output_parser import OutputStyle, ReasoningParser, ToolCallParser
 from opweave_engine.server.protocol.base import RequestBody
+
+# Deadline of a request.
+
+
+class Deadline:
+    """A deadline *seconds* from now.
+
+    Attributes:
+        at: the deadline in the event loop's time.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.at = asyncio.get_running_loop().time() + seconds
+
+    @asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """Cancel the block at the deadline.
+
+        Raises:
+            ApiError: the deadline passed.
+        """
+        try:
+            async with asyncio.timeout_at(self.at):
+                yield
+        except TimeoutError as error:
+            raise ApiError(
+                f"The request was not answered within {self._seconds:g} s.",
+                status=504,
+                code="timeout",
+            ) from error
+
+
+# Configuration of the server.
+
+
+MEBIBYTE = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The configuration of a server.
+
+    Attributes:
+        api_keys: accepted API keys; if empty, none is required.
+        served_model_names: the names of the model in requests; responses use the first one. If
+            empty, the engine's name.
+        root_path: the path under which a reverse proxy serves the server.
+        cors_origins: origins of web pages that may call the server; ``*`` allows all.
+        max_requests: the maximum number of running and waiting answers, counting each prompt ``n``
+            times; further requests get a 429.
+        max_body_bytes: the maximum size of a request body in bytes.
+        body_timeout: timeout in seconds for the headers of a request, and then for its body.
+        request_timeout: timeout in seconds for a complete response.
+        drain_timeout: timeout in seconds for accepted requests at shutdown.
+        log_prompts: whether prompts are logged.
+        ssl_keyfile: the certificate's private key; None: it is in *ssl_certfile*.
+        ssl_certfile: serve HTTPS with the certificate in this file; None: serve HTTP.
+        trust_request_chat_template: whether requests may contain a chat template. A template is a
+            program, which can use a CPU for any length of time.
+        tool_call_parser: the model's format of tool calls.
+        reasoning_parser: the model's format of reasoning.
+
+    Raises:
+        ServerConfigError: a value is out of range.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ()
+    root_path: str = ""
+    cors_origins: tuple[str, ...] = ()
+    max_requests: int = 1024
+    max_body_bytes: int = 16 * MEBIBYTE
+    body_timeout: float = 30.0
+    request_timeout: float = 600.0
+    drain_timeout: float = 60.0
+    log_prompts: bool = False
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    trust_request_chat_template: bool = False
+    tool_call_parser: ToolCallParser = "auto"
+    reasoning_parser: ReasoningParser = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_body_bytes"):
+            if getattr(self, name) < 1:
+                raise ServerConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ("body_timeout", "request_timeout"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ServerConfigError(
+                    f"{name}={getattr(self, name)} must be a number of seconds, more than 0."
+                )
+        if not 0 <= self.drain_timeout < float("inf"):
+            raise ServerConfigError(
+                f"drain_timeout={self.drain_timeout} must be a number of seconds, at least 0."
+            )
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ServerConfigError(
+                f"root_path={self.root_path!r} must begin with a slash and end without one: /api."
+            )
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ServerConfigError(
+                f"ssl_keyfile={self.ssl_keyfile!r} needs ssl_certfile, the certificate of the key."
+            )
+        for kind in ("api_keys", "served_model_names", "cors_origins"):
+            if "" in getattr(self, kind):
+                raise ServerConfigError(f"One of {kind} is empty.")
+        for key in self.api_keys:
+            if (fault := api_key_fault(key)) is not None:
+                raise ServerConfigError(fault)
+
+
+# Admission control: limits the number of unfinished outputs.
+
+
+class Admission:
+    """Counts running and queued outputs, up to *limit*."""
+
+    def __init__(self, limit: int) -> None:
+        self.active = 0
+        self.is_closed = False
+        self._limit = limit
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def places(self, count: int, *, param: str) -> Iterator[None]:
+        """Reserve *count* outputs, the number that the request's field *param* asks for.
+
+        Raises:
+            ApiError: the limit would be exceeded, or the server is shutting down.
+        """
+        self.check(count, param=param)
+        self.active += count
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.active -= count
+            if not self.active:
+                self._idle.set()
+
+    def close(self) -> None:
+        """Reject all further requests."""
+        self.is_closed = True
+
+    async def wait_idle(self) -> None:
+        """Wait until no output is reserved."""
+        await self._idle.wait()
+
+    def check(self, count: int, *, param: str) -> None:
+        """Raise the ApiError that :meth:`places` would raise now."""
+        if self.is_closed:
+            raise ApiError(
+                "The server is shutting down and takes no more requests.",
+                status=503,
+                code="shutting_down",
+                headers={**RETRY, **HANG_UP},
+            )
+        if count > self._limit:
+            raise ApiError(
+                f"The request asks for {count} answers, more than the {self._limit} that the "
+                "server works on at one time. Send several requests.",
+                param=param,
+                code="too_many_answers",
+            )
+        if self.active + count > self._limit:
+            raise ApiError(
+                f"The server works on {self.active} answers, of at most {self._limit}, and the "
+                f"request asks for {count} more. Try again later.",
+                status=429,
+                code="queue_full",
+                headers=RETRY,
+            )
+
+
+# State shared by all requests to a server.
+
 
 T = TypeVar("T")
 

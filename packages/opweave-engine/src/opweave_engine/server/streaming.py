@@ -1,8 +1,9 @@
-"""Streams responses as server-sent events."""
+"""JSON responses, and responses streamed as server-sent events."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 from fastapi import Response
 from starlette.requests import Request
@@ -11,6 +12,10 @@ from opweave_engine import RequestOutput
 from opweave_engine.server.disconnect import EventStream, unless_gone
 from opweave_engine.server.errors import api_error
 from opweave_engine.server.generation import Deltas, GenerationJob
+from opweave_engine.server.protocol.base import ErrorDetail, ResponseBody
+
+# Streams responses as server-sent events.
+
 
 _GRACE = 5.0  # seconds after the deadline in which a client can read the last events
 Writer = Callable[[Deltas], AsyncGenerator[str, None]]
@@ -60,3 +65,39 @@ async def _guarded(
     except Exception as error:  # the status is sent: an event must report the error
         yield f"data: {api_error(error, request).json()}\n\n"
     yield "data: [DONE]\n\n"
+
+
+# Responses: their schema entries, and JSON encoding.
+
+
+class ErrorBody(ResponseBody):
+    """The body of every response that is not a success."""
+
+    error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request cannot be answered."},
+    "5XX": {"model": ErrorBody, "description": "The server cannot answer."},
+}
+_EVENT: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "data": {
+            "type": "string",
+            "description": "A piece of an answer or an error, as JSON; the last is [DONE].",
+        }
+    },
+    "required": ["data"],
+}
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {  # itemSchema: of each event, as OpenAPI has it from 3.2 on
+        "content": {"text/event-stream": {"itemSchema": _EVENT}},
+        "description": "The answers; with stream=true as server-sent events.",
+    }
+}
+
+
+def json_response(body: ResponseBody, **options: Any) -> Response:
+    """Return *body* as JSON."""
+    return Response(body.model_dump_json(**options), media_type="application/json")

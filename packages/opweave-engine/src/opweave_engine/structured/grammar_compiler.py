@@ -1,32 +1,230 @@
-"""Compiles grammars, and caches them for all answers of an engine."""
+"""Compiles grammars, first in a process of their own, and caches them."""
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import cached_property, partial
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from opweave_engine.dependencies import require
-from opweave_engine.errors import GrammarQueueFullError, SamplingParamsError, TokenizerError
-from opweave_engine.structured.grammar_process import GrammarProcess
+from opweave.config.child_process import ChildWorker, DaemonThreads, ending
+from opweave_engine.errors import (
+    EngineDeadError,
+    EngineError,
+    GrammarQueueFullError,
+    SamplingParamsError,
+    TokenizerError,
+    require,
+)
+from opweave_engine.structured import grammar_program
 from opweave_engine.structured.grammar_program import native_matcher, native_vocabulary
 from opweave_engine.structured.grammar_text import grammar_text
 from opweave_engine.structured.params import NAME, StructuredOutputsParams
-from opweave_engine.structured.state import GrammarState, TokenMask
-from opweave_engine.structured.vocabulary import VocabularyArguments, vocabulary_arguments
-from opweave_engine.tokenization.tokenizer import Tokenizer
+from opweave_engine.tokenizer import AbsentTokenizer, Tokenizer
 
 if TYPE_CHECKING:
-    from opweave_engine.sampling.sampling_params import SamplingParams
+    from opweave_engine.sampling.params import SamplingParams
+
+
+# A tokenizer's vocabulary for llguidance: the bytes of each token.
+
+
+_END = "<end of a structured answer>"
+
+# The arguments of grammar_program.native_vocabulary, which has their names.
+VocabularyArguments = tuple[str, list[bytes], list[int], list[int], int | None]
+
+
+def vocabulary_arguments(
+    tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]
+) -> VocabularyArguments:
+    """Return the arguments of :func:`~opweave_engine.structured.grammar_program.native_vocabulary`.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        vocab_size: the number of the model's logits, which may exceed the number of tokens.
+        eos_token_ids: end-of-text tokens. If empty, a token beyond the vocabulary is added, which
+            the model cannot sample.
+
+    Raises:
+        TokenizerError: there is no tokenizer.
+        MissingDependencyError: llguidance is not installed.
+    """
+    if isinstance(tokenizer, AbsentTokenizer):
+        raise TokenizerError("the checkpoint has no tokenizer.json.")
+    backend = require("tokenizers").Tokenizer.from_str(tokenizer.to_json())
+    eos = list(eos_token_ids)
+    if not eos:
+        backend.add_special_tokens([_END])
+        eos = [backend.token_to_id(_END)]
+    size = max(vocab_size, *(token + 1 for token in backend.get_vocab().values()))
+    tokens = _bytes_of_all(tokenizer, backend, size)
+    special = sorted({*tokenizer.special_ids, *eos})
+    return backend.to_str(), tokens, special, eos, tokenizer.bos_token_id
+
+
+def _bytes_of_all(tokenizer: Tokenizer, backend: Any, size: int) -> list[bytes]:
+    """Return the bytes of each token; none where there is no such token."""
+    try:
+        native = require("llguidance").LLTokenizer(backend.to_str(), slices=[])
+    except ValueError:  # a decoder that llguidance does not know
+        return [
+            b"" if backend.id_to_token(token) is None else tokenizer.bytes_of(token) or b""
+            for token in range(size)
+        ]
+    found = [native.decode_bytes([token]) for token in range(min(size, native.vocab_size))]
+    return found + [b""] * (size - len(found))
+
+
+# Compiles grammars in processes, which may crash, hang or run out of memory.
+
+
+_CLOSING_SECONDS = 5.0  # to finish a grammar that the engine's own process compiles
+
+
+class GrammarProcess(ChildWorker):
+    """A process that compiles grammars, and the queue and the thread that give it work.
+
+    Both start with the first grammar. After a crash or a timeout, the next grammar gets a new
+    process.
+
+    Args:
+        seconds: time limit of a grammar.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(Path(grammar_program.__file__), None)
+        self.seconds = seconds
+        self._is_closed = False
+        self._jobs = DaemonThreads(1, "opweave-grammars")
+        self._busy = threading.Lock()
+
+    def environment(self) -> Mapping[str, str]:
+        # glibc reserves address space for each arena, which is what the process has to save.
+        return {"MALLOC_ARENA_MAX": "1"}
+
+    def start_error(self, code: int) -> Exception:
+        self.check_open()
+        return EngineError(f"the process that compiles grammars ended with {ending(code)}.")
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run *job* in the thread, after those submitted before."""
+        self._jobs.submit(self._run, job)
+
+    def check_open(self) -> None:
+        """Raise EngineDeadError if :meth:`close` was called."""
+        if self._is_closed:
+            raise EngineDeadError("The engine is shut down, and compiles no grammars.")
+
+    def check(self, vocabulary: VocabularyArguments, grammar: str) -> None:
+        """Compile *grammar* in the process, and compute its first mask; only a job may call this.
+
+        Raises:
+            TimeoutError: the time limit has passed.
+            ValueError: the grammar does not compile, or ended the process.
+            EngineDeadError: :meth:`close` was called.
+        """
+        self.check_open()
+        self._task = vocabulary, self.seconds
+        process = self.running()
+        try:
+            process.connection.send(grammar)
+            why = process.receive(self.seconds)
+        except TimeoutError:
+            self.end()
+            raise
+        except (EOFError, OSError):
+            code = self.end()
+            self.check_open()
+            raise ValueError(
+                f"it is too complex: compiling it ended a process with {ending(code)}"
+            ) from None
+        if why:
+            raise ValueError(why)
+
+    def close(self) -> None:
+        """Kill the process; jobs that have not finished fail."""
+        self._is_closed = True
+        self.kill()
+        if self._busy.acquire(timeout=_CLOSING_SECONDS):
+            self.end()
+            self._busy.release()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        with self._busy:
+            job()
+
+
+# The tokens that the grammar of an answer allows next.
+
+
+class TokenMask(NamedTuple):
+    """The tokens that may come next, one bit per token, the lowest bit of a byte first.
+
+    Attributes:
+        allowed: the allowed tokens, without end-of-text tokens if the request ignores those.
+        is_last: whether only an end-of-text token may follow, so that the answer is complete.
+    """
+
+    allowed: bytes
+    is_last: bool
+
+    @classmethod
+    def of(cls, words: NDArray[np.uint8], eos: NDArray[np.uint8], *, ignore_eos: bool) -> TokenMask:
+        """Return the mask of a row that llguidance has filled.
+
+        Args:
+            words: the row, as bytes.
+            eos: the bits of the end-of-text tokens.
+            ignore_eos: whether the request continues after an end-of-text token.
+        """
+        text = words & ~eos
+        is_last = not text.any()
+        return cls((text if ignore_eos and not is_last else words).tobytes(), is_last)
+
+
+class GrammarState:
+    """The position of one answer in its grammar.
+
+    It does not depend on KV blocks, so preemption does not change it.
+    :meth:`GrammarCompiler.advance` updates it.
+
+    Attributes:
+        matcher: llguidance's matcher.
+        ignore_eos: whether the request continues after an end-of-text token.
+        mask: the tokens that may come next.
+        error: why the answer cannot follow the grammar any further, or None.
+    """
+
+    def __init__(self, matcher: Any, mask: TokenMask, *, ignore_eos: bool) -> None:
+        self.matcher, self.mask, self.ignore_eos = matcher, mask, ignore_eos
+        self.error: SamplingParamsError | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer is complete and cannot continue."""
+        return self.mask.is_last
+
+    def leaves_any(self, forbidden: tuple[int, ...]) -> bool:
+        """Whether the grammar allows a token that is not *forbidden*."""
+        rest = np.frombuffer(self.mask.allowed, np.uint8).copy()
+        for token in forbidden:
+            rest[token // 8] &= ~np.uint8(1 << token % 8)
+        return bool(rest.any())
+
+
+# Compiles grammars, and caches them for all answers of an engine.
+
 
 _CACHED_GRAMMARS = 256
 _CACHED_CHARACTERS = 2**23  # of all cached grammars; compiled ones take up to 100 bytes for each

@@ -1,14 +1,187 @@
-"""Parameters of structured output."""
+"""Parameters of structured output, and their limits."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from opweave_engine.errors import SamplingParamsError
-from opweave_engine.structured.limits import check_limits, too_deep
+
+# Limits of the constraints that clients may send, checked before a native parser reads them.
+
+
+MAX_BYTES = 2**20  # of a schema, a list of choices, or a composed grammar
+MAX_GRAMMAR_BYTES = 2**17
+MAX_REGEX_BYTES = 2**16
+MAX_CHOICES = 50_000
+MAX_DEPTH = 100
+MAX_REFERENCES = 2000
+# llguidance follows references recursively, with several kilobytes of stack for each.
+MAX_REFERENCE_CHAIN = 200
+MAX_RULES = 1000
+
+# A rule starts a line in Lark (``?a{b}[c].1: ...``) and in GBNF (``a ::= ...``).
+_RULE = re.compile(
+    r"^[ \t]*[?!]?[\w-]+[ \t]*(?:\{[^}\n]*\})?(?:\[[^]\n]*\])?(?:\.-?\d+)?[ \t]*:", re.M
+)
+# Brackets in strings, character classes, regular expressions and comments are text. The ends are
+# optional, so that matching takes linear time.
+_TEXT = re.compile(
+    r'"(?:\\.|[^"\\\n])*"?|\[\^?\]?(?:\\.|[^]\\\n])*\]?|/(?:\\.|[^/\\\n])+/?|(?:#|//)[^\n]*'
+)
+_REGEX_TEXT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]?", re.S)
+
+
+def check_limits(values: Mapping[str, Any]) -> None:
+    """Check the fields of structured output parameters.
+
+    Args:
+        values: the values by field; ``json`` is a parsed schema.
+
+    Raises:
+        ValueError: a value exceeds a limit, which the message names.
+    """
+    for name in ("regex", "whitespace_pattern"):
+        if (regex := values.get(name)) is not None:
+            _check_size(name, regex, MAX_REGEX_BYTES)
+            _check_brackets(name, _REGEX_TEXT.sub("", regex))
+    if (choice := values.get("choice")) is not None:
+        _check_count("choice", "texts", len(choice), MAX_CHOICES)
+        _check_size("choice", "".join(choice), MAX_BYTES)
+    if (schema := values.get("json")) is not None:
+        text = json.dumps(schema)
+        _check_size("json", text, MAX_BYTES)
+        _check_schema("json", json.loads(text))  # with dicts and lists for all mappings and tuples
+    if (grammar := values.get("grammar")) is not None:
+        _check_grammar(grammar)
+
+
+def too_deep(name: str) -> str:
+    """Return the message for a value whose nesting exceeds even Python's recursion limit."""
+    return f"{name} exceeds the limit of {MAX_DEPTH} levels of nesting"
+
+
+def _check_schema(name: str, schema: Any) -> None:
+    level, depth = [schema], 0
+    while level := [child for node in level for child in _children(node)]:
+        depth += 1
+        _check_count(name, "levels of nesting", depth, MAX_DEPTH)
+    count, chain = _references(schema)
+    _check_count(name, "references", count, MAX_REFERENCES)
+    _check_count(name, "references in a chain", chain, MAX_REFERENCE_CHAIN)
+
+
+def _references(schema: Any) -> tuple[int, int]:
+    """Return the number of ``$ref`` keywords, and the length of the longest chain of them."""
+    count = 0
+    # By node. A reference to a node that is still in progress closes a cycle, and ends a chain.
+    longest: dict[int, int] = {}
+    stack = [schema]
+    while stack:
+        node = stack[-1]
+        target = _target(schema, node)
+        children = _children(node)
+        if id(node) not in longest:
+            longest[id(node)] = 0
+            count += target is not None
+            below = children if target is None else [*children, target]
+            stack += [child for child in below if id(child) not in longest]
+        else:
+            stack.pop()
+            chain = max([longest[id(child)] for child in children], default=0)
+            if target is not None:
+                chain = max(chain, 1 + longest[id(target)])
+            longest[id(node)] = chain
+    return count, longest[id(schema)]
+
+
+def _target(schema: Any, node: Any) -> Any:
+    """Return the part of *schema* that *node* refers to, or None."""
+    reference = node.get("$ref") if isinstance(node, dict) else None
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    target = schema
+    for part in unquote(reference).split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, dict):
+            target = target.get(key)
+        elif isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+            target = target[int(key)]
+        else:
+            return None
+    return target if isinstance(target, dict) else None
+
+
+def _children(node: Any) -> list[Any]:
+    values = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return [child for child in values if isinstance(child, dict | list)]
+
+
+def _check_grammar(grammar: str) -> None:
+    if not grammar.startswith("{"):
+        _check_size("grammar", grammar, MAX_GRAMMAR_BYTES)
+        _check_count("grammar", "rules", _rules(grammar), MAX_RULES)
+        return
+    # llguidance's notation: several grammars, which refer to each other.
+    _check_size("grammar", grammar, MAX_BYTES)
+    try:
+        parts = json.loads(grammar)
+    except RecursionError:
+        raise ValueError(too_deep("grammar")) from None
+    except ValueError as error:
+        raise ValueError(f"grammar starts with {{ but is not valid JSON: {error}") from error
+    grammars = parts.get("grammars")
+    rules = 0
+    for part in grammars if isinstance(grammars, list) else ():
+        if isinstance(part, dict):
+            _check_schema("grammar", part.get("json_schema", {}))
+            lark = part.get("lark_grammar")
+            rules += max(1, _rules(lark) if isinstance(lark, str) else 0)
+    _check_count("grammar", "rules", rules, MAX_RULES)
+
+
+def _rules(grammar: str) -> int:
+    """Check the nesting and the schemas in a grammar, and return the number of its rules."""
+    decoder, start, rest = json.JSONDecoder(), 0, list[str]()
+    for match in re.finditer(r"%json\s*(?=\{)", grammar):
+        if match.start() < start:  # inside the schema before
+            continue
+        rest.append(grammar[start : match.start()])
+        try:
+            schema, start = decoder.raw_decode(grammar, match.end())
+        except RecursionError:
+            raise ValueError(too_deep("grammar")) from None
+        except ValueError:  # llguidance says where
+            start = match.end()
+        else:
+            _check_schema("grammar", schema)
+    text = _TEXT.sub("", "".join([*rest, grammar[start:]]))
+    _check_brackets("grammar", text)
+    return sum(1 for _ in _RULE.finditer(text))
+
+
+def _check_brackets(name: str, text: str) -> None:
+    depth = 0
+    for bracket in re.findall(r"[()]", text):
+        depth += 1 if bracket == "(" else -1
+        _check_count(name, "levels of nesting", depth, MAX_DEPTH)
+
+
+def _check_size(name: str, text: str, limit: int) -> None:
+    _check_count(name, "bytes", len(text.encode(errors="surrogatepass")), limit)
+
+
+def _check_count(name: str, unit: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise ValueError(f"{name} exceeds the limit of {limit} {unit}")
+
+
+# Parameters of structured output.
+
 
 NAME = "structured_outputs"  # the sampling parameter that holds the constraint
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")

@@ -4,7 +4,6 @@ transformers is imported only when such a model is loaded.
 """
 
 from opweave_engine.transformers.cross_encoder import TransformersCrossEncoder
-from opweave_engine.transformers.encoder import TransformersEncoder
 from opweave_engine.transformers.loading import (
     check_transformers_ranks,
     is_available,
@@ -15,7 +14,7 @@ from opweave_engine.transformers.loading import (
     load_transformers_encoder,
     load_transformers_model,
 )
-from opweave_engine.transformers.model import TransformersModel
+from opweave_engine.transformers.model import TransformersEncoder, TransformersModel
 
 __all__ = [
     "TransformersCrossEncoder",

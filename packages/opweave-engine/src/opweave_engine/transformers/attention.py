@@ -1,9 +1,4 @@
-"""Attention of transformers models over the sequences of a forward context.
-
-transformers looks attention functions and mask functions up by name. The functions here pass the
-queries, keys and values of packed sequences to :class:`opweave_engine.models.Attention`, which the
-engine backs with a paged cache.
-"""
+"""Attention of transformers models over the sequences of a forward context."""
 
 from __future__ import annotations
 
@@ -15,8 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opweave_engine.models.attention import Attention
-from opweave_engine.transformers.errors import NotSuitableError
+from opweave_engine.models.blocks import Attention
+
+# Errors of the transformers backend.
+
+
+class NotSuitableError(Exception):
+    """A way to run a model does not suit it; the message says why. Never raised to users."""
+
+
+# Attention of transformers models over the sequences of a forward context.
+#
+# transformers looks attention functions and mask functions up by name. The functions here pass
+# the queries, keys and values of packed sequences to :class:`opweave_engine.models.Attention`,
+# which the engine backs with a paged cache.
+
 
 NAME = "opweave_packed"
 _CHILD = "opweave_attention"  # the name of the Attention in the module that calls it

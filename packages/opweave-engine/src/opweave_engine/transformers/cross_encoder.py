@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from opweave_engine.models.errors import UnsupportedModelError
-from opweave_engine.transformers.encoder import TransformersEncoder
+from opweave_engine.models.config import UnsupportedModelError
+from opweave_engine.transformers.model import TransformersEncoder
 
 
 class TransformersCrossEncoder(TransformersEncoder):

@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
-from opweave.base.packages import is_installed
 from opweave.ir.errors import described
-from opweave_engine.models.errors import InvalidConfigError, WeightsError
+from opweave.packages import is_installed
+from opweave_engine.models.config import InvalidConfigError, WeightsError
 from opweave_engine.models.weights import check_fit
 from opweave_engine.transformers.cross_encoder import TransformersCrossEncoder
-from opweave_engine.transformers.encoder import TransformersEncoder
-from opweave_engine.transformers.model import TransformersModel
-from opweave_engine.transformers.sharding import check_ranks
+from opweave_engine.transformers.model import TransformersEncoder, TransformersModel, check_ranks
 
 Build = Callable[..., Any]
 Check = Callable[[torch.nn.Module], None]

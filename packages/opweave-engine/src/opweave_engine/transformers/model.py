@@ -1,25 +1,378 @@
-"""A causal transformers model with the engine's interface of models."""
+"""Transformers models with the engine's interface of models and encoders."""
 
 from __future__ import annotations
 
+import inspect
 import logging
-from contextlib import ExitStack, suppress
-from typing import Any
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from opweave.ir.errors import described
-from opweave.layers.parallel import current_tensor_parallel
+from opweave.layers.mamba_states import StatefulLayer, states_of
+from opweave.layers.parallel import TensorParallel, current_tensor_parallel
+from opweave.layers.registry import ShardingError
 from opweave.optimization import optimize
-from opweave_engine.models.errors import UnsupportedModelError
-from opweave_engine.models.language_model import LanguageModel
-from opweave_engine.transformers import verify
-from opweave_engine.transformers.base_model import Halves, ropes_by_length
-from opweave_engine.transformers.errors import NotSuitableError
-from opweave_engine.transformers.packed import PackedSequences
-from opweave_engine.transformers.sequences import CachedSequences, RecomputedSequences
-from opweave_engine.transformers.sharding import shard
+from opweave_engine.models.causal_lm import Encoder, LanguageModel
+from opweave_engine.models.config import UnsupportedModelError
+from opweave_engine.transformers import attention, verify
+from opweave_engine.transformers.attention import NotSuitableError
+
+# The two halves of a causal transformers model: hidden states and logits.
+
+
+class Halves(nn.Module):
+    """Computes hidden states with the base model, and logits with everything after it.
+
+    Args:
+        causal_lm: a causal language model of transformers.
+        base: the module of it that computes the last hidden states.
+        output_class: of the results of *base*.
+    """
+
+    def __init__(self, causal_lm: Any, base: Any, output_class: Any) -> None:
+        super().__init__()
+        self.causal_lm, self.base, self._output_class = causal_lm, base, output_class
+
+    @classmethod
+    def of(cls, causal_lm: Any, tokens: Tensor) -> tuple[Self, Tensor]:
+        """Find the base model, and return the logits ``(T, vocab_size)`` of *tokens*, too.
+
+        Raises:
+            UnsupportedModelError: no module returns hidden states.
+        """
+        found: list[tuple[Any, Any]] = []
+
+        def note(module: nn.Module, _: Any, output: Any) -> None:
+            if module is not causal_lm and hasattr(output, "last_hidden_state"):
+                found.append((module, type(output)))
+
+        with ExitStack() as hooks:
+            for module in causal_lm.modules():
+                hooks.callback(module.register_forward_hook(note).remove)
+            logits: Tensor = causal_lm(input_ids=tokens[None], use_cache=False).logits
+        if not found:
+            raise UnsupportedModelError(
+                f"{type(causal_lm).__name__} has no base model that returns hidden states."
+            )
+        # The outermost module is the last to return.
+        return cls(causal_lm, *found[-1]), logits[0]
+
+    def hidden(self, input_ids: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        """Return the hidden states ``(T, hidden_size)`` of one row of tokens, and all outputs.
+
+        Args:
+            input_ids: ``(T,)``, integer.
+            options: further arguments of the base model.
+        """
+        output = self.base(input_ids=input_ids[None], **options)
+        return output[0][0], output
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return ``(N, vocab_size)`` of ``(N, hidden_size)``.
+
+        The model's own forward runs with *hidden* in place of its base model's result, so that
+        scaling, soft caps and biases are the model's.
+        """
+        output = self._output_class(last_hidden_state=hidden[None])
+        # Some models look at the shape of the ids.
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        with _replaced_forward(self.base, output):
+            logits: Tensor = self.causal_lm(input_ids=ids, use_cache=False).logits
+        return logits[0]
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, result: Any) -> Iterator[None]:
+    vars(module)["forward"] = lambda *args, **kwargs: result
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]
+
+
+def ropes_by_length(config: Any) -> set[str]:
+    """Return the rope types of a configuration whose frequencies depend on a sequence's length."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # Of all layers, or by kind of layer.
+    ropes = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    kinds = {kind for rope in ropes if isinstance(kind := rope.get("rope_type"), str)}
+    return kinds & {"dynamic", "longrope"}
+
+
+# Forwards of packed sequences, with attention over the engine's paged cache.
+
+
+class PackedSequences(nn.Module):
+    """Computes packed sequences in one forward of a model.
+
+    Args:
+        halves: the model, whose attention layers have been recorded.
+    """
+
+    description: ClassVar[str] = "on packed sequences, with a paged cache"
+
+    def __init__(self, halves: Halves) -> None:
+        super().__init__()
+        self.halves = halves
+
+    @classmethod
+    def of(cls, halves: Halves, tokens: Tensor, undo: ExitStack) -> Self:
+        """Replace the attention of a model.
+
+        Args:
+            halves: the model.
+            tokens: ``(T,)``: a sequence to record its attention layers with.
+            undo: gets what brings back the model's attention.
+
+        Raises:
+            NotSuitableError: the model needs more than attention to earlier tokens.
+        """
+        model: Any = halves.causal_lm
+        if by_length := ropes_by_length(model.config.get_text_config(decoder=True)):
+            raise NotSuitableError(f"its rope ({', '.join(by_length)}) depends on the length")
+        before = model.config._attn_implementation
+        undo.callback(attention.remove, model, before)
+        attention.install(model)
+        with attention.recording() as recorder:
+            positions = torch.arange(len(tokens), device=tokens.device)
+            cls(halves).forward(tokens, positions)
+        if not recorder.callers:
+            raise NotSuitableError("its layers do not use transformers' attention interface")
+        return cls(halves)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the hidden states: ``(T, hidden_size)``."""
+        hidden, _ = self.halves.hidden(input_ids, position_ids=positions[None], use_cache=False)
+        return hidden
+
+
+# Forwards that run one sequence at a time, for models that do not support packed sequences.
+
+
+# The names under which models take their cache, and return it.
+_CACHES = ("past_key_values", "cache_params", "state")
+
+
+@dataclass
+class _Sequence:
+    tokens: Tensor
+    cache: Any
+
+
+class RecomputedSequences(StatefulLayer):
+    """Computes all tokens of a sequence in every step, without a cache.
+
+    The engine gives each sequence a slot, as for layers with recurrent states; a slot holds the
+    tokens of its sequence.
+
+    Args:
+        halves: the model.
+    """
+
+    description: ClassVar[str] = "one sequence at a time, and computes all its tokens in every step"
+
+    def __init__(self, halves: Halves) -> None:
+        super().__init__("sequences")
+        # Every sequence counts one element, so that the engine can size the cache.
+        self.state_shapes = {"conv": (1,)}
+        self.halves = halves
+        self._kept: dict[int, _Sequence] = {}
+
+    @classmethod
+    def of(cls, halves: Halves, tokens: Tensor, undo: ExitStack) -> Self:
+        """Return the forward of a model. The other arguments are those of packed sequences."""
+        return cls(halves)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the hidden states ``(T, hidden_size)`` of the new tokens of packed sequences."""
+        states = states_of(input_ids)
+        ends = states.query_start_loc.tolist()
+        found = []
+        for first, end, slot in zip(ends[:-1], ends[1:], states.slot_idx.tolist(), strict=True):
+            if positions[first] == 0:
+                self._kept.pop(slot, None)
+            found.append(self._run(slot, input_ids[first:end]))
+        return torch.cat(found)
+
+    def _run(self, slot: int, new: Tensor) -> Tensor:
+        known = self._kept.get(slot)
+        tokens = new if known is None else torch.cat([known.tokens, new])
+        hidden, cache = self.compute(tokens, len(new), None if known is None else known.cache)
+        if slot >= 0:  # else nothing is to be kept
+            self._kept[slot] = _Sequence(tokens, cache)
+        return hidden
+
+    def compute(self, tokens: Tensor, new: int, cache: Any) -> tuple[Tensor, Any]:
+        """Return the hidden states of the last *new* tokens, and the sequence's cache.
+
+        Args:
+            tokens: ``(T,)``: the sequence up to here.
+            new: how many of them have not been computed yet.
+            cache: what was returned for the earlier ones; None for a new sequence.
+        """
+        hidden, _ = self.halves.hidden(tokens, use_cache=False)
+        return hidden[-new:], None
+
+
+class CachedSequences(RecomputedSequences):
+    """Keeps the model's own cache of each sequence.
+
+    The next token is computed with the cache. Several tokens that follow cached ones are computed
+    together with those, in a new cache: recurrent layers of transformers continue with one token at
+    a time only.
+
+    Raises:
+        NotSuitableError: the model does not take a cache.
+    """
+
+    description: ClassVar[str] = "one sequence at a time, with the model's own cache"
+
+    def __init__(self, halves: Halves) -> None:
+        super().__init__(halves)
+        parameters = inspect.signature(halves.base.forward).parameters
+        names = [name for name in _CACHES if name in parameters]
+        if not names:
+            raise NotSuitableError("it does not take a cache")
+        self._name, self._takes_positions = names[0], "position_ids" in parameters
+        config = halves.causal_lm.config.get_text_config(decoder=True)
+        self._may_be_outdated = bool(ropes_by_length(config))
+
+    def _is_outdated(self, tokens: Tensor, cache: Any) -> bool:
+        """Whether the model does without *cache* for the last of *tokens*.
+
+        Some models whose rope depends on the length do so at the token at which it changes, in the
+        method by which transformers' ``generate`` prepares each step.
+        """
+        prepared = self.halves.causal_lm.prepare_inputs_for_generation(
+            tokens[None], next_sequence_length=1, use_cache=True, **{self._name: cache}
+        )
+        return prepared.get(self._name) is None
+
+    def compute(self, tokens: Tensor, new: int, cache: Any) -> tuple[Tensor, Any]:
+        options: dict[str, Any] = {"use_cache": True}
+        is_new = cache is None or new > 1
+        if is_new or (self._may_be_outdated and self._is_outdated(tokens, cache)):
+            hidden, output = self.halves.hidden(tokens, **options)
+            return hidden[-new:], getattr(output, self._name)
+        if self._takes_positions:
+            options["position_ids"] = torch.full_like(tokens[:1], len(tokens) - 1)[None]
+        hidden, output = self.halves.hidden(tokens[-1:], **options, **{self._name: cache})
+        return hidden, getattr(output, self._name)
+
+
+# Shard the linear layers of a transformers model over tensor-parallel ranks.
+#
+# The model's plan lists the layers and their styles, by patterns such as
+# ``model.layers.*.self_attn.q_proj``. Layers without an entry, and experts, are replicated.
+
+
+# Parts of the output, which the next layer takes or which are gathered.
+_COLUMNS, _GATHERED_COLUMNS = "colwise", "colwise_gather_output"
+# Parts of the input, which the layer before gives or which are taken here. The results are added.
+_ROWS, _SPLIT_ROWS = "rowwise", "rowwise_split_input"
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+def check_ranks(model: Any, size: int) -> None:
+    """Check that *model* can be divided over *size* ranks; it may be on the meta device.
+
+    Raises:
+        ShardingError: it cannot.
+    """
+    name, planned = type(model).__name__, dict(_planned(model))
+    if not {style for _, style in planned.values()} & {_COLUMNS, _ROWS, _SPLIT_ROWS}:
+        raise ShardingError(
+            f"{name} runs by transformers' code, whose tensor-parallel plan does not divide its "
+            f"layers, so that it cannot run on {size} ranks. Use tensor_parallel_size=1."
+        )
+    parallel = TensorParallel(0, size, _not_called, _not_called)
+    text = model.config.get_text_config(decoder=True)
+    for heads in _HEADS:
+        if (count := getattr(text, heads, None)) is not None:
+            parallel.divide(count, heads)
+    for path, (layer, style) in planned.items():
+        if style in (_COLUMNS, _ROWS):
+            parallel.divide(_size(layer, style), f"a dimension of {path}")
+
+
+def shard(model: Any, parallel: TensorParallel) -> None:
+    """Keep this rank's part of each layer in the plan, with the collectives that it needs.
+
+    Raises:
+        ShardingError: it cannot be divided.
+    """
+    if parallel.size == 1:
+        return
+    check_ranks(model, parallel.size)
+    for _, (layer, style) in list(_planned(model)):
+        if _size(layer, style) % parallel.size:
+            continue  # of a style that whole layers fit, too
+        if style in (_COLUMNS, _GATHERED_COLUMNS):
+            _keep_columns(layer, parallel)
+        else:
+            _keep_rows(layer, parallel)
+        if style == _GATHERED_COLUMNS:
+            layer.register_forward_hook(_after(parallel.all_gather))
+        if style == _SPLIT_ROWS:
+            layer.register_forward_pre_hook(partial(_split, parallel=parallel))
+
+
+def _planned(model: Any) -> Iterator[tuple[str, tuple[nn.Linear, str]]]:
+    """Yield the linear layers in the plan, with their paths and styles."""
+    plan = getattr(model, "tp_plan", None) or {}
+    for path, module in model.named_modules():
+        style = str(plan.get(re.sub(r"\b\d+\b", "*", path)))
+        known = style in (_COLUMNS, _GATHERED_COLUMNS, _ROWS, _SPLIT_ROWS)
+        if known and isinstance(module, nn.Linear):
+            yield path, (module, style)
+
+
+def _size(layer: nn.Linear, style: str) -> int:
+    return layer.out_features if style in (_COLUMNS, _GATHERED_COLUMNS) else layer.in_features
+
+
+def _keep_columns(layer: nn.Linear, parallel: TensorParallel) -> None:
+    layer.out_features //= parallel.size
+    layer.weight = _part(layer.weight, 0, parallel)
+    if layer.bias is not None:
+        layer.bias = _part(layer.bias, 0, parallel)
+
+
+def _keep_rows(layer: nn.Linear, parallel: TensorParallel) -> None:
+    layer.in_features //= parallel.size
+    layer.weight = _part(layer.weight, 1, parallel)
+    if layer.bias is not None and parallel.rank > 0:  # the sum has it once
+        layer.register_parameter("bias", None)
+    layer.register_forward_hook(_after(parallel.all_reduce))
+
+
+def _part(whole: Tensor, dim: int, parallel: TensorParallel) -> nn.Parameter:
+    part = whole.data.chunk(parallel.size, dim)[parallel.rank]
+    return nn.Parameter(part.clone(), requires_grad=False)
+
+
+def _after(collective: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+    return lambda module, inputs, output: collective(output)
+
+
+def _split(module: nn.Module, inputs: tuple[Tensor], *, parallel: TensorParallel) -> Tensor:
+    return inputs[0].chunk(parallel.size, -1)[parallel.rank]
+
+
+def _not_called(x: Tensor, dim: int = -1) -> Tensor:
+    raise AssertionError("a model that is only checked needs no other ranks")
+
+
+# A causal transformers model with the engine's interface of models.
+
 
 _log = logging.getLogger(__name__)
 
@@ -151,3 +504,99 @@ def _special_tokens(config: Any) -> set[int]:
             with suppress(TypeError):
                 found |= set(value) if isinstance(value, list) else {value}
     return found
+
+
+# A transformers encoder with the engine's interface of encoders.
+
+
+class TransformersEncoder(Encoder):
+    """A base model of transformers with loaded weights; its attention may be causal.
+
+    Texts are padded to one length for a forward, with an attention mask, as transformers does. If
+    the model's rope depends on the length, each text has a forward of its own.
+
+    Args:
+        base: the model, in evaluation mode.
+
+    Attributes:
+        config: its configuration.
+        report: which modules run opweave's ops.
+
+    Raises:
+        UnsupportedModelError: its configuration does not limit the length of texts.
+    """
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.config, self.dtype = base.config, base.dtype
+        self.base = base.requires_grad_(False)
+        self._text: Any = base.config.get_text_config(decoder=True)
+        self._padding: int = self._text.pad_token_id or 0
+        self._is_by_length = bool(ropes_by_length(self._text))
+        self._max_positions = _max_positions(base, self._text, self._padding)
+        self.report = optimize(base)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._text.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._text.vocab_size)
+
+    @property
+    def max_positions(self) -> int:
+        return self._max_positions
+
+    def forward(self, input_ids: Tensor, positions: Tensor, *, cu_seqlens: Tensor) -> Tensor:
+        """Return the hidden states: ``(T, hidden_size)``.
+
+        Args:
+            input_ids: ``(T,)``, integer: packed texts.
+            positions: unused; the model computes the positions.
+            cu_seqlens: ``(texts + 1,)``, int32: the start of each text, and the end of the last.
+        """
+        lengths = cu_seqlens.diff()
+        texts = torch.split_with_sizes(input_ids, lengths.tolist())
+        if self._is_by_length:
+            return torch.cat([self.base(input_ids=text[None])[0][0] for text in texts])
+        ids = pad_sequence(list(texts), batch_first=True, padding_value=self._padding)
+        mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+        output = self.base(input_ids=ids, attention_mask=mask.long())
+        hidden: Tensor = output[0][mask]
+        return hidden
+
+
+@torch.inference_mode()
+def _max_positions(base: Any, config: Any, padding: int) -> int:
+    """Return the length of the longest text for which the model has positions.
+
+    RoBERTa and its relatives number tokens from the row after the padding's, so that the table of
+    positions is longer than a text. The embeddings of one token at two places show the first: only the
+    table of positions is read at two consecutive rows.
+    """
+    limits = [getattr(config, "max_position_embeddings", None) or 0]
+    if limits[0] < 1:
+        raise UnsupportedModelError(
+            f"{type(base).__name__} is not supported as an encoder: its configuration lacks a "
+            "positive max_position_embeddings, the length of the longest text."
+        )
+
+    def record(table: Any, inputs: tuple[Any, ...]) -> None:
+        if inputs and not inputs[0].is_floating_point() and inputs[0].numel() == len(ids[0]):
+            first, second = inputs[0].flatten().tolist()
+            if second == first + 1:
+                limits.append(len(table.weight) - first)
+
+    token = next(token for token in range(config.vocab_size) if token != padding)
+    ids = torch.full((1, 2), token, device=base.device)
+    if (embeddings := getattr(base, "embeddings", None)) is not None:
+        # LUKE's fail without them.
+        typed = "token_type_ids" in inspect.signature(embeddings.forward).parameters
+        options = {"token_type_ids": torch.zeros_like(ids)} if typed else {}
+        with ExitStack() as hooks:
+            for module in embeddings.children():
+                if hasattr(module, "weight"):
+                    hooks.callback(module.register_forward_pre_hook(record).remove)
+            embeddings(ids, **options)
+    return min(limits)

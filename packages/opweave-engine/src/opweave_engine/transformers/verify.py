@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.layers.mamba.states import SequenceStates, StateCache
+from opweave.layers.mamba_states import SequenceStates, StateCache
 from opweave_engine.models.forward_context import ForwardContext, forward_context
 
 # Relative to the largest logit. Rows of logits outside are counted: in 16 bits, a mixture of

@@ -1,22 +1,242 @@
-"""The codemod: replaces each layer by its op, its implementations and the layer that is left."""
+"""The codemod: replaces each layer by its op, its implementations and the layer."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any, cast
 
 import libcst as cst
+from libcst import matchers as m
 from libcst.helpers import get_full_name_for_node
 
 from opweave import layers as own_layers
-from opweave_vllm.migrate.functions import documented, functions
-from opweave_vllm.migrate.imports import imports_of, moved
+from opweave_vllm.migrate.declare import PLATFORM_METHODS, OpPlan
 from opweave_vllm.migrate.plan import LayerPlan, own_class
 from opweave_vllm.migrate.registrations import unregister
-from opweave_vllm.migrate.source import KINDS, SourceModule
-from opweave_vllm.migrate.thin_layer import thin_layer
-from opweave_vllm.migrate.trees import Statement, spaced, statement
+from opweave_vllm.migrate.source import KINDS, NATIVE, LayerClass, SourceModule
+from opweave_vllm.migrate.trees import (
+    Statement,
+    attribute_of_self,
+    imports_of,
+    methods_of,
+    moved,
+    spaced,
+    statement,
+    target_name,
+    without,
+)
+
+# Functions made from methods: ops, implementations and helpers.
+
+
+_WIDTH = 88  # longer signatures get a line per parameter
+
+
+def functions(
+    plan: LayerPlan, node: cst.ClassDef, helpers: set[str], ir: str, indent: str
+) -> Iterator[cst.FunctionDef]:
+    """Yield the functions made from the methods of a class.
+
+    Args:
+        plan: the plan of the class.
+        node: the class.
+        helpers: names of the helpers that exist already; new ones are added.
+        ir: the name of ``opweave.ir`` in the module.
+        indent: the indentation of one level.
+    """
+    op, methods = plan.op, methods_of(node)
+    if op is None:
+        return
+    native = [op.native] if op.native else []
+    for rewritten in [*native, *(impl.body for impl in plan.impls)]:
+        for name in rewritten.helpers.keys() - helpers:
+            helpers.add(name)
+            yield _helper(name, methods[rewritten.helpers[name].name], indent)
+    if op.native:
+        decorator = f'@{ir}.register_op(name="{op.name}")'
+        body = _body(methods[op.native.method], op.native.replacements, indent)
+        yield _function(decorator, f"_{op.name}", op, methods[op.native.method], body)
+    for impl in plan.impls:
+        tensors = [a.name for a in op.arguments if "Tensor" in a.annotation]
+        named = impl.device in ("cpu", "cuda")
+        rule, given = (impl.device, tensors) if named else ("device", [impl.device, *tensors])
+        quoted = ", ".join(f'"{each}"' for each in given)
+        decorator = (
+            f"@{ir}.ops.{op.name}.register_impl("
+            f'"{impl.provider}", supports_args=rules.{rule}({quoted}))'
+        )
+        method = methods[impl.body.method]
+        yield _function(decorator, "_", op, method, _body(method, impl.body.replacements, indent))
+
+
+def documented(function: cst.FunctionDef, node: cst.ClassDef) -> cst.FunctionDef:
+    """Return *function* with the docstring of the class, if it does not have one of its own."""
+    docstring = _docstring(node.body)
+    body = function.body
+    if docstring is None or _docstring(body) or not isinstance(body, cst.IndentedBlock):
+        return function
+    docstring = docstring.with_changes(leading_lines=[])
+    return function.with_changes(body=body.with_changes(body=[docstring, *body.body]))
+
+
+def _function(
+    decorator: str, name: str, op: OpPlan, method: cst.FunctionDef, body: cst.BaseSuite
+) -> cst.FunctionDef:
+    parameters = [
+        f"{a.name}: {a.annotation}" + (f" = {a.default}" if a.default is not None else "")
+        for a in op.arguments
+    ]
+    signature = f"def {name}({', '.join(parameters)}) -> {op.returns}:"
+    if len(signature) > _WIDTH:
+        lines = "".join(f"    {parameter},\n" for parameter in parameters)
+        signature = f"def {name}(\n{lines}) -> {op.returns}:"
+    node = cst.ensure_type(statement(f"{decorator}\n{signature}\n    pass\n"), cst.FunctionDef)
+    return spaced(node.with_changes(body=body), 2, method.leading_lines)
+
+
+def _helper(name: str, method: cst.FunctionDef, indent: str) -> cst.FunctionDef:
+    decorators = [
+        each
+        for each in method.decorators
+        if not (isinstance(each.decorator, cst.Name) and each.decorator.value == "staticmethod")
+    ]
+    return spaced(
+        method.with_changes(
+            name=cst.Name(name), decorators=decorators, body=_body(method, {}, indent)
+        ),
+        2,
+    )
+
+
+def _body(method: cst.FunctionDef, replacements: Mapping[str, str], indent: str) -> cst.BaseSuite:
+    """Return the body of a method for a function at the top level."""
+    body = cast(cst.BaseSuite, method.body.visit(_SelfReplacer(replacements)))
+    docstring = _docstring(body)
+    if docstring is None or not isinstance(body, cst.IndentedBlock):
+        return body
+    text = cst.ensure_type(cst.ensure_type(docstring.body[0], cst.Expr).value, cst.SimpleString)
+    value = text.value.replace(f"\n{indent}", "\n")
+    docstring = docstring.with_deep_changes(text, value=value)
+    return body.with_changes(body=[docstring, *body.body[1:]])
+
+
+def _docstring(body: cst.BaseSuite) -> cst.SimpleStatementLine | None:
+    """Return the statement that is the docstring, if there is one."""
+    for first in body.body[:1]:
+        if m.matches(first, m.SimpleStatementLine([m.Expr(m.SimpleString()), m.ZeroOrMore()])):
+            return cst.ensure_type(first, cst.SimpleStatementLine)
+    return None
+
+
+class _SelfReplacer(cst.CSTTransformer):
+    """Replaces attributes of ``self``."""
+
+    def __init__(self, replacements: Mapping[str, str]) -> None:
+        super().__init__()
+        self.replacements = replacements
+
+    def leave_Attribute(  # noqa: N802 (libcst's name)
+        self, original_node: cst.Attribute, updated_node: cst.Attribute
+    ) -> cst.BaseExpression:
+        name, value = updated_node.attr.value, updated_node.value
+        if not (isinstance(value, cst.Name) and value.value == "self"):
+            return updated_node
+        if name not in self.replacements:
+            return updated_node
+        replacement = cst.parse_expression(self.replacements[name])
+        return replacement.with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)
+
+
+# The remaining class of a layer: parameters, and methods that call its op.
+
+
+# forward_hip is forward_cuda by default.
+_CALLERS = [name for name in PLATFORM_METHODS if name != "forward_hip"]
+
+
+def thin_layer(plan: LayerPlan, node: cst.ClassDef, ir: str) -> cst.ClassDef:
+    """Return the class *node* with methods that call the op, if it is a new one.
+
+    Args:
+        plan: the plan of the class.
+        node: the class.
+        ir: the name of ``opweave.ir`` in the module.
+    """
+    op = plan.op
+    if op is None or op.native is None:
+        return node
+    functions = {method.name: name for name, method in op.native.helpers.items()}
+    replaced = PLATFORM_METHODS.keys() - plan.kept
+    body: list[Statement] = []
+    for each in node.body.body:
+        if isinstance(each, cst.FunctionDef):
+            name = each.name.value
+            if name == NATIVE:
+                body += _methods(plan, op, each, ir)
+            elif name in functions:
+                body.append(spaced(statement(f"{name} = staticmethod({functions[name]})"), 1))
+            elif name not in replaced:
+                body.append(each)
+        elif (kept := _without_aliases(each, replaced)) is not None:
+            body.append(kept)
+    thin = node.with_changes(body=node.body.with_changes(body=body))
+    needless = _needless_kernels(plan.layer, thin)
+    return without(thin, lambda each: _assigns(each, needless))
+
+
+def _methods(plan: LayerPlan, op: OpPlan, native: cst.FunctionDef, ir: str) -> Iterator[Statement]:
+    given = ", ".join(f"self.{a.attribute}" if a.attribute else a.name for a in op.arguments)
+    native = spaced(native, 1, [])
+    yield native.with_changes(body=_block(f"return {ir}.ops.{op.name}.native({given})"))
+    callers = [name for name in _CALLERS if name not in plan.kept]
+    if "forward_cuda" in plan.kept and "forward_hip" not in plan.kept:
+        own = {*plan.layer.methods, *plan.layer.aliases}
+        callers += ["forward_hip"] if "forward_hip" in own else []
+    for first, *others in [callers] if callers else []:
+        body = _block(f"return {ir}.ops.{op.name}({given})")
+        yield native.with_changes(name=cst.Name(first), body=body)
+        if others:
+            yield spaced(statement(" = ".join([*others, first])), 1)
+
+
+def _block(text: str) -> cst.IndentedBlock:
+    return cst.IndentedBlock([statement(text)])
+
+
+def _needless_kernels(layer: LayerClass, node: cst.ClassDef) -> set[str]:
+    """Return the attributes with kernels that the methods no longer call."""
+    read = {
+        attribute_of_self(part)
+        for part in ast.walk(ast.parse(cst.Module([node]).code))
+        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Load)
+    }
+    return {name for name in layer.attributes if layer.kernel(name) is not None} - read
+
+
+def _without_aliases(node: Any, replaced: Set[str]) -> Any:
+    """Return a statement without assignments of *replaced* methods, or None if none is left."""
+    if not isinstance(node, cst.SimpleStatementLine):
+        return node
+    left = []
+    for each in node.body:
+        targets = each.targets if isinstance(each, cst.Assign) else ()
+        kept = [target for target in targets if target_name(target) not in replaced]
+        if kept or not targets:
+            left.append(each.with_changes(targets=kept) if targets else each)
+    return node.with_changes(body=left) if left else None
+
+
+def _assigns(node: cst.CSTNode, attributes: Set[str]) -> bool:
+    """Return whether a statement assigns one of these attributes of ``self``."""
+    return isinstance(node, cst.Assign) and any(
+        target_name(target) in {f"self.{name}" for name in attributes} for target in node.targets
+    )
+
+
+# The codemod: replaces each layer by its op, its implementations and the layer that is left.
+
 
 _CODING = re.compile(r"#.*?coding[:=]")  # PEP 263
 _IMPORTS = (cst.Import, cst.ImportFrom)

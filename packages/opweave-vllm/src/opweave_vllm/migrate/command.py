@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opweave.cli.errors import CliError
-from opweave.cli.flag import Flag
-from opweave.cli.output import out, print_json, print_text
+from opweave.cli.options import Flag
+from opweave.cli.output import CliError, out, print_json, print_text
 
 if TYPE_CHECKING:
     from opweave_vllm.migrate.plan import LayerPlan
@@ -33,9 +32,9 @@ def migrate(file: Path, /, *, json: Flag = False) -> None:
             f"opweave migrate needs a package that is not installed ({error}). Install it with: "
             "pip install 'opweave-vllm[migrate]'"
         ) from error
-    from opweave_vllm.migrate.imports import remaining_imports
     from opweave_vllm.migrate.plan import plan
     from opweave_vllm.migrate.source import read
+    from opweave_vllm.migrate.trees import remaining_imports
 
     source = read(file)
     plans = plan(source)

@@ -1,36 +1,477 @@
-"""The op that is declared from a layer's ``forward_native``."""
+"""The op that is declared from a layer: its name, arguments, types and functions."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from opweave.ir import current_registry
-from opweave_vllm.migrate.names import op_name, snake
-from opweave_vllm.migrate.reuse import changed_or_returned
-from opweave_vllm.migrate.rewrite import Rewritten, rewrite, used_names
+from opweave.ir.errors import InvalidNameError
+from opweave.ir.schema import OWN_PROVIDERS, RESERVED_PROVIDERS, check_op_name
 from opweave_vllm.migrate.source import NATIVE, LayerClass
-from opweave_vllm.migrate.syntax import (
+from opweave_vllm.migrate.trees import (
     Function,
+    annotation_text,
     attribute_of_self,
     dotted,
     is_docstring,
     is_static,
+    is_torch_op,
+    last_name,
+    own_nodes,
     own_parameters,
 )
-from opweave_vllm.migrate.types import (
-    Argument,
-    annotation_of,
-    attribute_type,
-    guessed_type,
-    output_problem,
-    returned,
-    source_text,
+
+# Valid names for ops and providers.
+
+
+def snake(name: str) -> str:
+    """Return ``my_op`` for ``MyOp``."""
+    return "".join(f"_{c}" if c.isupper() and i else c for i, c in enumerate(name)).lower()
+
+
+def op_name(text: str) -> str:
+    """Return *text* as a valid op name."""
+    name = _identifier(text)
+    try:
+        return check_op_name(name)
+    except InvalidNameError:
+        return f"{name}_op"
+
+
+def provider_name(text: str) -> str:
+    """Return *text* as a valid provider name that opweave does not use."""
+    name = _identifier(text)
+    return f"my_{name}" if name in RESERVED_PROVIDERS or name in OWN_PROVIDERS else name
+
+
+def _identifier(text: str) -> str:
+    name = re.sub(r"[^a-z0-9_]", "_", text.lower())
+    return f"_{name}" if name[:1].isdigit() else name
+
+
+# Detects methods that change or return their arguments, which ops may not.
+
+
+_FUNCTIONS = frozenset({"torch", "F", "nn.functional", "torch.nn.functional"})
+_MAY_SHARE = {  # methods whose result may share the tensor's memory
+    *("T", "chunk", "contiguous", "data", "detach", "expand", "expand_as", "flatten", "float"),
+    *("half", "mT", "narrow", "permute", "reshape", "select", "split", "squeeze", "t", "to"),
+    *("transpose", "type", "type_as", "unbind", "unflatten", "unfold", "unsqueeze", "view"),
+    "view_as",
+}
+
+
+def changed_or_returned(function: Function) -> str | None:
+    """Return an argument that *function* changes in place or returns, or None.
+
+    Possible views of an argument count as the argument. Names that are assigned twice are ignored:
+    their value is unknown.
+    """
+    assigned = Counter(name for node in ast.walk(function) for name, _ in _assigned(node))
+    arguments = {arg.arg for arg in function.args.args[1:]} - set(assigned)
+    values = {
+        name: value
+        for node in own_nodes(function)
+        for name, value in _assigned(node)
+        if assigned[name] == 1 and value is not None
+    }
+    given_back = (value for node in own_nodes(function) for value in _given_back(node))
+    owners = (name for value in given_back for name in _owners(value, values))
+    return next((name for name in owners if name in arguments), None)
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield the names that a statement assigns, and the value that each is a part of."""
+    if isinstance(node, (ast.Assign, ast.For)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        value = node.value if isinstance(node, ast.Assign) else None
+        for target in targets:
+            items = target.elts if isinstance(target, ast.Tuple) else [target]
+            whole = None if isinstance(value, ast.Tuple) and len(items) > 1 else value
+            yield from ((name, whole) for item in items for name in _names(item))
+    elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
+        yield from ((name, node.value) for name in _names(node.target))
+
+
+def _given_back(node: ast.AST) -> Iterator[ast.expr]:
+    """Yield the expressions that a statement writes to or returns."""
+    if isinstance(node, ast.Return) and node.value is not None:
+        yield node.value
+    elif isinstance(node, ast.AugAssign):
+        yield _whole(node.target)
+    elif isinstance(node, ast.Assign):
+        yield from (_whole(each) for each in node.targets if isinstance(each, ast.Subscript))
+    elif isinstance(node, ast.Call):
+        options = {each.arg: each.value for each in node.keywords}
+        if "out" in options:
+            yield options["out"]
+        if "inplace" in options and ast.unparse(options["inplace"]) != "False":
+            yield from node.args[:1]
+        if isinstance(node.func, ast.Attribute) and _is_in_place(node.func.attr):
+            yield _holder(node)
+
+
+def _is_in_place(method: str) -> bool:
+    return method.endswith("_") and not method.endswith("__")
+
+
+def _holder(call: ast.Call) -> ast.expr:
+    """Return ``x`` for ``x.t()`` and ``torch.t(x)``."""
+    assert isinstance(call.func, ast.Attribute)
+    function = dotted(call.func.value) in _FUNCTIONS and call.args
+    return call.args[0] if function else call.func.value
+
+
+def _whole(target: ast.expr) -> ast.expr:
+    """Return ``x`` for ``x[0][1]``."""
+    return _whole(target.value) if isinstance(target, ast.Subscript) else target
+
+
+def _owners(value: ast.expr, values: dict[str, ast.expr]) -> Iterator[str]:
+    """Yield the names whose memory *value* may share, as in ``(a, b.view(-1))`` and ``a[0]``."""
+    if isinstance(value, ast.Name):
+        yield value.id
+        if value.id in values:
+            rest = {name: each for name, each in values.items() if name != value.id}
+            yield from _owners(values[value.id], rest)
+    for part in _sharing(value):
+        yield from _owners(part, values)
+
+
+def _sharing(value: ast.expr) -> list[ast.expr]:
+    """Return the parts of an expression whose memory its result may share."""
+    match value:
+        case ast.Tuple():
+            return value.elts
+        case ast.IfExp():
+            return [value.body, value.orelse]
+        case ast.Subscript() if _is_view(value.slice):
+            return [value.value]
+        case ast.Attribute(attr=name) if name in _MAY_SHARE:
+            return [value.value]
+        case ast.Call(func=ast.Attribute(attr=name)) if name in _MAY_SHARE or _is_in_place(name):
+            return [_holder(value)]
+    return []
+
+
+def _is_view(index: ast.expr) -> bool:
+    """Return whether indexing a tensor gives a view: tensors as indices copy."""
+    if isinstance(index, ast.Tuple):
+        return all(map(_is_view, index.elts))
+    return isinstance(index, (ast.Slice, ast.Constant, ast.UnaryOp))
+
+
+def _names(value: ast.expr) -> Iterator[str]:
+    """Yield the names in a target."""
+    if isinstance(value, ast.Name):
+        yield value.id
+    elif isinstance(value, (ast.Tuple, ast.List)):
+        for item in value.elts:
+            yield from _names(item)
+
+
+# Types of an op's arguments and outputs, inferred from the source.
+
+
+TENSOR = "torch.Tensor"
+_TENSOR_MAKERS = frozenset({"Parameter", "empty", "ones", "zeros", "tensor", "arange", "full"})
+_RETURNS = {
+    **dict.fromkeys(
+        ("int", "len", "round", "cdiv", "divide", "round_up", "next_power_of_2"), "int"
+    ),
+    **dict.fromkeys(("numel", "get_tensor_model_parallel_world_size"), "int"),
+    "get_tensor_model_parallel_rank": "int",
+    "float": "float",
+    **dict.fromkeys(("bool", "isinstance", "hasattr", "any", "all"), "bool"),
+    "str": "str",
+}
+# Names by which models call their sizes and flags.
+_COUNT = re.compile(
+    r"^_?(n|num|max|min|top|total|tp|dp|ep|pp)_|^top_?k$"
+    r"|(size|dim|dims|rank|heads|groups|experts|len|length|count|layers|blocks|idx|index|steps)$"
 )
+_FLAG = re.compile(r"^_?(is|has|use|uses|do|enable|should|with|need|needs)_")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of an op.
+
+    Attributes:
+        default: as source text, or None.
+        attribute: the attribute of the layer that is passed for it.
+    """
+
+    name: str
+    annotation: str
+    default: str | None
+    attribute: str | None = None
+
+
+def annotation_of(argument: ast.arg, default: ast.expr | None) -> str:
+    """Return the annotation of a parameter, or a guess from its default."""
+    if argument.annotation is not None:
+        return annotation_text(argument.annotation)
+    if default is None:
+        return TENSOR
+    if isinstance(default, ast.Constant) and default.value is None:
+        return f"{TENSOR} | None"
+    return type(default.value).__name__ if isinstance(default, ast.Constant) else TENSOR
+
+
+def source_text(annotation: object) -> str:
+    """Return the source of an annotation, with ``torch.Tensor`` for ``Tensor``."""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"(?<![.\w])Tensor\b", TENSOR, text)
+
+
+def attribute_type(name: str, layer: LayerClass) -> str | None:
+    """Return the type of ``self.name`` by its annotation or its values, or None if ambiguous."""
+    return layer.annotations.get(name) or _joined(_types(name, layer))
+
+
+def guessed_type(name: str, layer: LayerClass) -> str:
+    """Return a guess for an attribute with an ambiguous type."""
+    types = _types(name, layer)
+    kind = TENSOR if types == {"None"} else _kind_by_name(name)
+    return f"{kind} | None" if "None" in types else kind
+
+
+def _kind_by_name(name: str) -> str:
+    if _COUNT.search(name):
+        return "int"
+    return "bool" if _FLAG.match(name) else "float"
+
+
+def returned(function: Function) -> str:
+    """Return the return annotation of a method, or a guess from its return statements."""
+    if function.returns is not None:
+        return annotation_text(function.returns)
+    (size,) = _sizes(function)
+    return TENSOR if size == 1 else f"tuple[{', '.join([TENSOR] * size)}]"
+
+
+def output_problem(function: Function) -> str:
+    """Return why the results of a method cannot be outputs of an op, or ""."""
+    sizes = _sizes(function)
+    given = annotation_text(function.returns) if function.returns else ""
+    if sizes <= {0} or given == "None":
+        return "it returns nothing"
+    if 0 in sizes or re.search(r"\b(None|Optional)\b", given):
+        return "one of its outputs may be None"
+    if len(sizes) > 1 or "|" in given or "Union" in given:
+        return "it returns a tensor or a tuple"
+    return ""
+
+
+class _Values:
+    """The types of the values in ``__init__``."""
+
+    def __init__(self, layer: LayerClass) -> None:
+        self.layer = layer
+        init = layer.methods.get("__init__")
+        self.parameters = _parameter_types(init) if init else {}
+        self.open: set[str] = set()  # attributes whose types are being determined
+
+    def of_attribute(self, name: str) -> set[str | None]:
+        """Return the types of the values that are assigned to ``self.name``."""
+        if name in self.open:
+            return {None}
+        self.open.add(name)
+        found = {self.type(value) for value in self.layer.attributes[name]}
+        self.open.remove(name)
+        return found
+
+    def type(self, value: ast.expr) -> str | None:
+        """Return the type of an expression, or None if it is unknown."""
+        if isinstance(value, ast.Name):
+            return self.parameters.get(value.id)
+        if isinstance(value, ast.Constant):
+            return type(value.value).__name__ if value.value is not None else "None"
+        if isinstance(value, ast.Compare):
+            return "bool"
+        if isinstance(value, ast.BoolOp):
+            return _joined({self.type(each) for each in value.values})
+        if isinstance(value, ast.IfExp):
+            return _joined({self.type(value.body), self.type(value.orelse)})
+        if isinstance(value, ast.UnaryOp):
+            return "bool" if isinstance(value.op, ast.Not) else self.type(value.operand)
+        if isinstance(value, ast.BinOp):
+            return self._result(value)
+        if isinstance(value, ast.Call):
+            return self._returned(value)
+        if isinstance(value, ast.Subscript):  # x.shape[0]
+            return "int" if last_name(value.value) == "shape" else None
+        name = attribute_of_self(value)
+        known = self.layer.annotations.get(name)
+        return known or (
+            _joined(self.of_attribute(name)) if name in self.layer.attributes else None
+        )
+
+    def _result(self, value: ast.BinOp) -> str | None:
+        sides = {self.type(value.left), self.type(value.right)}
+        if not sides <= {"int", "float", "bool"}:
+            return None
+        if isinstance(value.op, (ast.Div, ast.Pow)):
+            return "float" if isinstance(value.op, ast.Div) or "float" in sides else None
+        return "float" if "float" in sides else "int"
+
+    def _returned(self, value: ast.Call) -> str | None:
+        called = last_name(value.func)
+        if called in _TENSOR_MAKERS or is_torch_op(value.func):
+            return TENSOR
+        if called in ("max", "min", "abs") and isinstance(value.func, ast.Name):
+            return _joined({self.type(each) for each in value.args})
+        return _RETURNS.get(called)
+
+
+def _parameter_types(init: Function) -> dict[str, str]:
+    """Return the types of parameters by their annotations, else by their defaults."""
+    pairs = own_parameters(init)
+    pairs += zip(init.args.kwonlyargs, init.args.kw_defaults, strict=True)
+    types: dict[str, str] = {}
+    for argument, default in pairs:
+        if argument.annotation is not None:
+            types[argument.arg] = annotation_text(argument.annotation)
+        elif isinstance(default, ast.Constant) and default.value is not None:
+            types[argument.arg] = type(default.value).__name__
+    return types
+
+
+def _joined(types: set[str | None]) -> str | None:
+    """Return the union of types, or None if it is ambiguous."""
+    if len(types) == 1 and types != {"None"}:
+        return next(iter(types))
+    parts = {part for each in types if each is not None for part in each.split(" | ")}
+    if None in types or len(parts - {"None"}) != 1:
+        return None
+    (kind,) = parts - {"None"}
+    return f"{kind} | None" if "None" in parts else kind
+
+
+def _types(name: str, layer: LayerClass) -> set[str | None]:
+    return _Values(layer).of_attribute(name)
+
+
+def _sizes(function: Function) -> set[int]:
+    """Return the possible numbers of results of a method; 0 stands for None."""
+    returns = [node for node in own_nodes(function) if isinstance(node, ast.Return)]
+    return {_size(node.value) for node in returns}
+
+
+def _size(value: ast.expr | None) -> int:
+    if value is None or (isinstance(value, ast.Constant) and value.value is None):
+        return 0
+    return len(value.elts) if isinstance(value, ast.Tuple) else 1
+
+
+# Turns a method into a function: attributes of ``self`` become arguments.
+
+
+@dataclass
+class Rewritten:
+    """A method as a function without ``self``.
+
+    Attributes:
+        method: its name.
+        replacements: the source text to write for attributes of ``self``, by attribute.
+        helpers: the static methods that it calls, by the names of the functions they become.
+        problems: why it cannot become a function.
+    """
+
+    method: str
+    replacements: dict[str, str] = field(default_factory=dict)
+    helpers: dict[str, Function] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def rewrite(function: Function, layer: LayerClass, arguments: Mapping[str, str]) -> Rewritten:
+    """Return how *function* reads with *arguments* instead of the attributes of ``self``."""
+    rewritten = Rewritten(function.name)
+    reader = _BodyReader(layer, arguments, rewritten)
+    for statement in function.body:
+        reader.visit(statement)
+    rewritten.problems += _hidden(function, reader.replaced, set(arguments.values()))
+    rewritten.problems = list(dict.fromkeys(rewritten.problems))
+    return rewritten
+
+
+def used_names(function: Function) -> set[str]:
+    """Return the names that *function*, or a function in it, reads or binds."""
+    names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    return names | _bound(function)
+
+
+def _hidden(function: Function, replaced: set[str], arguments: set[str]) -> list[str]:
+    """Return the names that would change their meaning in a function of these arguments."""
+    bound = _bound(function)
+    globals_ = (used_names(function) - bound) & arguments
+    return [f"its own {name} would hide an argument" for name in sorted(replaced & bound)] + [
+        f"an argument would hide the {name} that it reads" for name in sorted(globals_)
+    ]
+
+
+def _bound(function: Function) -> set[str]:
+    return {
+        node.id if isinstance(node, ast.Name) else node.arg
+        for node in ast.walk(function)
+        if isinstance(node, ast.arg)
+        or (isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load))
+    }
+
+
+class _BodyReader(ast.NodeVisitor):
+    def __init__(
+        self, layer: LayerClass, arguments: Mapping[str, str], rewritten: Rewritten
+    ) -> None:
+        self.layer, self.arguments, self.rewritten = layer, arguments, rewritten
+        self.replaced: set[str] = set()  # the arguments that are used
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = attribute_of_self(node.func)
+        if name and not self._is_function(name):
+            self._problem(f"it calls self.{name}")
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        name = attribute_of_self(node)
+        if not name:
+            self.generic_visit(node)
+        elif isinstance(node.ctx, ast.Store):
+            self._problem(f"it assigns self.{name}")
+        elif name in self.arguments:
+            self.replaced.add(self.arguments[name])
+            self.rewritten.replacements[name] = self.arguments[name]
+        elif (kernel := self.layer.kernel(name)) is not None:
+            self.rewritten.replacements[name] = ast.unparse(kernel)
+        elif self._is_function(name):
+            helper = f"_{snake(self.layer.name)}_{name.lstrip('_')}"
+            self.rewritten.helpers[helper] = self.layer.methods[name]
+            self.rewritten.replacements[name] = helper
+        elif f"it calls self.{name}" not in self.rewritten.problems:
+            self._problem(f"it {'calls' if name in self.layer.methods else 'reads'} self.{name}")
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if node.id in ("self", "super"):
+            self._problem(f"it uses {node.id} as a whole")
+
+    def _is_function(self, name: str) -> bool:
+        """Return whether an attribute can be called without the object."""
+        method = self.layer.methods.get(name)
+        return self.layer.kernel(name) is not None or (method is not None and is_static(method))
+
+    def _problem(self, text: str) -> None:
+        self.rewritten.problems.append(text)
+
+
+# The op that is declared from a layer's ``forward_native``.
+
 
 PLATFORM_METHODS = {
     "forward_cuda": "cuda",

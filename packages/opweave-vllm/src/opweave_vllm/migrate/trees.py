@@ -1,14 +1,96 @@
-"""Concrete syntax trees, which keep comments and formatting."""
+"""Syntax trees, abstract and concrete, and the imports of a module."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TypeAlias, TypeVar, cast
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider
+
+from opweave import layers as own_layers
+
+# Helpers for abstract syntax trees.
+
+
+Function = ast.FunctionDef
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+
+
+def dotted(node: ast.expr) -> str:
+    """Return the text of a dotted name such as ``a.b.c``, or "" for other expressions."""
+    if isinstance(node, ast.Attribute):
+        start = dotted(node.value)
+        return start and f"{start}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def last_name(node: ast.expr) -> str:
+    """Return ``c`` for ``a.b.c``, or "" if it is not a dotted name."""
+    return dotted(node).rpartition(".")[2]
+
+
+def attribute_of_self(node: ast.AST) -> str:
+    """Return ``a`` for ``self.a``, or "" for other expressions."""
+    is_it = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    return node.attr if is_it and node.value.id == "self" else ""  # type: ignore[attr-defined]
+
+
+def is_torch_op(value: ast.expr) -> bool:
+    """Return whether *value* names a torch op."""
+    return dotted(value).startswith("torch.ops.")
+
+
+def annotation_text(annotation: ast.expr) -> str:
+    """Return the source of an annotation, without quotes around it."""
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        return annotation.value
+    return ast.unparse(annotation)
+
+
+def is_static(method: Function) -> bool:
+    """Return whether a method is a static method."""
+    return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in method.decorator_list)
+
+
+def own_parameters(method: Function) -> list[tuple[ast.arg, ast.expr | None]]:
+    """Return the positional parameters of a method without ``self``, with their defaults."""
+    parameters = [*method.args.posonlyargs, *method.args.args]
+    missing: list[ast.expr | None] = [None] * (len(parameters) - len(method.args.defaults))
+    pairs = list(zip(parameters, [*missing, *method.args.defaults], strict=True))
+    return pairs if is_static(method) else pairs[1:]
+
+
+def is_docstring(statement: ast.stmt) -> bool:
+    """Return whether a statement is a docstring or another constant."""
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def names_in(*nodes: ast.AST) -> Iterator[str]:
+    """Yield every occurrence of a name in *nodes*."""
+    for node in nodes:
+        for part in ast.walk(node):
+            if isinstance(part, ast.Name):
+                yield part.id
+
+
+def own_nodes(function: Function) -> Iterator[ast.AST]:
+    """Yield the nodes in the body of *function*, without those of nested functions and classes."""
+    waiting: deque[ast.AST] = deque(function.body)
+    while waiting:
+        node = waiting.popleft()
+        yield node
+        if not isinstance(node, _SCOPES):
+            waiting.extend(ast.iter_child_nodes(node))
+
+
+# Concrete syntax trees, which keep comments and formatting.
+
 
 Position = tuple[int, int]  # line and column in characters
 Statement: TypeAlias = cst.SimpleStatementLine | cst.BaseCompoundStatement
@@ -82,3 +164,97 @@ class Remover(cst.CSTTransformer):
 def _is_empty(node: object) -> bool:
     is_block = isinstance(node, (cst.If, cst.For, cst.With, cst.Else)) and not node.body.body
     return is_block and getattr(node, "orelse", None) is None
+
+
+# The imports of a module, and those that replace them.
+
+
+_VLLM_API = "opweave_vllm.vllm_api"
+
+
+def imports_of(node: ast.AST) -> dict[str, str]:
+    """Return the full name of every name that imports in *node* bind."""
+    found = {}
+    for part in ast.walk(node):
+        if isinstance(part, ast.Import):
+            for alias in part.names:
+                name = alias.name if alias.asname else alias.name.partition(".")[0]
+                found[alias.asname or name] = name
+        elif isinstance(part, ast.ImportFrom):
+            for alias in part.names:
+                full = f"{'.' * part.level}{part.module or ''}.{alias.name}"
+                found[alias.asname or alias.name] = full
+    return found
+
+
+def full_name(node: ast.expr, imports: Mapping[str, str]) -> str:
+    """Return the dotted name *node*, with the full name of its imported first part."""
+    first, dot, rest = dotted(node).partition(".")
+    return imports.get(first, first) + dot + rest
+
+
+def moved(node: cst.BaseSmallStatement, used: Set[str]) -> Sequence[cst.BaseSmallStatement]:
+    """Return the imports that replace an import; of names from vLLM, only those *used*."""
+    if isinstance(node, cst.Import):
+        names = [_moved_module(alias) for alias in node.names]
+        return [node.with_changes(names=names)]
+    if not isinstance(node, cst.ImportFrom):
+        return [node]
+    module = get_full_name_for_node(node.module) or "" if node.module else ""
+    if node.relative or not _is_vllm(module):
+        return [node]
+    if isinstance(node.names, cst.ImportStar):
+        return [node.with_changes(module=cst.parse_expression(_home(module, "*")))]
+    homes: dict[str, list[cst.ImportAlias]] = {}
+    for alias in node.names:
+        if (alias.evaluated_alias or alias.evaluated_name) in used:
+            homes.setdefault(_home(module, alias.evaluated_name), []).append(alias)
+    if len(node.names) == sum(map(len, homes.values())) and len(homes) == 1:
+        return [node.with_changes(module=cst.parse_expression(next(iter(homes))))]
+    return [_from(*each) for each in homes.items()]
+
+
+def _from(module: str, names: Sequence[cst.ImportAlias]) -> cst.ImportFrom:
+    """Return a new import, without the commas of the old one."""
+    plain = [alias.with_changes(comma=cst.MaybeSentinel.DEFAULT) for alias in names]
+    home = cast(cst.Attribute | cst.Name, cst.parse_expression(module))
+    return cst.ImportFrom(home, plain)
+
+
+def _moved_module(alias: cst.ImportAlias) -> cst.ImportAlias:
+    ours = _in_vllm_api(alias.evaluated_name) if alias.evaluated_alias else None
+    return alias.with_changes(name=cst.parse_expression(ours)) if ours else alias
+
+
+def remaining_imports(text: str) -> list[str]:
+    """Return vLLM's modules that the new text still imports."""
+    modules: list[str] = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            modules.append(node.module or "")
+        elif isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+    return sorted(set(filter(_is_vllm, modules)))
+
+
+def _home(module: str, name: str) -> str:
+    """Return opweave's module that provides *name* of vLLM's *module*, else *module*."""
+    if f"{module}.".startswith("vllm.model_executor.") and name in own_layers.__all__:
+        return "opweave.layers"
+    ours = _in_vllm_api(module)
+    return ours if ours and name in getattr(import_module(ours), "__all__", ()) else module
+
+
+def _in_vllm_api(module: str) -> str | None:
+    """Return opweave's module with the names of vLLM's *module*, or None."""
+    if not _is_vllm(module):
+        return None
+    ours = _VLLM_API + module.removeprefix("vllm")
+    try:
+        return ours if find_spec(ours) else None
+    except ModuleNotFoundError:  # a parent package is missing
+        return None
+
+
+def _is_vllm(module: str) -> bool:
+    return module.partition(".")[0] == "vllm"

@@ -16,7 +16,7 @@ from opweave.config import (
     compilation_config,
     current_compilation_config,
 )
-from opweave.config.json_text import read_object
+from opweave.config.values import read_object
 from opweave.ir import IrOpPriorityConfig, priority
 from opweave.ir.errors import SettingError
 

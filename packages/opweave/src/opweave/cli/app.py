@@ -11,9 +11,9 @@ from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
 
 from opweave import __version__
 from opweave.cli.companions import add_commands, option_hint
-from opweave.cli.conversion import converted
-from opweave.cli.errors import CliError
+from opweave.cli.options import converted
 from opweave.cli.output import (
+    CliError,
     Results,
     discard_output,
     fail,

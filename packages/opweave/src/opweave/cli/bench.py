@@ -2,10 +2,216 @@
 
 from __future__ import annotations
 
-from cyclopts import App
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from opweave.cli.bench_op import bench_op
+from cyclopts import App, Parameter
+from rich.markup import escape
+from rich.table import Table
+
 from opweave.cli.companions import add_commands
+from opweave.cli.options import (
+    Flag,
+    ImportOption,
+    PluginOption,
+    PriorityOption,
+    RoundsOption,
+    SeedOption,
+    apply_plugins,
+    apply_priorities,
+    import_modules,
+)
+from opweave.cli.output import (
+    CliError,
+    PlainTable,
+    check_writable,
+    out,
+    print_json,
+    progress_bar,
+    write,
+)
+from opweave.cli.record import TokensOption, shown_time
+
+if TYPE_CHECKING:
+    from opweave.ir import IrOp
+    from opweave.tuning import Effort, Measurement
+    from opweave.tuning.measure import Sized
+
+
+# ``opweave bench OP``: compare the implementations of an op on this machine.
+
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+Results = list[tuple["Sized", str, list["Measurement"]]]
+
+
+def bench_op(
+    op: str,
+    /,
+    *,
+    tokens: TokensOption = None,
+    shape: Annotated[list[str] | None, Parameter(negative=())] = None,
+    dtype: str | None = None,
+    trace: Path | None = None,
+    plot: str | None = None,
+    seed: SeedOption = 0,
+    rounds: RoundsOption = 15,
+    ir_op_priority: PriorityOption = None,
+    plugin: PluginOption = None,
+    import_: ImportOption = None,
+    json: Flag = False,
+) -> int:
+    """Time every implementation of an op, after comparing its result with the definition.
+
+    Exits with 1 if a result is wrong.
+
+    Parameters
+    ----------
+    op
+        The op, such as rms_norm; opweave ops lists them.
+    tokens
+        Numbers of tokens; 1 16 256 by default.
+    shape
+        An option of the op's input generator, such as hidden_size=4096; repeatable. The default
+        sizes are those of a model of 8B parameters.
+    dtype
+        float32, bfloat16, float16 or float64; bfloat16 by default.
+    trace
+        Measure the calls in this trace file of opweave record instead.
+    plot
+        Write a chart of the times over tokens to this SVG file.
+    seed
+        Seed of the arguments.
+    json
+        Print JSON.
+    """
+    from opweave.ir import current_registry
+    from opweave.tuning import Effort
+
+    _check_plot(plot)
+    import_modules(import_)
+    apply_plugins(plugin)
+    apply_priorities(ir_op_priority)
+    chosen = current_registry().op(op.replace("-", "_"))
+    cases = _cases(chosen, tokens, shape, dtype, trace, seed)
+    results, limit = _measured(cases, Effort(rounds=rounds))
+    if json:
+        print_json(_as_data(chosen, results, limit))
+    else:
+        out.print(_table(results, limit))
+    if plot is not None:
+        write("--plot", plot, _chart(chosen, results))
+    return 1 if any(m.status == "failed" for *_, found in results for m in found) else 0
+
+
+def _check_plot(plot: str | None) -> None:
+    check_writable("--plot", plot)
+    if plot is not None and not plot.endswith(".svg"):
+        raise CliError(f"--plot {plot!r} should end in .svg, the only format of charts.")
+
+
+def _cases(
+    op: IrOp,
+    tokens: list[int] | None,
+    shape: list[str] | None,
+    dtype: str | None,
+    trace: Path | None,
+    seed: int,
+) -> list[Sized]:
+    import torch
+
+    from opweave.conformance.find import with_inputs
+    from opweave.conformance.subject import Subject
+    from opweave.tuning import Trace
+    from opweave.tuning.measure import TOKENS, generated, traced
+
+    if trace is not None:
+        if tokens or shape or dtype:
+            raise CliError("--trace contains the sizes. Leave out --tokens, --shape and --dtype.")
+        return list(traced(op, Trace.load(trace), seed))
+    if dtype is not None and dtype not in DTYPES:
+        raise CliError(f"--dtype {dtype!r} should be one of {', '.join(DTYPES)}.")
+    for count in tokens or ():
+        if count < 1:
+            raise CliError(f"--tokens {count} should be at least 1.")
+    [subject] = with_inputs([Subject(op, "native")], shape or [], "--shape")
+    kind = None if dtype is None else getattr(torch, dtype)
+    options = dict(subject.options)
+    return list(generated(op, tuple(tokens or TOKENS), options, kind, seed))
+
+
+def _measured(cases: list[Sized], effort: Effort) -> tuple[Results, float]:
+    """Return the measurements of each case with the default provider, and the copy bandwidth."""
+    from opweave.tuning.measure import contest, default_provider
+    from opweave.tuning.timing import copy_speed
+
+    results: Results = []
+    with progress_bar("measuring") as progress:
+        limit = copy_speed()
+        for done, sized in enumerate(cases):
+            progress(done, len(cases), f"{sized.tokens} tokens")
+            default = default_provider(sized.case)
+            results.append((sized, default, contest(sized.case, effort=effort)))
+    return results, limit
+
+
+def _table(results: Results, limit: float) -> Table:
+    table = PlainTable("tokens", "provider", "µs", "GB/s", "of limit", "error", "call")
+    for column in (0, 2, 3, 4, 5):
+        table.columns[column].justify = "right"
+    for sized, default, found in results:
+        for m in sorted(found, key=lambda m: m.time.microseconds if m.time else float("inf")):
+            speed = m.bytes_per_second
+            name = f"{m.provider} (default)" if m.provider == default else m.provider
+            reason = f"[red]{m.status}[/]: {escape(m.reason)}"
+            table.add_row(
+                str(sized.tokens), escape(name), shown_time(m.time),
+                "-" if speed is None else f"{speed / 1e9:.1f}",
+                "-" if speed is None else f"{speed / limit:.0%}",
+                "-" if m.error is None else f"{m.error:.1e}",
+                reason if m.reason else escape(_call(sized)),
+            )  # fmt: skip
+    return table
+
+
+def _call(sized: Sized) -> str:
+    return str(sized.case).rpartition(" [")[0]
+
+
+def _as_data(op: IrOp, results: Results, limit: float) -> dict[str, Any]:
+    from opweave.cli.output import facts
+
+    rows = [
+        {
+            "tokens": sized.tokens, "call": _call(sized), "provider": m.provider,
+            "default": m.provider == default, "status": m.status, "reason": m.reason or None,
+            "time": asdict(m.time) if m.time else None, "bytes": m.bytes, "error": m.error,
+            "gb_per_second": speed / 1e9 if (speed := m.bytes_per_second) else None,
+            "limit_share": speed / limit if speed else None,
+        }
+        for sized, default, found in results
+        for m in found
+    ]  # fmt: skip
+    return {"op": op.name, "machine": facts(), "copy_gb_per_second": limit / 1e9, "rows": rows}
+
+
+def _chart(op: IrOp, results: Results) -> str:
+    from opweave.cli.output import facts
+    from opweave.tuning.plot import draw
+
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for sized, _, found in results:
+        for m in found:
+            if m.time is not None:
+                lines.setdefault(m.provider, []).append((sized.tokens, m.time.microseconds))
+    here = facts()
+    caption = f"{here['device']}, {here['threads']} threads, torch {here['torch']}"
+    return draw(lines, _call(results[-1][0]), caption)
+
+
+# ``opweave bench``: compare kernels (``bench OP``); the engine adds ``bench serve``.
+
 
 bench = App(name="bench", help="Compare the kernels of an op, or load-test a running server.")
 bench.help_format = "plaintext"

@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import torch
 from cyclopts import App
 
-from opweave.cli.errors import CliError
+from opweave.cli.output import CliError
 
 COMMANDS = {
     "generate": "opweave-engine",

@@ -3,35 +3,310 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
 from cyclopts import Parameter
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
 
 from opweave import ir
 from opweave.cli.companions import model_runner
-from opweave.cli.compilation import CompilationOption, apply_compilation
-from opweave.cli.errors import CliError
-from opweave.cli.files import STDOUT, check_writable, write, write_json
-from opweave.cli.flag import Flag
-from opweave.cli.imports import ImportOption, import_modules
-from opweave.cli.output import out
-from opweave.cli.plugin_options import PluginOption, apply_plugins
-from opweave.cli.priorities import (
+from opweave.cli.options import (
+    CompilationOption,
+    Flag,
+    ImportOption,
+    PluginOption,
     PriorityOption,
     TuningFileOption,
+    apply_compilation,
+    apply_plugins,
     apply_priorities,
     apply_tuning,
+    check_utf8,
+    import_modules,
 )
-from opweave.cli.progress import progress_bar
-from opweave.cli.prompts import check_utf8
-from opweave.cli.selections import selection_table, selections
+from opweave.cli.output import (
+    STDOUT,
+    CliError,
+    PlainTable,
+    check_writable,
+    out,
+    progress_bar,
+    write,
+    write_json,
+)
+from opweave.compile import Report
+from opweave.compile.report import NodeReport
+from opweave.ir import Selection
 from opweave.ir.errors import OpweaveError
+from opweave.ir.scope import Scope, current_scope, entered
+from opweave.ir.spec import least_bytes
+from opweave.tuning.timing import Effort, compare, copy_speed
 
 if TYPE_CHECKING:
     import torch
 
     from opweave.compile import Report
+
+
+# Kernel selections of an eager run, as a table and as data.
+
+
+def selections(record: ir.Record) -> list[dict[str, Any]]:
+    """Return every distinct selection as plain data."""
+    return [{**explanation.to_dict(), "calls": calls} for explanation, calls in record.outcomes()]
+
+
+def selection_table(record: ir.Record) -> Table:
+    """Return a table with a row per distinct selection."""
+    table = PlainTable("op", "ran", "calls", "because of", "the others")
+    for explanation, calls in record.outcomes():
+        others = [
+            f"{verdict.provider}: {verdict.reason}"
+            for verdict in explanation.verdicts
+            if verdict.outcome != "chosen"
+        ]
+        chosen = next(v for v in explanation.verdicts if v.outcome == "chosen")
+        table.add_row(
+            explanation.op,
+            f"[green]{escape(chosen.provider)}[/]",
+            str(calls),
+            escape(chosen.origin),
+            escape("\n".join(others) or "-"),
+        )
+    return table
+
+
+# Reports of compilations as tables.
+
+
+def print_reports(reports: Sequence[Report], seconds: float) -> None:
+    """Print the report of each graph, and the total time."""
+    for number, report in enumerate(reports, start=1):
+        if len(reports) > 1:
+            out.print(f"[bold]graph {number}[/]")
+        print_report(report)
+    graphs = f"{len(reports)} graph" + "s" * (len(reports) != 1)
+    out.print(f"compiled {graphs} in {seconds:.1f} s", highlight=False)
+
+
+def print_report(report: Report) -> None:
+    """Print the calls by outcome, the fusions, the passes and a summary."""
+    if not report.complete:
+        out.print(
+            "The code came from Inductor's cache, without a report. Recompile with "
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
+        )
+        return
+    _print_calls(report)
+    _print_recognitions(report)
+    _print_fusions(report)
+    _print_passes(report)
+    out.print(_summary(report), markup=False)
+    for remark in report.remarks:
+        out.print(f"[yellow]{escape(remark)}[/]")
+
+
+def _print_calls(report: Report) -> None:
+    table = PlainTable("op", "runs", "calls", "passed over", "fused, memory")
+    for node, calls in report.outcomes():
+        passed_over = [f"{r.provider}: {r.reason} [{r.origin}]" for r in node.rejected]
+        table.add_row(
+            node.op,
+            f"[green]{escape(node.chosen)}[/]",
+            str(calls),
+            escape("\n".join(passed_over) or "-"),
+            escape("\n".join(_what_became(node)) or "-"),
+        )
+    out.print(table, "")
+
+
+def _what_became(node: NodeReport) -> list[str]:
+    lines = [f"fused from {', '.join(node.fused_from)}"] if node.fused_from else []
+    for reuse in node.reuse:
+        lines.append(
+            f"{reuse.verb} {reuse.activation}" + (f": {reuse.reason}" if reuse.reason else "")
+        )
+    if node.stage.startswith("kept"):
+        lines.append(node.stage)
+    return lines
+
+
+def _print_recognitions(report: Report) -> None:
+    if not report.recognitions:
+        return
+    table = PlainTable("op", "recognition", "times", "why", "for example")
+    groups: dict[tuple[str, bool, str], list[str]] = {}
+    for each in report.recognitions:
+        is_found = each.outcome == "recognized"
+        key = each.op, is_found, "" if is_found else each.reason
+        groups.setdefault(key, []).append(each.source)
+    for (op, is_found, reason), sources in groups.items():
+        outcome = "[green]recognized[/]" if is_found else "[red]near miss[/]"
+        table.add_row(op, outcome, str(len(sources)), escape(reason or "-"), escape(sources[0]))
+    out.print(table, "")
+
+
+def _print_fusions(report: Report) -> None:
+    if not report.fusions:
+        return
+    table = PlainTable("composite", "fusion", "times", "why")
+    fused = Counter(fusion.composite for fusion in report.fused)
+    missed = Counter((fusion.composite, fusion.reason) for fusion in report.near_misses)
+    for composite, times in fused.items():
+        first = next(f for f in report.fused if f.composite == composite)
+        table.add_row(composite, "[green]formed[/]", str(times), escape(f"from {first.reason}"))
+    for (composite, reason), times in missed.items():
+        table.add_row(composite, "[red]near miss[/]", str(times), escape(reason))
+    out.print(table, "")
+
+
+def _print_passes(report: Report) -> None:
+    table = PlainTable("pass", "stage", "ms", "graph")
+    table.columns[2].justify = "right"
+    for record in report.passes:
+        changed = "changed" if record.changed else "-"
+        table.add_row(record.title, record.stage, f"{record.seconds * 1e3:.1f}", changed)
+    out.print(table, "")
+
+
+def _summary(report: Report) -> str:
+    providers = ", ".join(f"{name} {calls}" for name, calls in report.providers.items())
+    reused = sum(reuse.reused for reuse in report.reuses)
+    misses = len(report.near_misses)
+    collectives = [f"{calls} {name}" for name, calls in report.collectives.items()]
+    parts = [
+        f"{len(report.nodes)} calls of ops: {providers}" if providers else "no calls of ops",
+        f"{report.copies} copies made, {reused} avoided",
+        f"{len(report.fused)} fusions, {misses} near {'miss' if misses == 1 else 'misses'}",
+        *collectives,
+        f"{report.traces} traces",
+        f"{report.seconds * 1e3:.0f} ms in passes",
+    ]
+    if report.from_cache:
+        parts.append("all by an earlier compilation: this one came from the cache")
+    return "; ".join(parts)
+
+
+# Times the kernels of a model on their actual arguments.
+
+
+_EFFORT = Effort(rounds=5, seconds=0.02)
+
+
+@dataclass
+class Timing:
+    """The time of one kernel for one signature.
+
+    Attributes:
+        op, provider, shapes: the call and the shapes of its tensor arguments.
+        calls: number of calls by the model.
+        microseconds: time per call, median of 5 rounds, repeated with the same arguments.
+        bytes: size of arguments and results, or None if a table is read in part.
+        gb_per_second: bytes over time.
+        limit_share: this bandwidth over that of a large copy on the same machine; above 1 if the
+        arguments fit into a cache.
+    """
+
+    op: str
+    provider: str
+    shapes: str
+    calls: int
+    microseconds: float
+    bytes: int | None
+    gb_per_second: float | None
+    limit_share: float | None
+
+
+@dataclass
+class Profile:
+    """Records the arguments of each distinct call, and times the calls afterwards."""
+
+    _calls: dict[Any, tuple[Selection, tuple[Any, ...]]] = field(default_factory=dict)
+    _counts: dict[Any, int] = field(default_factory=dict)
+
+    def add(self, selection: Selection, values: tuple[Any, ...]) -> None:
+        """Count a call; the first of its kind is copied, because kernels may write to arguments."""
+        key = (selection.op.name, selection.provider, _shapes(values))
+        self._counts[key] = self._counts.get(key, 0) + 1
+        if key not in self._calls:
+            self._calls[key] = selection, _copied(values)
+
+    def timings(self, progress: Callable[[int, int], object]) -> Iterator[Timing]:
+        """Time every distinct call; *progress* gets the number of finished and of all calls."""
+        limit = copy_speed()
+        for done, (key, (selection, values)) in enumerate(self._calls.items()):
+            progress(done, len(self._calls))
+            call = partial(selection.impl.impl_fn, *values)
+            with torch.inference_mode():
+                results = call()
+            seconds = compare({"call": call}, _EFFORT)["call"].microseconds / 1e6
+            moved = least_bytes(selection.op, values, [results])
+            speed = moved / seconds if moved else None
+            op, provider, shapes = key
+            yield Timing(
+                op,
+                provider,
+                shapes,
+                calls=self._counts[key],
+                microseconds=seconds * 1e6,
+                bytes=moved,
+                gb_per_second=speed / 1e9 if speed else None,
+                limit_share=speed / limit if speed else None,
+            )
+
+
+@contextmanager
+def profiled() -> Iterator[Profile]:
+    """Record the calls made inside the block."""
+    found = Profile()
+    with entered(Scope(current_scope(), recorder=found.add)):
+        yield found
+
+
+def timing_table(timings: list[Timing]) -> Table:
+    """Return a table, sorted by total time, slowest first."""
+    table = PlainTable("op", "ran", "shapes", "calls", "µs", "total µs", "GB/s", "of limit")
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for each in sorted(timings, key=lambda t: -t.microseconds * t.calls):
+        table.add_row(
+            each.op,
+            f"[green]{each.provider}[/]",
+            each.shapes.replace("[", r"\["),
+            str(each.calls),
+            f"{each.microseconds:.1f}",
+            f"{each.microseconds * each.calls:.0f}",
+            "-" if each.gb_per_second is None else f"{each.gb_per_second:.1f}",
+            "-" if each.limit_share is None else f"{each.limit_share:.0%}",
+        )
+    return table
+
+
+def as_data(timings: list[Timing]) -> list[dict[str, Any]]:
+    """Return the timings as plain data."""
+    return [asdict(each) for each in timings]
+
+
+def _copied(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(v.detach().clone() if isinstance(v, Tensor) else v for v in values)
+
+
+def _shapes(values: tuple[Any, ...]) -> str:
+    shown = [f"{list(v.shape)}".replace(" ", "") for v in values if isinstance(v, Tensor)]
+    return " ".join(shown)
+
+
+# ``opweave explain``: which kernels a model runs and why, op by op or compiled.
+
 
 PROMPT = "The quick brown fox jumps over the lazy dog"
 
@@ -97,7 +372,6 @@ def _check(html: str | None, json: str | None, *, compiles: bool, profiles: bool
 
 
 def _eager(model: Path, prompt: str, dtype: str, json: str | None, *, profiles: bool) -> None:
-    from opweave.cli.profile import Timing, as_data, profiled, timing_table
 
     runner = model_runner("explain")
     with progress_bar("loading") as loading:
@@ -124,8 +398,7 @@ def _eager(model: Path, prompt: str, dtype: str, json: str | None, *, profiles: 
 
 
 def _compiled(model: Path, prompt: str, dtype: str, json: str | None, html: str | None) -> None:
-    from opweave.cli.facts import facts
-    from opweave.cli.report_tables import print_reports
+    from opweave.cli.output import facts
     from opweave.compile.html import render
 
     runner = model_runner("explain")

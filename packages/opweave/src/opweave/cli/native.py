@@ -8,11 +8,11 @@ from pathlib import Path
 from cyclopts import App
 from rich.markup import escape
 
-from opweave.cli.flag import Flag
+from opweave.cli.options import Flag
 from opweave.cli.output import fail, out, print_json
-from opweave.native import NativeBuildError, project
+from opweave.native import NativeBuildError, jit
 from opweave.native import scaffold as native_scaffold
-from opweave.plugins.errors import PluginScaffoldError
+from opweave.plugins.entry import PluginScaffoldError
 from opweave.plugins.scaffold import check_free
 
 native = App(name="native", help="Start and build packages with native operators.")
@@ -64,7 +64,7 @@ def build(
         Print JSON.
     """
     try:
-        built = project.build(directory, verbose=verbose)
+        built = jit.build(directory, verbose=verbose)
     except NativeBuildError as error:
         _fail(error)
     if json:

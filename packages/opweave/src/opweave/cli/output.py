@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
+import platform as python_platform
+import shlex
 import sys
+import time
 import warnings
+from pathlib import Path
 from typing import Any, NoReturn
 
-from rich.console import Console
+import torch
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
-from opweave.base.packages import is_in_project
+from opweave import __version__
+from opweave.config.terminal import ProgressBar
+from opweave.packages import is_in_project
+from opweave.platforms import current_platform
+
+# Errors of user input.
+
+
+class CliError(Exception):
+    """The input of a command is not valid; the message is the line that the user sees."""
+
+
+# Console output: results go to stdout, everything else to stderr.
+
 
 _WIDE = 240  # for files and pipes, so that lines are not wrapped
 _NARROWEST = 20
@@ -104,3 +125,126 @@ def fail(message: str) -> NoReturn:
 def discard_output() -> None:
     """Prevent Python's error at exit about output that cannot be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# Tables that stay readable in a terminal of 80 columns.
+
+
+_GAP = 2  # between columns
+_LONGEST_WORD = 24  # longer words, such as paths, may be wrapped
+
+
+class PlainTable(Table):
+    """A table without borders whose cells wrap between words.
+
+    Rich shrinks all columns of a wide table equally, down to one letter per line. Here a column is
+    at least as wide as its longest word of up to 24 characters.
+    """
+
+    def __init__(self, *columns: str) -> None:
+        super().__init__(box=None, header_style="bold", padding=(0, _GAP, 0, 0), pad_edge=False)
+        for column in columns:
+            self.add_column(column, overflow="fold", min_width=_longest_word(column))
+
+    def add_row(self, *cells: RenderableType | None, **options: object) -> None:
+        for column, cell in zip(self.columns, cells, strict=False):
+            if isinstance(cell, str) and column.min_width is not None:
+                column.min_width = max(column.min_width, _longest_word(cell))
+        super().add_row(*cells, **options)  # type: ignore[arg-type]
+
+
+def _longest_word(cell: str) -> int:
+    words = Text.from_markup(cell).plain.split()
+    return min(max(map(len, words), default=1), _LONGEST_WORD)
+
+
+class ListTable(Table):
+    """A table with one line per row; the last column is truncated to the terminal."""
+
+    def __init__(self, *columns: str) -> None:
+        super().__init__(box=None, header_style="bold", padding=(0, _GAP, 0, 0), pad_edge=False)
+        for column in columns:
+            self.add_column(column, no_wrap=True, min_width=len(column))
+        self.columns[-1].min_width = None
+
+    def add_row(self, *cells: RenderableType | None, **options: object) -> None:
+        for column, cell in zip(self.columns, cells, strict=False):
+            if isinstance(cell, str) and column.min_width is not None:
+                column.min_width = max(column.min_width, len(Text.from_markup(cell).plain))
+        super().add_row(*cells, **options)  # type: ignore[arg-type]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        *whole, last = self.columns
+        taken = sum((column.min_width or 0) + _GAP for column in whole)
+        last.max_width = max(options.max_width - taken - _GAP, 1)
+        return super().__rich_console__(console, options)
+
+
+# Output files of commands; ``-`` is standard output.
+
+
+STDOUT = "-"
+
+
+def check_writable(option: str, file: str | None) -> None:
+    """Check that *file* can be written, before the command starts its work.
+
+    Raises:
+        CliError: *file* is a directory, its directory is missing, or permission is denied.
+    """
+    if file is None or file == STDOUT:
+        return
+    path = Path(file)
+    if not file or path.is_dir():
+        raise CliError(f"{option} {file!r} should name a file; found a directory.")
+    if not path.parent.is_dir():
+        raise CliError(f"{option} {file!r} cannot be written: no directory {str(path.parent)!r}.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise CliError(f"{option} {file!r} cannot be written: permission denied.")
+
+
+def write(option: str, file: str, text: str) -> None:
+    """Write *text* to *file*, compressed if its name ends in ``.xz``, and print the name to stderr.
+
+    Raises:
+        CliError: the file cannot be written.
+    """
+    if file == STDOUT:
+        print_text(text)
+        return
+    data = text.encode(errors="backslashreplace")
+    try:
+        Path(file).write_bytes(lzma.compress(data) if file.endswith(".xz") else data)
+    except OSError as error:
+        raise CliError(f"{option} {file!r} cannot be written: {error.strerror}.") from error
+    err.print(f"wrote {file}", markup=False)
+
+
+def write_json(option: str, file: str, value: Any) -> None:
+    """Write *value* to *file* as JSON; see :func:`write`."""
+    write(option, file, json.dumps(value, indent=2, ensure_ascii=False))
+
+
+# Progress bars on stderr.
+
+
+def progress_bar(what: str, *, then: str = "", counts: bool = True) -> ProgressBar:
+    """Return a transient progress bar on stderr."""
+    return ProgressBar(what, then=then, counts=counts, console=err)
+
+
+# Provenance of a saved report: versions, the device and the command.
+
+
+def facts() -> dict[str, str]:
+    """Return the facts by name, for the head of a page."""
+    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    return {
+        "opweave": __version__,
+        "torch": torch.__version__,
+        "Python": python_platform.python_version(),
+        "device": f"{current_platform.get_device_name()} ({current_platform.name})",
+        "threads": str(torch.get_num_threads()),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "command": shlex.join(command),
+    }

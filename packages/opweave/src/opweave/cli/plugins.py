@@ -9,9 +9,9 @@ from pathlib import Path
 from cyclopts import App
 from rich.markup import escape
 
-from opweave.cli.flag import Flag
+from opweave.cli.doctor import plugin_table
+from opweave.cli.options import Flag
 from opweave.cli.output import out, print_json
-from opweave.cli.plugin_tables import plugin_table
 from opweave.ir.errors import OpweaveError
 from opweave.platforms import resolution
 from opweave.plugins import load_general_plugins, plugin_problems, plugin_report, scaffold

@@ -11,18 +11,28 @@ from rich.markup import escape
 from rich.table import Table
 
 from opweave.cli.companions import model_runner
-from opweave.cli.errors import CliError
 from opweave.cli.explain import PROMPT
-from opweave.cli.files import check_writable
-from opweave.cli.flag import Flag
-from opweave.cli.imports import ImportOption, import_modules
-from opweave.cli.number_options import RoundsOption, SeedOption
-from opweave.cli.output import err, out, print_json
-from opweave.cli.plugin_options import PluginOption, apply_plugins
-from opweave.cli.priorities import PriorityOption, apply_priorities
-from opweave.cli.progress import progress_bar
-from opweave.cli.prompts import check_utf8
-from opweave.cli.tables import PlainTable
+from opweave.cli.options import (
+    Flag,
+    ImportOption,
+    PluginOption,
+    PriorityOption,
+    RoundsOption,
+    SeedOption,
+    apply_plugins,
+    apply_priorities,
+    check_utf8,
+    import_modules,
+)
+from opweave.cli.output import (
+    CliError,
+    PlainTable,
+    check_writable,
+    err,
+    out,
+    print_json,
+    progress_bar,
+)
 from opweave.config.engine import LoadFormat
 
 if TYPE_CHECKING:

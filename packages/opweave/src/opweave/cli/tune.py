@@ -8,23 +8,32 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from rich.markup import escape
 
-from opweave.cli.errors import CliError
 from opweave.cli.explain import PROMPT
-from opweave.cli.files import check_writable
-from opweave.cli.flag import Flag
-from opweave.cli.imports import ImportOption, import_modules
-from opweave.cli.number_options import RoundsOption, SeedOption
-from opweave.cli.output import err, out, print_json
-from opweave.cli.plugin_options import PluginOption, apply_plugins
-from opweave.cli.progress import progress_bar
+from opweave.cli.options import (
+    Flag,
+    ImportOption,
+    PluginOption,
+    RoundsOption,
+    SeedOption,
+    apply_plugins,
+    import_modules,
+)
+from opweave.cli.output import (
+    CliError,
+    PlainTable,
+    check_writable,
+    err,
+    out,
+    print_json,
+    progress_bar,
+)
 from opweave.cli.record import TokensOption, record_model, shown_time
-from opweave.cli.tables import PlainTable
 from opweave.config.engine import LoadFormat
 
 if TYPE_CHECKING:
     from opweave.tuning import Machine, Trace
-    from opweave.tuning.cell import Cell
-    from opweave.tuning.tune import Tuned
+    from opweave.tuning.choose import Tuned
+    from opweave.tuning.measure import Cell
 
 LENGTHS = [16, 128]
 
@@ -118,7 +127,7 @@ def tune(
 
 def _merge(files: list[Path], output: Path) -> None:
     from opweave.tuning import TuningFile
-    from opweave.tuning.tuning_file import merge
+    from opweave.tuning.choose import merge
 
     merged = merge(TuningFile.load(file) for file in files)
     merged.save(output)
@@ -128,7 +137,7 @@ def _merge(files: list[Path], output: Path) -> None:
 
 def _show_plan(trace: Trace, output: Path, machine: Machine, *, json: bool) -> None:
     from opweave.tuning import TuningFile
-    from opweave.tuning.cell import cells_to_measure
+    from opweave.tuning.measure import cells_to_measure
 
     file = TuningFile.load(output) if output.exists() else TuningFile()
     done = file.machines.get(machine, {})

@@ -12,22 +12,30 @@ from cyclopts import Parameter
 from rich.markup import escape
 from rich.table import Table
 
-from opweave.cli.errors import CliError
-from opweave.cli.files import check_writable, write_json
-from opweave.cli.flag import Flag
-from opweave.cli.imports import ImportOption, import_modules
-from opweave.cli.number_options import SeedOption
-from opweave.cli.output import out, print_json
-from opweave.cli.plugin_options import PluginOption, apply_plugins
-from opweave.cli.progress import progress_bar
+from opweave.cli.options import (
+    Flag,
+    ImportOption,
+    PluginOption,
+    SeedOption,
+    apply_plugins,
+    import_modules,
+)
+from opweave.cli.output import (
+    CliError,
+    PlainTable,
+    check_writable,
+    out,
+    print_json,
+    progress_bar,
+    write_json,
+)
 from opweave.cli.record import shown_time
-from opweave.cli.tables import PlainTable
 from opweave.conformance import Result, Subject, certificate, subjects, summary, verify
 from opweave.conformance.checks import select_checks
 from opweave.conformance.find import with_inputs
-from opweave.conformance.subprocess_worker import Verifier, VerifyTask
+from opweave.conformance.subprocess import Verifier, VerifyTask
 from opweave.ir.priority import NATIVE
-from opweave.ir.traits import ROUNDS_LESS
+from opweave.ir.rules import ROUNDS_LESS
 from opweave.platforms import current_platform
 
 if TYPE_CHECKING:
@@ -135,7 +143,7 @@ def _verify_here(found: list[Subject], task: VerifyTask) -> list[Result]:
 def _measure(results: list[Result], modules: tuple[str, ...]) -> Times:
     """Measure the implementations that passed, with the definition, in a process of its own."""
     from opweave.tuning import Effort, Task
-    from opweave.tuning.worker import TuningWorker
+    from opweave.tuning.measure import TuningWorker
 
     device = current_platform.device_type
     subjects = [

@@ -4,18 +4,24 @@ Use ``torch.compile(model, backend="opweave")``, or call :func:`install` and use
 ``torch.compile``.
 """
 
-from opweave.compile.backend import backend, install, uninstall
-from opweave.compile.compiled import CompiledGraph, report, reports
-from opweave.compile.errors import (
+from opweave.compile.backend import (
+    CompiledGraph,
+    backend,
+    install,
+    lower,
+    report,
+    reports,
+    uninstall,
+)
+from opweave.compile.fuse import FusionForm, fusion_table
+from opweave.compile.options import (
     CompileError,
+    CompileOptions,
     OptionError,
     PluginPassError,
     UnloweredOpError,
     UseAfterDonationError,
 )
-from opweave.compile.lower import lower
-from opweave.compile.options import CompileOptions
-from opweave.compile.passes.fusion import FusionForm, fusion_table
 from opweave.compile.report import Report
 
 __all__ = [

@@ -1,11 +1,8 @@
-"""All uses of private torch APIs in opweave.compile.
-
-The counterpart of :mod:`opweave.base.compat` for Dynamo, AOTAutograd and Inductor, which are slow
-to import. ``tests/compile/test_compat.py`` tests each name.
-"""
+"""All uses of private torch APIs in opweave.compile."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,14 +22,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opweave.base.compat import (
+from opweave.torch_compat import (
     HigherOrderOperator,
     OpOverload,
     OpOverloadPacket,
     no_autocast,
     unwrapped,
 )
-from opweave.compile import mutation_compat
 
 __all__ = [
     "BackendCompilerFailed",
@@ -45,6 +41,69 @@ __all__ = [
     "TorchDispatchMode",
     "no_autocast",
 ]
+
+
+# Patches of Inductor for kernels that write to their arguments.
+#
+# See docs/design/inductor-mutation.md.
+
+
+def correct_mutations() -> None:
+    """Apply the patches, once per process."""
+    from torch._inductor.loop_body import LoopBody
+    from torch._inductor.scheduler import SchedulerNode
+
+    if not getattr(SchedulerNode._compute_attrs, "_opweave", False):
+        _keep_mutation_order(cast("Any", SchedulerNode))
+        _keep_written_buffers(cast("Any", LoopBody))
+
+
+def _keep_mutation_order(scheduler_node: Any) -> None:
+    """Run a kernel that writes to a buffer before the kernels that read it.
+
+    To fuse two CPU loops of different rank, the scheduler recomputes the reads of one of them
+    without the renames of mutated buffers. The fused loop then no longer depends on the kernel that
+    fills its input.
+    """
+    original = scheduler_node._compute_attrs
+
+    @functools.wraps(original)
+    def compute_attrs(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.mutation_renames:  # idempotent, in case torch does it too
+            self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+
+    cast("Any", compute_attrs)._opweave = True
+    scheduler_node._compute_attrs = compute_attrs
+
+
+def _keep_written_buffers(loop_body: Any) -> None:
+    """Do not reuse the memory of mutated buffers in fused loops.
+
+    The C++ backend reads the index expression of every user of a buffer, and fails on users that
+    only write.
+    """
+    from torch._inductor.virtualized import V
+
+    original = loop_body.get_read_expr
+
+    @functools.wraps(original)
+    def get_read_expr(self: Any, buffer_name: str) -> Any:
+        if buffer_name in V.graph.mutated_buffers:
+            return None  # differs from the contiguous index that is required for reuse
+        try:
+            return original(self, buffer_name)
+        except KeyError:
+            return None
+
+    loop_body.get_read_expr = get_read_expr
+
+
+# All uses of private torch APIs in opweave.compile.
+#
+# The counterpart of :mod:`opweave.torch_compat` for Dynamo, AOTAutograd and Inductor, which are
+# slow to import. ``tests/compile/test_compat.py`` tests each name.
+
 
 InductorConfig = Mapping[str, Any]
 
@@ -229,7 +288,7 @@ def compile_fx(
     """Compile with Inductor, which may change *graph_module*."""
     from torch._inductor import compile_fx as module
 
-    mutation_compat.correct_mutations()
+    correct_mutations()
     _inside.count = getattr(_inside, "count", 0) + 1
     try:
         compiled = module.compile_fx(
@@ -265,7 +324,7 @@ def replace_compile_fx(
     """Replace Inductor's entry point with ``make(original)``; return a function to undo it."""
     from torch._inductor import compile_fx as module
 
-    mutation_compat.correct_mutations()
+    correct_mutations()
     original = module.compile_fx
     module.compile_fx = cast("Any", make(original))
 

@@ -1,15 +1,48 @@
-"""Backend options."""
+"""Backend options, errors of compilation, and the package logger."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Self
 
 from opweave.compile import compat
-from opweave.compile.errors import OptionError
+from opweave.ir import IrError
 from opweave.ir.errors import did_you_mean
+
+# The package logger. Set ``OPWEAVE_LOGGING_LEVEL=DEBUG`` to see its debug messages.
+
+
+logger = logging.getLogger("opweave.compile")
+
+
+# Errors raised during compilation.
+
+
+class CompileError(IrError):
+    """Base class of the errors that opweave.compile raises."""
+
+
+class UseAfterDonationError(CompileError):
+    """A tensor, or a view of it, is read after it was donated to ``maybe_inplace``."""
+
+
+class OptionError(CompileError):
+    """A backend option is unknown or has an invalid value."""
+
+
+class PluginPassError(CompileError):
+    """A plugin's compiler pass failed, does not exist or is not a valid pass."""
+
+
+class UnloweredOpError(CompileError):
+    """An IR op would have reached code generation."""
+
+
+# Backend options.
+
 
 Priorities = Mapping[str, "str | Iterable[str]"]
 

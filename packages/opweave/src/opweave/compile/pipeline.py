@@ -1,34 +1,132 @@
-"""The pass pipeline: the order of the passes, their timing and their records in the report."""
+"""The pass pipeline, and the Inductor passes that run it."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import partial
-from typing import NamedTuple, cast
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
+from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from opweave.compile.context import Context
-from opweave.compile.errors import UnloweredOpError
-from opweave.compile.graph_info import GraphInfo
-from opweave.compile.log import logger
-from opweave.compile.nodes import all_graphs, ir_calls
-from opweave.compile.options import CompileOptions
-from opweave.compile.passes.autocast import carry_autocast
-from opweave.compile.passes.cleanup import clean_up
-from opweave.compile.passes.donation import carry_donations
-from opweave.compile.passes.fusion import fuse
-from opweave.compile.passes.gradients import note_gradients
-from opweave.compile.passes.lowering import is_kept, lower_functional
-from opweave.compile.passes.noop import eliminate_noops
-from opweave.compile.passes.plugin import run_plugin_pass
-from opweave.compile.passes.recognize import recognize
-from opweave.compile.passes.reuse import lower_inplace
-from opweave.compile.passes.sequence import shard_tokens
-from opweave.compile.plan import Plan
-from opweave.compile.report import PassReport
+from opweave.compile import compat, fingerprint
+from opweave.compile.fuse import fuse
+from opweave.compile.graph import GraphInfo, all_graphs, fake_of, graph_text, has_fakes, ir_calls
+from opweave.compile.lowering import is_kept, lower_functional, lower_inplace
+from opweave.compile.options import CompileOptions, UnloweredOpError, logger
+from opweave.compile.passes import (
+    carry_autocast,
+    carry_donations,
+    clean_up,
+    eliminate_noops,
+    note_gradients,
+    run_plugin_pass,
+)
+from opweave.compile.plan import Context, Plan
+from opweave.compile.recognize import recognize
+from opweave.compile.report import WITH_GRADIENTS, PassReport, Report
+from opweave.compile.sequence import shard_tokens
+from opweave.compile.tracing import copy_through_views
+
+# The cache of reports, next to Inductor's artifacts: a cache hit skips the passes.
+#
+# The key of a report is a digest of the graph, the shapes and dtypes of its inputs, and the
+# plan. Each report is stored under two keys, because there are two caches. AOTAutograd's key
+# contains the grad mode and the graph from Dynamo, with the names of the program; Inductor's key
+# contains the graph from AOTAutograd, and is looked up after the joint stage. Calls with
+# gradients are reported in the Dynamo stage, which always runs, so they never come from the
+# cache.
+
+
+def key_of(
+    graph_module: GraphModule,
+    plan: Plan,
+    inputs: Sequence[Any] = (),
+    *,
+    grad_mode: bool | None = None,
+) -> str:
+    """Return the key of the report of a graph.
+
+    Args:
+        graph_module: the graph, with its subgraphs.
+        plan: the plan of the compilation.
+        inputs: the inputs, if the graph has no fake values.
+        grad_mode: the grad mode; None for a graph from AOTAutograd, which does not depend on it.
+    """
+    graph = graph_module.graph
+    parts = [graph_text(module.graph) for module in all_graphs(graph_module)]
+    parts += [plan.digest, str(grad_mode)]
+    if has_fakes(graph):
+        inputs = [fake_of(node) for node in graph.find_nodes(op="placeholder")]
+    return fingerprint.digest_of([*parts, *map(_describe, inputs)])
+
+
+def settle(context: Context) -> None:
+    """Store the report if all passes ran; otherwise load the stored one into it."""
+    report = context.report
+    keys = [key for key in (report.key, context.joint_key) if key]
+    outdated = keys
+    if report.complete:
+        logger.debug("cache miss: compiled %d calls of ops", len(report.nodes))
+    else:
+        report.from_cache = True
+        filed = {key: _read(key) for key in keys}
+        outdated = [key for key, found in filed.items() if found is None]
+        found = next(filter(None, filed.values()), None)
+        if found is None:
+            logger.debug("cache hit, but the report of the artifact is missing")
+            return
+        _complete(report, found)
+        logger.debug("cache hit: loaded the report of the first compilation")
+    for key in outdated:
+        _write(Path(compat.cache_directory(), _name(key)), report.to_json())
+    for key in keys:
+        compat.record_artifact(_name(key), report.to_dict())
+
+
+def _complete(report: Report, filed: Report) -> None:
+    """Add the *filed* report to *report*, which already contains the calls with gradients."""
+    nodes = [n for n in report.nodes if n.stage == WITH_GRADIENTS]
+    nodes += [n for n in filed.nodes if n.stage != WITH_GRADIENTS]
+    own = {"key": report.key, "from_cache": True, "nodes": nodes}
+    vars(report).update(vars(filed), **own)
+
+
+def _name(key: str) -> str:
+    return f"opweave/reports/{key}.json"
+
+
+def _read(key: str) -> Report | None:
+    path = Path(compat.cache_directory(), _name(key))
+    try:
+        return Report.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.debug("no report in %s: %s", path, error)
+        return None
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(temporary, path)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        layout = f"{tuple(value.shape)}{tuple(value.stride())}"
+        return f"{value.dtype}{layout}{value.device}{value.requires_grad}"
+    return repr(value)
+
+
+# The pass pipeline: the order of the passes, their timing and their records in the report.
 
 
 class Stage(Enum):
@@ -71,7 +169,7 @@ def run(stage: Stage, graph: Graph, context: Context) -> None:
     Graphs without IR ops are skipped.
 
     Raises:
-        UseAfterDonationError: see :mod:`opweave.compile.passes.donation`.
+        UseAfterDonationError: see :mod:`opweave.compile.passes`.
         PluginPassError: a plugin's pass failed.
         UnloweredOpError: an IR op is left after the last stage.
     """
@@ -129,3 +227,47 @@ def _check_lowered(graph: Graph) -> None:
             f"{', '.join(sorted({call.op.name for call in left}))} would have reached code "
             "generation. This is a bug in opweave: please report it with the program."
         )
+
+
+# Custom Inductor passes that run the joint and post-grad stages.
+
+
+HOOKS = {
+    "joint_custom_pre_pass": Stage.JOINT,
+    "post_grad_custom_post_pass": Stage.POST_GRAD,
+}
+
+
+class StagePass(compat.CustomGraphPass):
+    """The passes of one stage, followed by the user's own passes for the same hook.
+
+    Its UUID, a part of the cache keys of Inductor and AOTAutograd, covers everything except the
+    graph that the result depends on.
+    """
+
+    def __init__(self, stage: Stage, context: Context, others: Sequence[Any]) -> None:
+        self._stage, self._context, self._others = stage, context, list(others)
+
+    def __call__(self, graph: Graph) -> None:
+        run(self._stage, graph, self._context)
+        for other in self._others:
+            other(graph)
+        if self._stage is Stage.POST_GRAD and self._context.plan.options.codegen:
+            copy_through_views(graph)
+        if self._stage is Stage.JOINT:  # Inductor calls this for subgraphs first
+            whole = cast("GraphModule", graph.owning_module)
+            self._context.joint_key = key_of(whole, self._context.plan)
+
+    def uuid(self) -> Any | None:
+        others = [other.uuid() if hasattr(other, "uuid") else None for other in self._others]
+        if None in others:
+            return None  # a pass without a UUID disables Inductor's caches, as without opweave
+        return (self._stage.value, self._context.plan.digest, tuple(map(repr, others)))
+
+
+def hooks(context: Context) -> dict[str, Any]:
+    """Return the Inductor options that install the passes."""
+    return {
+        name: StagePass(stage, context, compat.configured_passes(name))
+        for name, stage in HOOKS.items()
+    }

@@ -1,20 +1,98 @@
-"""The plan of one compilation: the selection policy of every op, the options and the passes."""
+"""The plan of one compilation: selection policy, options, passes, and the state that they share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
-from opweave import ir
+from torch.fx import Graph
+
+from opweave import ir, platforms
 from opweave.compile import fingerprint
-from opweave.compile.nodes import IrCall
-from opweave.compile.options import CompileOptions, Priorities
-from opweave.compile.plugin_passes import PluginPass, plugin_passes
+from opweave.compile.graph import IrCall, module_path, source_line, tensors_of
+from opweave.compile.options import CompileOptions, PluginPassError, Priorities, logger
+from opweave.compile.report import NodeReport, Refusal, Report
+from opweave.compile.tracing import Tracer, signature
 from opweave.ir import IrOp, Policy, Registry, Selection
 from opweave.ir.errors import UnknownOpError, did_you_mean
+from opweave.ir.explain import explained
 from opweave.ir.priority import ALWAYS_LAST, NATIVE, Entries, merge, parse
 from opweave.ir.selection import native_for
+from opweave.ir.spec import least_bytes
+from opweave.platforms.resolution import PassReference, pass_references
+from opweave.plugins import resolve_obj_by_qualname
+from opweave.plugins.entry import ReferenceNameError
+
+# Compiler passes from plugins. They run in the joint stage, after fusion and before lowering.
+#
+# A pass is a function ``(graph, context) -> None`` that changes an FX graph in-place and may
+# append to ``context.notes`` for the report. The graph is functional, contains at least one IR
+# op, and every node has a fake value in ``meta["val"]``. opweave computes the fake values of new
+# nodes, removes unused nodes and sorts the graph afterwards. Every IR op is one node;
+# :func:`opweave.compile.graph.ir_calls` returns them::
+#
+#     def scale_once(graph: Graph, context: Context) -> None:
+#         for call in ir_calls(graph):
+#             if call.op.name == "acme_scale" and call.argument("factor") == 1.0:
+#                 replace(call, [call.argument("x")])
+#                 context.notes.append(f"{call.node.name} is a no-op")
+#
+# A pass must depend only on the graph: the cache key of compiled code contains the source of the
+# pass, but not other data that it reads.
+
+
+PassFunction = Callable[[Graph, "Context"], None]
+
+
+@dataclass(frozen=True)
+class PluginPass:
+    """A pass, its qualified name, and its plugin; "" if the program itself registered it."""
+
+    name: str
+    owner: str
+    function: PassFunction
+
+    @property
+    def digest(self) -> str:
+        """A digest of the name, owner and source."""
+        return fingerprint.digest_of(
+            [self.name, self.owner, fingerprint.of_function(self.function)]
+        )
+
+
+def plugin_passes() -> tuple[PluginPass, ...]:
+    """Return the passes of plugins and of the platform, in execution order.
+
+    Raises:
+        PluginPassError: a pass does not exist, or is not a function of a graph and a context.
+    """
+    return tuple(map(_resolve, pass_references(platforms.current_platform)))
+
+
+def _resolve(reference: PassReference) -> PluginPass:
+    owner = "" if reference.owner is None else str(reference.owner)
+    try:
+        function = resolve_obj_by_qualname(reference.qualname)
+    except ReferenceNameError as error:
+        by = f" of plugin {owner}" if owner else ""
+        raise PluginPassError(
+            f"compiler pass {reference.qualname}{by} does not exist: {error} To compile without "
+            "it, use the option plugin_passes=False."
+        ) from error
+    try:
+        inspect.signature(function).bind(None, None)
+    except (TypeError, ValueError) as error:
+        raise PluginPassError(
+            f"compiler pass {reference.qualname} is {function!r}; it should be a function "
+            f"(graph, context) -> None ({error})."
+        ) from error
+    return PluginPass(reference.qualname, owner, function)
+
+
+# The plan of one compilation: the selection policy of every op, the options and the passes.
 
 
 @dataclass(frozen=True)
@@ -110,3 +188,59 @@ def _named(
 def _without_native_last(entries: Entries) -> Entries:
     """Remove the native entry that :func:`merge` appended: weaker lists follow before native."""
     return tuple(e for e in entries if not (e.provider == NATIVE and e.origin == ALWAYS_LAST))
+
+
+# The state that the passes of one compilation share.
+
+
+@dataclass
+class Context:
+    """The plan, the report and the traces of one compilation.
+
+    Attributes:
+        plan: the selection policies and options.
+        report: collects the decisions of the passes.
+        tracer: caches traces of implementations.
+        joint_key: a second cache key of the report, computed from the graph after the joint stage,
+            which does not contain names from the user's program.
+        fused_from: names of the nodes that each composite replaced, by the composite's node name.
+        recognized_from: names of the operators that each recognized op replaced, by its node name.
+        notes: messages of the running pass for the report.
+    """
+
+    plan: Plan
+    report: Report = field(default_factory=Report)
+    tracer: Tracer = field(default_factory=Tracer)
+    joint_key: str = ""
+    fused_from: dict[str, list[str]] = field(default_factory=dict)
+    recognized_from: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    _texts: dict[Any, str] = field(default_factory=dict)  # described arguments, by signature
+
+    def describe(self, call: IrCall, selection: Selection, stage: str) -> NodeReport:
+        """Add the selection for *call* to the report, and return the new entry."""
+        described = NodeReport(
+            node=call.node.name,
+            op=call.op.name,
+            source=source_line(call.node),
+            call=self._arguments(call, selection),
+            chosen=selection.provider,
+            rejected=[Refusal(r.provider, r.reason, r.origin) for r in selection.rejected],
+            stage=stage,
+            fused_from=self.fused_from.get(call.node.name, []),
+            recognized_from=self.recognized_from.get(call.node.name, []),
+            module=module_path(call.node),
+            bytes=least_bytes(call.op, call.fakes, tensors_of(call.node)),
+        )
+        self.report.nodes.append(described)
+        logger.debug("%s [%s] → %s (%s)", call.op.name, described.node, described.chosen, stage)
+        for refusal in described.rejected:
+            logger.debug("    not %s: %s [%s]", refusal.provider, refusal.reason, refusal.origin)
+        return described
+
+    def _arguments(self, call: IrCall, selection: Selection) -> str:
+        """Return the arguments of *call* as text, the same text for the same signature."""
+        key = call.op, tuple(map(signature, call.fakes))
+        if key not in self._texts:
+            self._texts[key] = explained(selection, call.fakes).call
+        return self._texts[key]

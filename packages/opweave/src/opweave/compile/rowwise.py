@@ -26,7 +26,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from opweave.compile import compat
-from opweave.compile.nodes import (
+from opweave.compile.graph import (
     VIEWS,
     IrCall,
     fake_of,
@@ -37,7 +37,7 @@ from opweave.compile.nodes import (
 )
 from opweave.compile.tracing import Tracer, arguments
 from opweave.ir.priority import NATIVE
-from opweave.ir.traits import ROWWISE
+from opweave.ir.rules import ROWWISE
 
 aten = torch.ops.aten
 Size = int | SymInt

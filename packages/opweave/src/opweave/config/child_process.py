@@ -1,4 +1,4 @@
-"""Child processes that run a module of this package and communicate through a socket."""
+"""Child processes that run a module or file of this package, and daemon threads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,65 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+# A thread pool that does not keep the process alive.
+
+
+class DaemonThreads(Executor):
+    """A pool of daemon threads. Unlike with Python's own pools, the process does not wait for them.
+
+    A thread ends when there is no more work.
+
+    Args:
+        most: the maximum number of threads.
+        name: the name of the threads.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most, self._name = most, name
+        self._lock = threading.Lock()
+        self._count = 0
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call *fn* in a thread."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._waiting.append((future, partial(fn, *args, **kwargs)))
+            if self._count < self._most:
+                self._count += 1
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        return future
+
+    def _work(self) -> None:
+        while (item := self._next()) is not None:
+            future, work = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work())
+            except BaseException as error:  # the future must get any error
+                future.set_exception(error)
+
+    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            self._count -= 1
+            return None
+
+
+# Child processes that run a module of this package and communicate through a socket.
+
 
 _STARTING = 300.0  # seconds to import opweave, its plugins and the user's modules
 

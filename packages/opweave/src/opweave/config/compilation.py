@@ -1,17 +1,123 @@
-"""The configuration of compilation and of the enabled custom ops."""
+"""The configuration of compilation and of the enabled custom ops, and the current one."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from functools import cache
+from typing import Any, Self
 
-from opweave.config.custom_ops import CustomOps
-from opweave.config.json_text import read_object
-from opweave.config.origin import Config, Origin
+from opweave.config import environment, sources
+from opweave.config.values import Config, Origin, read_object
 from opweave.ir.errors import SettingError, did_you_mean
+
+# The list of enabled ``CustomOp`` ops: ``all``, ``none``, ``+op`` and ``-op``.
+
+
+_BASES = ("all", "none")
+
+
+class CustomOps(tuple[str, ...]):
+    """A complete list of enabled ops, with ``all`` or ``none`` exactly once.
+
+    Attributes:
+        given: the user's list, without the appended default.
+
+    >>> ops = CustomOps.parse("+rms_norm,-silu_and_mul", default="all")
+    >>> ops, ops.enables("rms_norm"), ops.enables("silu_and_mul"), ops.enables("relu2")
+    (('+rms_norm', '-silu_and_mul', 'all'), True, False, True)
+    """
+
+    given: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, value: object, *, default: str) -> Self:
+        """Parse a list, a comma-separated string, or a JSON list.
+
+        Items of a list may be comma-separated too. In op names, ``-`` and ``_`` are equivalent.
+
+        Raises:
+            SettingError: (a ValueError) an item is not ``all``, ``none``, ``+op`` or ``-op``;
+                ``all`` and ``none`` occur more than once; or an op is both enabled and disabled.
+        """
+        given = value.given if isinstance(value, CustomOps) else tuple(_tokens(value))
+        bases = [token for token in given if token in _BASES]
+        if len(bases) > 1:
+            raise SettingError(
+                f"custom_ops {list(given)!r} contains {' and '.join(map(repr, bases))}. Give 'all' "
+                "or 'none' once."
+            )
+        both = sorted(_named(given, "+") & _named(given, "-"))
+        if both:
+            raise SettingError(
+                f"custom_ops {list(given)!r} both enables and disables {', '.join(both)}. Keep "
+                f"'+{both[0]}' or '-{both[0]}'."
+            )
+        ops = cls(given if bases else (*given, default))
+        ops.given = given
+        return ops
+
+    @property
+    def default_on(self) -> bool:
+        """Whether ops are enabled that are not in the list."""
+        return "all" in self
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The ops in the list."""
+        return _named(self, "+") | _named(self, "-")
+
+    def enables(self, name: str | None) -> bool:
+        """Whether the op is enabled; *name* is its registered name, if it has one."""
+        if f"-{name}" in self:
+            return False
+        return self.default_on or f"+{name}" in self
+
+
+def _tokens(value: object) -> Iterable[str]:
+    if isinstance(value, str):
+        items = _from_json(value) if value.strip().startswith("[") else [value]
+    elif isinstance(value, Iterable):
+        items = list(value)
+    else:
+        items = [value]
+    for item in items:
+        if not isinstance(item, str):
+            raise SettingError(
+                f"custom_ops {value!r} should be a list of strings, such as ['none', '+rms_norm']."
+            )
+        if item.strip():
+            yield from map(_token, item.split(","))
+
+
+def _token(written: str) -> str:
+    token = written.strip()
+    token = token[:1] + token[1:].replace("-", "_")
+    if token in _BASES or (token[:1] in ("+", "-") and token[1:].isidentifier()):
+        return token
+    raise SettingError(f"custom_ops: {written!r} must be 'all', 'none', '+op' or '-op'.")
+
+
+def _from_json(text: str) -> list[object]:
+    try:
+        found: list[object] = json.loads(text)  # a list, because it starts with a bracket
+    except json.JSONDecodeError as error:
+        raise SettingError(
+            f'custom_ops {text!r} is not a JSON list, such as ["none", "+rms_norm"]: {error}.'
+        ) from error
+    return found
+
+
+def _named(tokens: Iterable[str], sign: str) -> frozenset[str]:
+    return frozenset(token[1:] for token in tokens if token.startswith(sign))
+
+
+# The configuration of compilation and of the enabled custom ops.
 
 
 class CompilationMode(IntEnum):
@@ -181,3 +287,61 @@ def _mode(given: object) -> CompilationMode:
         return CompilationMode(found)
     possible = ", ".join(f"{mode.value} ({mode.name})" for mode in CompilationMode)
     raise SettingError(f"mode={given!r} should be one of {possible}.")
+
+
+# The current compilation config: that of the enclosing scope, or of the process.
+
+
+_scoped: ContextVar[CompilationConfig | None] = ContextVar(
+    "opweave_compilation_config", default=None
+)
+_command_line: dict[str, object] = {}
+
+
+def current_compilation_config() -> CompilationConfig:
+    """Return the config of the innermost :func:`compilation_config` block.
+
+    Outside of a block, return the config of the process: from the command line, the environment
+    and the config file, strongest first, and the defaults.
+
+    Raises:
+        SettingError: one of them is malformed.
+    """
+    return _scoped.get() or _of_process()
+
+
+@contextmanager
+def compilation_config(config: CompilationConfig) -> Iterator[CompilationConfig]:
+    """Make *config* the current one inside the block, in this thread or asyncio task only.
+
+    ``with compilation_config(CompilationConfig(custom_ops=["none", "+rms_norm"])): ...``
+    """
+    token = _scoped.set(config)
+    try:
+        yield config
+    finally:
+        _scoped.reset(token)
+
+
+def apply_command_line_config(values: Mapping[str, object]) -> None:
+    """Set the values of ``--compilation-config.<key>=...`` for the process.
+
+    Raises:
+        SettingError: a key is unknown or a value malformed, here or in a weaker source.
+    """
+    _command_line.clear()
+    _command_line.update(values)
+    _of_process.cache_clear()
+    _of_process()
+
+
+@cache
+def _of_process() -> CompilationConfig:
+    config, found = CompilationConfig(), sources.find()
+    config = config.updated(found.compilation_config, f"{found.path} compilation_config")
+    for key, value in environment.compilation_config().items():
+        origin = f"environment {environment.COMPILATION_PREFIX}{key.upper()}"
+        config = config.updated({key: value}, origin)
+    for key, given in _command_line.items():
+        config = config.updated({key: given}, f"--compilation-config.{key}")
+    return config

@@ -7,15 +7,159 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from opweave.config.cache import CacheConfig
-from opweave.config.checks import check_choice, check_count
-from opweave.config.compilation import CompilationConfig
-from opweave.config.current import current_compilation_config
-from opweave.config.origin import Config
-from opweave.config.parallel import ParallelConfig
-from opweave.config.scheduler import SchedulerConfig
+from opweave.config.compilation import CompilationConfig, current_compilation_config
+from opweave.config.values import (
+    Config,
+    check_choice,
+    check_count,
+    check_flag,
+    check_seconds,
+    check_share,
+)
 from opweave.ir import IrOpPriorityConfig
 from opweave.ir.errors import SettingError
+
+# The configuration of the KV cache.
+
+
+@dataclass(frozen=True)
+class CacheConfig(Config):
+    """The paged KV cache, and the states of recurrent layers.
+
+    Attributes:
+        block_size: tokens per block; most kernels need a multiple of 16.
+        num_blocks: blocks of a layer with full attention; None: as many as fit into memory.
+        memory_bytes: memory for all layers together. None: on a device, the rest of
+            *memory_utilization*; in host memory, a quarter of the free memory, at most 4 GiB.
+            Never more than *max_num_seqs* sequences of the maximum length can use.
+        memory_utilization: the fraction of device memory for model and cache.
+        enable_prefix_caching: keep the blocks of finished sequences while there is room, and reuse
+            them for sequences with the same prefix.
+
+    Raises:
+        SettingError: (a ValueError) a value is out of range, or *num_blocks* and *memory_bytes* are
+            both given.
+    """
+
+    block_size: int = 64
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+    memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        check_count(owner, "block_size", self.block_size)
+        for name in ("num_blocks", "memory_bytes"):
+            if getattr(self, name) is not None:
+                check_count(owner, name, getattr(self, name), ", or None")
+        check_share(owner, "memory_utilization", self.memory_utilization)
+        check_flag(owner, "enable_prefix_caching", self.enable_prefix_caching)
+        if self.num_blocks is not None and self.memory_bytes is not None:
+            raise SettingError(
+                f"{owner}: num_blocks={self.num_blocks} and memory_bytes={self.memory_bytes} are "
+                "mutually exclusive; give one of them."
+            )
+
+
+# The configuration of the scheduler.
+
+
+POLICIES = ("fcfs", "priority")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig(Config):
+    """Batch sizes and the order of requests.
+
+    Attributes:
+        max_num_seqs: the maximum number of sequences per step.
+        max_num_batched_tokens: the maximum number of tokens per step, decode and prefill together.
+        max_model_len: the maximum number of tokens of a prompt and its answer; None: the model's
+            context, or less if the cache holds less.
+        policy: ``"fcfs"`` (first come, first served), or ``"priority"``: the lowest number runs
+            first, ties in order of arrival. A request preempts those with higher numbers if memory
+            is short; they are recomputed later.
+        enable_chunked_prefill: split long prompts over several steps, together with decodes.
+            Without it, *max_num_batched_tokens* must be at least *max_model_len*.
+
+    Raises:
+        SettingError: (a ValueError) a value is out of range or conflicts with another.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    policy: str = "fcfs"
+    enable_chunked_prefill: bool = True
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        check_count(owner, "max_num_seqs", self.max_num_seqs)
+        check_count(owner, "max_num_batched_tokens", self.max_num_batched_tokens)
+        if self.max_model_len is not None:
+            check_count(owner, "max_model_len", self.max_model_len, ", or None")
+        check_choice(owner, "policy", self.policy, POLICIES)
+        check_flag(owner, "enable_chunked_prefill", self.enable_chunked_prefill)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise SettingError(
+                f"{owner}: max_num_batched_tokens={self.max_num_batched_tokens} is below "
+                f"max_num_seqs={self.max_num_seqs}, so not every sequence can get a token. Raise "
+                "the former or lower the latter."
+            )
+
+
+# The configuration of tensor and data parallelism.
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Config):
+    """Tensor-parallel ranks and data-parallel replicas.
+
+    Attributes:
+        tensor_parallel_size: ranks that each hold a part of every layer.
+        data_parallel_size: replicas of the model, each with *tensor_parallel_size* ranks; several
+            replicas run as Ray actors.
+        data_parallel_address: ``"host:port"`` of a Ray cluster, or ``"auto"`` for the one of this
+            machine; None: RAY_ADDRESS, else the engine starts Ray and stops it on shutdown.
+        timeout: seconds without a response after which a rank or replica counts as failed. It
+            includes the time by which one rank compiles longer than another.
+
+    Raises:
+        SettingError: (a ValueError) a value is out of range, or *data_parallel_address* is given
+            without several replicas.
+    """
+
+    tensor_parallel_size: int = 1
+    timeout: float = 60.0
+    data_parallel_size: int = 1
+    data_parallel_address: str | None = None
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        check_count(owner, "tensor_parallel_size", self.tensor_parallel_size)
+        check_count(owner, "data_parallel_size", self.data_parallel_size)
+        check_seconds(owner, "timeout", self.timeout)
+        address = self.data_parallel_address
+        if address is not None and (not isinstance(address, str) or not _is_address(address)):
+            raise SettingError(
+                f"{owner}: data_parallel_address={address!r} must be host:port of a Ray cluster, "
+                "auto, or None. ray:// addresses are not supported; run the program on a machine "
+                "of the cluster."
+            )
+        if address is not None and self.data_parallel_size == 1:
+            raise SettingError(
+                f"{owner}: data_parallel_address={address!r} needs several replicas, but "
+                "data_parallel_size is 1. Raise data_parallel_size, or remove the address."
+            )
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return text == "auto" or (bool(host) and "/" not in host and port.isdecimal())
+
+
+# The typed configuration of an engine.
 
 
 @dataclass(frozen=True)

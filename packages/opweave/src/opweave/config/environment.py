@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from opweave.config.open_registry import OpenRegistry
-from opweave.config.typed import FALSE, TRUE, check_kind, read
+from opweave.config.values import FALSE, TRUE, OpenRegistry, check_kind, read
 from opweave.ir.errors import SettingError, did_you_mean
 
 T = TypeVar("T", bool, int, float, str)

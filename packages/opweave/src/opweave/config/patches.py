@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from opweave.config.origin import Config, Origin
+from opweave.config.values import Config, Origin
 from opweave.ir.errors import OpweaveError, SettingError, did_you_mean
 
 C = TypeVar("C", bound=Config)

@@ -1,14 +1,19 @@
-"""Command-line options of plugins: ``--plugin.<plugin>.<key>=<value>``."""
+"""Settings of plugins: command-line options and environment variables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from opweave.config.open_registry import OpenRegistry
-from opweave.config.typed import check_kind, read
+from opweave.config.environment import declared
+from opweave.config.values import OpenRegistry, check_kind, read
 from opweave.ir.errors import SettingError, did_you_mean
+from opweave.registration import Owner
+
+# Command-line options of plugins: ``--plugin.<plugin>.<key>=<value>``.
+
 
 T = TypeVar("T", bool, int, float, str)
 
@@ -106,3 +111,30 @@ def set_plugin_options(values: Mapping[str, Any]) -> None:
 def given_plugin_options() -> dict[str, Any]:
     """Return the values set by the user, by ``plugin.key``, for child processes."""
     return dict(_given)
+
+
+# All settings of plugins: command-line options and environment variables.
+
+
+class PluginSetting(NamedTuple):
+    """An option or variable as the user writes it; ``given`` is None if it has its default."""
+
+    name: str
+    kind: str
+    default: Any
+    given: Any
+    help: str
+    owner: Owner | None
+
+
+def plugin_settings(environ: Mapping[str, str] = os.environ) -> Iterator[PluginSetting]:
+    """Yield every option, then every variable, that plugins have declared so far."""
+    given = given_plugin_options()
+    for name, entry in options.entries.items():
+        flag, option = PREFIX + name.replace("_", "-"), entry.value
+        kind, value = option.kind.__name__, given.get(name)
+        yield PluginSetting(flag, kind, option.default, value, option.help, entry.owner)
+    for name, declaration in declared.entries.items():
+        variable, value = declaration.value, environ.get(name)
+        kind = variable.kind.__name__
+        yield PluginSetting(name, kind, variable.default, value, variable.doc, declaration.owner)

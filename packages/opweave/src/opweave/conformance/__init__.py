@@ -9,20 +9,20 @@ The command is ``opweave verify``; in pytest, use ``pytest --pyargs opweave.conf
 mine``. For layers, see :mod:`opweave.conformance.layers`.
 """
 
-from opweave.conformance.case import Case
-from opweave.conformance.certificate import certificate, summary
-from opweave.conformance.check import Check, Outcome
 from opweave.conformance.checks import CHECKS
-from opweave.conformance.errors import (
+from opweave.conformance.find import subjects
+from opweave.conformance.subject import (
+    Case,
+    Check,
     ConformanceError,
     NonconformingError,
     NothingToVerifyError,
+    Outcome,
+    Subject,
     UnknownCheckError,
     UnknownPlatformError,
 )
-from opweave.conformance.find import subjects
-from opweave.conformance.subject import Subject
-from opweave.conformance.verify import Result, verify
+from opweave.conformance.verify import Result, certificate, summary, verify
 
 __all__ = [
     "CHECKS",

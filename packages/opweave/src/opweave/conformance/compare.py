@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opweave.conformance.case import Case, Outputs, outputs_of
 from opweave.conformance.memory import same_bits
+from opweave.conformance.subject import Case, Outputs, outputs_of
 from opweave.ir.errors import MissingToleranceError
 from opweave.ir.selection import tensors_in
-from opweave.ir.tolerance import Tolerance
+from opweave.ir.spec import Tolerance
 
 _WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _EXACT = Tolerance(0.0, 0.0)

@@ -1,25 +1,113 @@
-"""Finds implementations to verify by op, provider and platform, including other packages'."""
+"""Find implementations to verify, import their modules and digest their sources."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import importlib.util
-from collections.abc import Sequence
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import torch
 
 from opweave import platforms
-from opweave.conformance.errors import (
+from opweave.conformance.inputs import options_of
+from opweave.conformance.subject import (
+    FAILURES,
+    ModuleImportError,
     NothingToVerifyError,
+    Subject,
     UnknownInputError,
     UnknownPlatformError,
 )
-from opweave.conformance.inputs import options_of
-from opweave.conformance.modules import import_named
-from opweave.conformance.subject import Subject
-from opweave.ir import IrOp, current_registry
+from opweave.ir import IrOp, IrOpImpl, current_registry
 from opweave.ir.errors import did_you_mean
-from opweave.ir.tunable import base_of
+from opweave.ir.priority import base_of
+
+# The modules that register what is to be verified.
+
+
+def import_named(asked: str, name: str) -> None:
+    """Import the module *name*, for the option *asked*.
+
+    Raises:
+        ModuleImportError: the name is not valid, or the module is missing or raises.
+    """
+    if not all(name.split(".")) or "/" in name or "\\" in name:
+        raise ModuleImportError(
+            f"{asked} {name!r} is not the name of a module; write it as an import statement does, "
+            "such as my_kernels or package.my_kernels."
+        )
+    try:
+        importlib.import_module(name)
+    except FAILURES as error:
+        raise ModuleImportError(f"{asked} {name!r} failed: {_told(error)}.") from error
+
+
+def names_by_file() -> dict[str, str]:
+    """Return the names of the modules that are imported, by their files."""
+    return {
+        file: name
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and (file := vars(module).get("__file__"))
+    }
+
+
+def _told(error: BaseException) -> str:
+    """Return what was raised and where, in one line."""
+    text = " ".join(str(error).split()).rstrip(".")
+    kind = "" if isinstance(error, ImportError) and text else type(error).__name__
+    told = ": ".join(filter(None, (kind, text)))
+    place = "" if isinstance(error, SyntaxError) else _place(error)  # which says it itself
+    return f"{told} at {place}" if place else told
+
+
+def _place(error: BaseException) -> str:
+    """Return the file and the line, or nothing if the module was not even found.
+
+    Only frames in the module's own folder count: the user cannot fix others.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
+    own = [f for f in ours if Path(f.filename).is_relative_to(Path(ours[0].filename).parent)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+# A digest of the package that an implementation is from: it calls more than its own file.
+
+
+_KINDS = (".py", ".so", ".pyd")
+
+
+def package_digest(impl: IrOpImpl) -> str | None:
+    """Return a digest of the Python and native modules of its package; None: it is opweave's own.
+
+    For a module outside a package, of the imported modules in its folder.
+    """
+    file, names = Path(impl.site.file), names_by_file()
+    name = names.get(str(file), "")
+    top = sys.modules.get(name.partition(".")[0])
+    if name.partition(".")[0] == "opweave":
+        return None
+    if top is not None and hasattr(top, "__path__"):
+        folder = Path(next(iter(top.__path__)))
+        files: Iterable[Path] = (f for f in folder.rglob("*") if f.suffix in _KINDS)
+    else:
+        folder = file.parent
+        files = (f for f in map(Path, names) if f.parent == folder)
+    digest = hashlib.sha256()
+    for each in sorted({file, *files}):
+        if each.is_file():
+            digest.update(f"{each.relative_to(folder)}\0".encode())
+            digest.update(hashlib.sha256(each.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+# Finds implementations to verify by op, provider and platform, including other packages'.
 
 
 def subjects(
@@ -133,7 +221,7 @@ def _providers() -> set[str]:
 def _device(name: str | None) -> str:
     if name is None:
         return platforms.current_platform.device_type
-    from opweave.conformance.platform.find import find_platform
+    from opweave.conformance.platform.verify import find_platform
 
     device = find_platform(name).platform.device_type
     if device != "cpu" and not torch.get_device_module(device).is_available():

@@ -1,18 +1,23 @@
-"""Arguments from an op's input generator: sizes with and without tails, dtypes, no tokens."""
+"""Arguments for cases: sizes, dtypes, layouts, scalars and token dimensions."""
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from opweave.conformance.case import Case
 from opweave.conformance.memory import Values
-from opweave.conformance.subject import Subject
+from opweave.conformance.subject import Case, Outputs, Subject
+from opweave.ir.schema import Param
+
+# Arguments from an op's input generator: sizes with and without tails, dtypes, no tokens.
+
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TOKENS = (1, 2, 3, 7, 8, 33)
@@ -187,3 +192,328 @@ def with_accepted_sizes(subject: Subject) -> Subject | None:
         if accepts_any(tried):
             return tried
     return None
+
+
+# Arguments of different dtypes: weights wider or narrower than activations, other integers.
+
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def mixed(subject: Subject) -> Iterator[Case]:
+    """Yield cases with one tensor, or all that are not activations, in another dtype."""
+    activations = subject.op.activation_indices
+    for base in usual(subject):
+        places = [i for i, v in enumerate(base.values) if isinstance(v, Tensor)]
+        rest = [i for i in places if i not in activations]
+        for group in {tuple(g): None for g in (rest, *([i] for i in places)) if g}:
+            for kind in (_FLOATS, _INTEGERS):
+                yield from _cast(base, group, kind)
+
+
+def _cast(base: Case, group: tuple[int, ...], kind: tuple[torch.dtype, ...]) -> Iterator[Case]:
+    for dtype in kind:
+        changed = [i for i in group if base.values[i].dtype in set(kind) - {dtype}]
+        if changed:
+            names = " and ".join(base.op.schema.names[i] for i in changed)
+            values = [v.to(dtype) if i in changed else v for i, v in enumerate(base.values)]
+            yield base.with_values(f"{names} {str(dtype).removeprefix('torch.')}", values)
+
+
+# Memory layouts of the same values, with NaN in the gaps.
+#
+# A kernel that reads past a row reads NaN. A write into a gap is detected by comparing its
+# bytes.
+
+
+Layout = Callable[[Tensor], Tensor]
+_MARGIN = 3  # odd, so that rows are aligned to nothing
+
+
+def _between(t: Tensor) -> float:
+    """Return the value that fills the gaps: NaN, or a valid index for integers."""
+    return float("nan") if t.is_floating_point() else 0.0
+
+
+def sliced(t: Tensor) -> Tensor:
+    """Rows inside wider rows, starting in the middle of one."""
+    wide = _filled(t, (*t.shape[:-1], t.shape[-1] + 2 * _MARGIN))
+    return wide[..., _MARGIN : _MARGIN + t.shape[-1]].copy_(t)
+
+
+def offset(t: Tensor) -> Tensor:
+    """Contiguous, one element into its storage."""
+    return _filled(t, (t.numel() + 2,))[1:-1].view(t.shape).copy_(t)
+
+
+def stepped(t: Tensor) -> Tensor:
+    """Every second row of a tensor, or every second element of a vector."""
+    twice = _filled(t, (2 * t.shape[0], *t.shape[1:]))
+    return twice[::2].copy_(t)
+
+
+def scattered(t: Tensor) -> Tensor:
+    """Every second element of each row."""
+    return _filled(t, (*t.shape[:-1], 2 * t.shape[-1]))[..., ::2].copy_(t)
+
+
+def transposed(t: Tensor) -> Tensor:
+    """The last two dimensions exchanged in memory."""
+    return t.transpose(-1, -2).contiguous().transpose(-1, -2) if t.ndim > 1 else t
+
+
+def rotated(t: Tensor) -> Tensor:
+    """The first two dimensions exchanged in memory; rows stay rows."""
+    return t.transpose(0, 1).contiguous().transpose(0, 1) if t.ndim > 2 else t
+
+
+def expanded(t: Tensor) -> Tensor:
+    """The first row, repeated without memory of its own."""
+    return t[:1].expand(t.shape) if t.ndim > 1 and t.shape[0] else t
+
+
+LAYOUTS: dict[str, Layout] = {
+    layout.__name__: layout
+    for layout in (sliced, offset, stepped, scattered, transposed, rotated, expanded)
+}
+
+
+def laid_out(subject: Subject, dtypes: int | None = None) -> Iterator[Case]:
+    """Yield cases in every layout: of all tensors at once, and of each alone."""
+    for base in usual(subject, dtypes):
+        places = [i for i, v in enumerate(base.values) if isinstance(v, Tensor) and v.ndim]
+        for name, layout in LAYOUTS.items():
+            matrices = [i for i in places if base.values[i].ndim > 1]
+            groups = [matrices, places, *([i] for i in places)]
+            for group in {tuple(g): None for g in groups if g}:
+                changed = [subject.op.schema.names[i] for i in group]
+                values = [layout(v) if i in group else v for i, v in enumerate(base.values)]
+                yield base.with_values(f"{' and '.join(changed)} {name}", values)
+
+
+def _filled(t: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if t.dtype.itemsize == 1 and t.is_floating_point():  # torch cannot fill it with NaN everywhere
+        return torch.zeros(shape, dtype=t.dtype, device=t.device)
+    return torch.full(shape, _between(t), dtype=t.dtype, device=t.device)
+
+
+# Cases with unusual numbers, flags and strings, and with omitted optional arguments.
+
+
+# Possible values of string parameters; native rejects unsupported ones.
+_WORDS = ("none", "tanh", "silu", "swish", "sigmoid", "softmax", "relu", "gelu")
+
+
+def options(subject: Subject) -> Iterator[Case]:
+    """Yield cases with one changed option: a number, flag or string."""
+    for base in usual(subject):
+        for i, param in enumerate(subject.op.schema.params):
+            if not param.is_tensor and not param.is_tensor_list:
+                for value in others(param, base.values[i]):
+                    yield replaced(base, i, param.name, value)
+
+
+def without(subject: Subject) -> Iterator[Case]:
+    """Yield cases without optional tensors: each alone, then all."""
+    for base in usual(subject):
+        optional = [
+            i for i, p in enumerate(subject.op.schema.params) if p.is_tensor and p.is_optional
+        ]
+        for i in optional:
+            yield replaced(base, i, subject.op.schema.names[i], None)
+        if len(optional) > 1:
+            values = [None if i in optional else v for i, v in enumerate(base.values)]
+            yield base.with_values("no optional tensor", values)
+
+
+def replaced(case: Case, index: int, name: str, value: Any) -> Case:
+    """Return *case* with another value of one argument."""
+    values = [value if i == index else v for i, v in enumerate(case.values)]
+    return case.with_values(f"{name}={value!r}", values)
+
+
+def others(param: Param, value: Any) -> list[Any]:
+    """Return alternatives to the usual value."""
+    kinds = set(typing.get_args(param.annotation) or (param.annotation,))
+    found: list[Any] = [None] if param.is_optional and value is not None else []
+    if bool in kinds:
+        found += [True, False]
+    elif float in kinds:
+        # Large enough to show where epsilon is added.
+        found += [0.5, 0.1, 1.7] if value is None else [0.1 + 4 * value]
+    elif str in kinds:
+        found += _WORDS
+    elif int in kinds and param.is_optional:
+        found += [1, 2, 7, 40]
+    return [other for other in found if other is None or other != value]
+
+
+# Finds the token dimension of each tensor, and selects tokens.
+#
+# Compares inputs for two numbers of tokens. If tokens interact, as in attention, a row is a
+# sequence, and a function from the table selects sequences.
+
+
+_TOKENS_COUNTS = (13, 29)  # unlikely to equal another size
+_SEQUENCE_COUNT = 7
+
+Axis = int | None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The token or sequence dimension of each argument and output.
+
+    Attributes:
+        are_rows: whether the dimension counts tokens.
+    """
+
+    count: int
+    case: Case
+    inputs: tuple[Axis, ...]
+    outputs: tuple[Axis, ...]
+    are_rows: bool = True
+
+    def some(self, which: Sequence[int]) -> Values:
+        """Return the arguments for the given tokens, in this order."""
+        pairs = zip(self.case.values, self.inputs, strict=True)
+        return tuple(taken(value, axis, which) for value, axis in pairs)
+
+    def of(self, outputs: Outputs, which: Sequence[int]) -> Outputs:
+        """Return the part of *outputs* for the given tokens."""
+        pairs = zip(outputs, self.outputs, strict=True)
+        return tuple(taken(t, axis, which) for t, axis in pairs if axis is not None)
+
+    def of_some(self, outputs: Outputs, which: Sequence[int]) -> Outputs:
+        """Return the same part of what :meth:`some` leads to."""
+        return self.of(outputs, range(len(which)))
+
+
+def taken(value: Any, axis: Axis, which: Sequence[int]) -> Any:
+    """Return the slices *which* of a tensor along *axis*, if there is either."""
+    if axis is None or value is None:
+        return value
+    return value.index_select(axis, torch.tensor(which, dtype=torch.int64, device=value.device))
+
+
+def tokens_of(subject: Subject, count: int | None = None, **options: Any) -> Tokens | Packed | None:
+    """Find out which dimensions count tokens; None where no argument or no output has one.
+
+    Args:
+        subject: whose input generator to ask.
+        count: the number of tokens of the arguments that are returned.
+        options: of the input generator.
+    """
+    if "num_seqs" in options_of(subject):
+        options = {"num_seqs": _SEQUENCE_COUNT, **options}
+    counts = _TOKENS_COUNTS if count is None else (*_TOKENS_COUNTS, count)
+    cases = [generated(subject, num_tokens=n, **options) for n in counts]
+    if any(case is None or case.refusal for case in cases):
+        return None
+    first, second, *_ = made = [case for case in cases if case is not None]
+    asked = made[-1]
+    if subject.op.name in _SEQUENCES:
+        return _SEQUENCES[subject.op.name](asked)
+    arguments = tuple(map(_axis, first.values, second.values))
+    outputs = tuple(map(_axis, first.native, second.native))
+    if all(axis is None for axis in arguments) or all(axis is None for axis in outputs):
+        return None
+    return Tokens(counts[-1], asked, arguments, outputs)
+
+
+def _axis(a: Any, b: Any) -> Axis:
+    if not isinstance(a, Tensor) or a.ndim != b.ndim:
+        return None
+    pairs = enumerate(zip(a.shape, b.shape, strict=True))
+    return next((i for i, sizes in pairs if sizes == _TOKENS_COUNTS), None)
+
+
+def _batch(*names: str) -> Callable[[Case], Tokens]:
+    """Return what finds sequences along the first dimension of these arguments."""
+
+    def find(case: Case) -> Tokens:
+        pairs = list(zip(case.op.schema.names, case.values, strict=True))
+        more = [torch.cat([v, v.flip(1), -v]) if name in names else v for name, v in pairs]
+        arguments = tuple(0 if name in names else None for name, _ in pairs)
+        count = next(v.shape[0] for v, axis in zip(more, arguments, strict=True) if axis == 0)
+        batch = case.with_values("more sequences", more)
+        return Tokens(count, batch, arguments, tuple(0 for _ in batch.native), are_rows=False)
+
+    return find
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences of different lengths, one after the other.
+
+    Attributes:
+        packed: the arguments with a row for each token, and the one with their boundaries.
+        listed: the arguments with a row for each sequence.
+    """
+
+    case: Case
+    packed: dict[str, str]
+    listed: tuple[str, ...] = ()
+
+    @property
+    def _named(self) -> dict[str, Any]:
+        return dict(zip(self.case.op.schema.names, self.case.values, strict=True))
+
+    @property
+    def count(self) -> int:
+        return len(self._named[next(iter(self.packed.values()))]) - 1
+
+    def some(self, which: Sequence[int]) -> Values:
+        """Return the arguments for some of the sequences, in this order."""
+        named = self._named
+        made = dict(named)
+        for name, bounds in self.packed.items():
+            made[name] = taken(named[name], 0, _rows(named[bounds], which))
+        for bounds in set(self.packed.values()):
+            lengths = taken(named[bounds].diff(), 0, which)
+            made[bounds] = torch.cat((named[bounds][:1], lengths.cumsum(0))).to(named[bounds].dtype)
+        for name in self.listed:
+            made[name] = taken(named[name], 0, which)
+        return tuple(made.values())
+
+    def of(self, outputs: Outputs, which: Sequence[int]) -> Outputs:
+        """Return the part of *outputs* that belongs to some of the sequences."""
+        rows = _rows(self._named[next(iter(self.packed.values()))], which)
+        return tuple(taken(outputs[place], 0, rows) for place in self._outputs)
+
+    def of_some(self, outputs: Outputs, which: Sequence[int]) -> Outputs:
+        """Return the same part of what :meth:`some` leads to."""
+        return tuple(outputs[place] for place in self._outputs)
+
+    @property
+    def _outputs(self) -> list[int]:
+        """The places of the outputs with a row for each token."""
+        tokens = self._named[next(iter(self.packed))].shape[0]
+        return [i for i, out in enumerate(self.case.native) if out.shape[0] == tokens]
+
+
+def _rows(bounds: Tensor, which: Sequence[int]) -> list[int]:
+    edges = bounds.tolist()
+    return [row for i in which for row in range(edges[i], edges[i + 1])]
+
+
+def _packed(packed: dict[str, str], *listed: str) -> Callable[[Case], Packed]:
+    return lambda case: Packed(case, packed, listed)
+
+
+_Q, _K = "cu_seqlens_q", "cu_seqlens_k"
+_STARTS, _INITIAL = "query_start_loc", "has_initial_state"
+_scanned = _packed(dict.fromkeys(("x", "dt", "b", "c", "z"), _STARTS), "slot_idx", _INITIAL)
+
+_SEQUENCES: dict[str, Callable[[Case], Tokens | Packed]] = {
+    "attention_quant": _packed({"query": _Q}, "block_tables", "seq_lens"),
+    "causal_attention": _batch("query", "key", "value"),
+    "selective_scan": _scanned,
+    "ssd_chunk_scan": _scanned,
+    "varlen_attention": _packed({"query": _Q, "key": _K, "value": _K}),
+    "causal_conv1d": _packed({"x": _STARTS}, "slot_idx", _INITIAL),
+    "mla_attention_decode": _packed({"query": _Q}, "block_tables", "seq_lens"),
+    "mla_attention_prefill": _packed({"query": _Q, "kv_c": _K, "k_pe": _K}),
+    "paged_attention": _packed({"query": _Q}, "block_tables", "seq_lens"),
+}

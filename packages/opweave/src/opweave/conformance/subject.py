@@ -1,17 +1,61 @@
-"""The subject of verification: an implementation of an op on a device."""
+"""Subjects of verification, the cases that they run on, and the errors of the kit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from opweave import ir
 from opweave.conformance.compat import fake_values
-from opweave.conformance.memory import Values
+from opweave.conformance.memory import Values, copied
 from opweave.ir import IrOp, IrOpImpl
+from opweave.ir.errors import OpweaveError
 from opweave.ir.priority import NATIVE
+from opweave.ir.selection import tensors_in
+
+# Errors of the conformance kit, one class per condition.
+
+
+class ConformanceError(OpweaveError):
+    """Base class of the errors of the conformance kit."""
+
+
+class UnknownCheckError(ConformanceError, LookupError):
+    """A check does not exist."""
+
+
+class NothingToVerifyError(ConformanceError, LookupError):
+    """No registered implementation matches the given ops, providers and platform."""
+
+
+class ModuleImportError(ConformanceError, ImportError):
+    """A module with implementations cannot be imported."""
+
+
+class UnknownPlatformError(ConformanceError, LookupError):
+    """The platform does not exist, or its device is missing."""
+
+
+class NonconformingError(ConformanceError, AssertionError):
+    """An implementation, layer or platform failed a check."""
+
+
+class UnknownInputError(ConformanceError, LookupError):
+    """An input generator does not have the option, or does not accept its value."""
+
+
+class VerifierFailedError(ConformanceError, RuntimeError):
+    """The process that verifies does not start."""
+
+
+# The subject of verification: an implementation of an op on a device.
 
 
 @dataclass(frozen=True)
@@ -71,3 +115,254 @@ class Subject:
         args, kwargs = self.op.schema.split(values)
         with torch.no_grad():
             return self.op.using(f"{self.provider}!").maybe_inplace(*args, **kwargs)
+
+
+# A case: arguments for an op, the native result, and a reference in float64.
+
+
+Outputs = tuple[Tensor, ...]
+
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Case:
+    """Arguments for *op*; *label* describes how they were generated."""
+
+    def __init__(self, op: IrOp, label: str, values: Sequence[Any]) -> None:
+        self.op, self.label, self.values = op, label, tuple(values)
+
+    def __str__(self) -> str:
+        arguments = ", ".join(map(_shown, self.values))
+        return f"{self.op.name}({arguments}) [{self.label}]"
+
+    def with_values(self, label: str, values: Sequence[Any]) -> Case:
+        """Return a case of the same op with other arguments."""
+        return Case(self.op, f"{self.label}, {label}" if self.label else label, values)
+
+    @cached_property
+    def _run(self) -> Outputs | Exception:
+        return run_natively(self.op, self.values)
+
+    @property
+    def refusal(self) -> Exception | None:
+        """The exception of the native implementation, if it rejects the arguments."""
+        return self._run if isinstance(self._run, Exception) else None
+
+    @property
+    def native(self) -> Outputs:
+        """The result of the native implementation."""
+        if isinstance(self._run, Exception):
+            raise self._run
+        return self._run
+
+    @cached_property
+    def reference(self) -> Outputs:
+        """The native result in float64, or the plain native result if float64 fails."""
+        wide = _changed(self.values, _widened)
+        # An argument that is a dtype is that of the result.
+        wide = tuple(
+            torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
+            for value in wide
+        )
+        outcome = _run_here(self.op, wide)
+        if isinstance(outcome, Exception) or [t.shape for t in outcome] != [
+            t.shape for t in self.native
+        ]:
+            return self.native
+        return outcome
+
+
+def outputs_of(result: Any) -> Outputs:
+    """Return the outputs of an op as a tuple."""
+    return result if isinstance(result, tuple) else (result,)
+
+
+def run_natively(op: IrOp, values: Values) -> Outputs | Exception:
+    """Return the native result for copies of the arguments, or the exception.
+
+    The CPU runs first: an out-of-range index raises there, but makes CUDA unusable for the whole
+    process.
+    """
+    if any(t.is_cuda for t in tensors_in(values)):
+        outcome = _run_here(op, _changed(values, Tensor.cpu))
+        if isinstance(outcome, Exception) and not isinstance(outcome, NotImplementedError):
+            return outcome
+    return _run_here(op, values)
+
+
+def _run_here(op: IrOp, values: Values) -> Outputs | Exception:
+    args, kwargs = op.schema.split(copied(values))
+    try:
+        with torch.no_grad(), natively(op):
+            return outputs_of(op.native(*args, **kwargs))
+    except Exception as error:
+        return error
+
+
+@contextmanager
+def natively(op: IrOp) -> Iterator[None]:
+    """Select native for every op, including the ops that a composite calls."""
+    with ir.priority(dict.fromkeys(_ops_here(op), "native")):
+        yield
+
+
+def _ops_here(op: IrOp) -> list[str]:
+    registry = ir.current_registry()
+    return list(registry.ops) if op.registry is registry else []
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return *value* with every tensor in it changed."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_changed(item, change) for item in value)
+    return change(value) if isinstance(value, Tensor) else value
+
+
+def _widened(t: Tensor) -> Tensor:
+    return t.to(torch.float64) if t.dtype in _NARROW else t
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        strides = "" if value.is_contiguous() else f" strides {tuple(value.stride())}"
+        return f"{dtype}{list(value.shape)}{strides}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    return repr(value)
+
+
+# Where verifying is: told before each step, since the step may end the process.
+
+
+_listeners: list[Callable[[str], None]] = []
+
+
+@contextmanager
+def told_to(listener: Callable[[str], None]) -> Iterator[None]:
+    """Call *listener* with the check, and with each case of it, inside the block."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def arrived(at: Case | str) -> None:
+    """Tell the listeners which case, or which check, comes next."""
+    for listener in _listeners:
+        listener(str(at))
+
+
+# Checks and their outcomes.
+
+
+Finding = str | None  # what is wrong with a case, or None
+Findings = Iterator[Finding]
+Examine = Callable[[Subject, Case], Finding]
+
+FAILURES = (Exception, SystemExit)
+"""Exceptions of the code under verification, which must not end the program."""
+
+_MAX_PROBLEMS = 3  # of one check; more of them say no more
+
+
+def always(subject: Subject) -> bool:
+    """Return True: the check applies to all implementations."""
+    return True
+
+
+def not_native(subject: Subject) -> bool:
+    """Whether the implementation is not native, so that it can be compared with native."""
+    return not subject.is_native
+
+
+@dataclass(frozen=True)
+class Check:
+    """A conformance check.
+
+    Attributes:
+        name: the name in tables and options.
+        promise: the property that a passing implementation has, in one line.
+        run: yields the problem of each case, or None.
+        applies: returns whether the check applies to an implementation.
+    """
+
+    name: str
+    promise: str
+    run: Callable[[Subject], Findings]
+    applies: Callable[[Subject], bool] = always
+
+
+@dataclass
+class Outcome:
+    """The outcome of a check.
+
+    Attributes:
+        check: its name.
+        passed: the number of cases that passed.
+        problems: the first few problems of other cases.
+        seconds: the duration.
+    """
+
+    check: str
+    passed: int = 0
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def status(self) -> str:
+        """``passed``, ``failed``, or ``none`` if there was no case."""
+        if self.problems:
+            return "failed"
+        return "passed" if self.passed else "none"
+
+
+def each(cases: Callable[[Subject], Iterable[Case]], examine: Examine) -> Callable[..., Findings]:
+    """Return a check that runs *examine* on every case that native and the predicate accept."""
+
+    def run(subject: Subject) -> Findings:
+        for case in cases(subject):
+            yield from accepted(subject, case, examine)
+
+    return run
+
+
+def accepted(subject: Subject, case: Case, examine: Examine) -> Findings:
+    """Yield the problems of *case*, if native and the predicate accept it."""
+    if case.refusal is not None:
+        return
+    try:
+        if not subject.accepts(case.values):
+            return
+        arrived(case)
+        problem = examine(subject, case)
+    except FAILURES as error:
+        problem = raised(error)
+    yield f"{problem}: {case}" if problem else None
+
+
+def raised(error: BaseException | None) -> str:
+    """Return an exception as a phrase."""
+    lines = str(error).strip().splitlines()
+    return f"raised {type(error).__name__}{f' ({lines[0]})' if lines else ''}"
+
+
+def outcome_of(
+    name: str, run: Callable[[], Findings], most_problems: int = _MAX_PROBLEMS
+) -> Outcome:
+    """Run the check called *name*, until *most_problems* are found."""
+    arrived(name)
+    outcome, start = Outcome(name), time.perf_counter()
+    try:
+        for finding in run():
+            if finding is None:
+                outcome.passed += 1
+            else:
+                outcome.problems.append(finding)
+            if len(outcome.problems) == most_problems:
+                break
+    except FAILURES as error:
+        outcome.problems.append(raised(error))
+    outcome.seconds = time.perf_counter() - start
+    return outcome

@@ -11,12 +11,10 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from opweave.config.child_process import end_with_parent
-from opweave.conformance.find import subject_named
-from opweave.conformance.heap import leave_to_this_process
-from opweave.conformance.modules import import_named
-from opweave.conformance.place import told_to
-from opweave.conformance.subject import Subject
-from opweave.conformance.subprocess_worker import CaseStart, Named, Verified, VerifyTask
+from opweave.conformance.find import import_named, subject_named
+from opweave.conformance.memory import leave_to_this_process
+from opweave.conformance.subject import Subject, told_to
+from opweave.conformance.subprocess import CaseStart, Named, Verified, VerifyTask
 from opweave.conformance.verify import verify
 
 

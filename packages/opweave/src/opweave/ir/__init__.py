@@ -11,20 +11,18 @@ This package imports torch and the standard library, nothing else.
 """
 
 from opweave.ir import rules
+from opweave.ir.dispatch import CallSite, IrOpInplaceOverload
 from opweave.ir.errors import IrError
-from opweave.ir.explain import Explanation, explain
+from opweave.ir.explain import Explanation, Record, explain, record
 from opweave.ir.impl import IrOpImpl
-from opweave.ir.names import RESERVED_PROVIDERS
 from opweave.ir.op import IrOp
-from opweave.ir.overloads import CallSite, IrOpInplaceOverload
-from opweave.ir.prefer import priority
 from opweave.ir.priority import IrOpPriorityConfig, Source
-from opweave.ir.recording import Record, record
-from opweave.ir.registry import Registry, current_registry, isolated_registry, register_op
+from opweave.ir.registry import Registry, current_registry, isolated_registry, priority, register_op
+from opweave.ir.rules import TRAITS
+from opweave.ir.schema import RESERVED_PROVIDERS
 from opweave.ir.scope import require
 from opweave.ir.selection import Policy, Rejection, Selection, policy_for, select
-from opweave.ir.tolerance import Tolerance
-from opweave.ir.traits import TRAITS
+from opweave.ir.spec import Tolerance
 
 from opweave.ir import ops  # isort: skip (declares with the names above)
 

@@ -41,15 +41,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from opweave.base import compat, plain_call
-from opweave.ir.donation import refused
+from opweave import plain_call, torch_compat
+from opweave.ir.donation import clone_in_layout, refused
 from opweave.ir.impl import IrOpImpl
-from opweave.ir.memory import clone_in_layout
-from opweave.ir.rule import Rule, named_call
+from opweave.ir.rules import ALIAS_SAFE, Rule, named_call
 from opweave.ir.schema import Param, Schema
 from opweave.ir.scope import current_scope
 from opweave.ir.selection import Candidate
-from opweave.ir.traits import ALIAS_SAFE
 
 if TYPE_CHECKING:
     from opweave.ir.dispatch import Path
@@ -114,7 +112,7 @@ class Generator:
             "_scoped": path.scoped,
             "_slow": path.slow,
             "_note": self._note,
-            "_has_torch_function": compat.has_torch_function_unary,
+            "_has_torch_function": torch_compat.has_torch_function_unary,
             "_is_grad_enabled": torch.is_grad_enabled,
             "_is_inference_mode": torch.is_inference_mode_enabled,
             **plain_call.NAMES,
@@ -200,7 +198,7 @@ class Generator:
                 return [indent + statement, *(() if statement == slow else run)]
             chain = _chain(branches, f"{indent}    ")
         else:
-            self.namespace["_length"] = compat.tensor_length
+            self.namespace["_length"] = torch_compat.tensor_length
             chain = [f"{indent}    _tokens = _length({self.schema.tensors[0].name})"]
             for i, (limit, found) in enumerate(self.found):
                 head = "else" if limit is None else f"{'elif' if i else 'if'} _tokens <= {limit}"
@@ -259,7 +257,7 @@ class Generator:
         """Return a cheap condition that holds whenever :func:`refused` may return a name."""
         if self.schema.tensor_lists:
             return "True"
-        self.namespace["_share_storage"] = compat.share_storage
+        self.namespace["_share_storage"] = torch_compat.share_storage
         activations = self.path.op.activations
         others = [p for p in self.schema.tensors if p.name not in activations]
         tests = [f"not {name}.is_contiguous()" for name in activations]

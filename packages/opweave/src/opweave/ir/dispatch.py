@@ -1,9 +1,4 @@
-"""Call paths of an op: a generated fast path, and the slow path behind it.
-
-The fast path is generated from the candidates that selection walks, see :mod:`opweave.ir.codegen`.
-Modes, tensor subclasses, gradients and errors go to :meth:`Path.slow`, which calls
-:func:`opweave.ir.selection.select`.
-"""
+"""Call paths of an op: a generated fast path, the slow path behind it, and the call variants."""
 
 from __future__ import annotations
 
@@ -13,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from opweave.base import compat, plain_call
+from opweave import plain_call, torch_compat
 from opweave.ir.codegen import Function, Generator, Kind, Ranges, functional, run_donating
 from opweave.ir.donation import poison_unused
-from opweave.ir.gradients import warn_of_fallback
 from opweave.ir.priority import Entries
 from opweave.ir.results import check_result
 from opweave.ir.schema import check_types
@@ -28,11 +22,20 @@ from opweave.ir.selection import (
     policy_for,
     select_here,
     tensors_in,
+    warn_of_fallback,
 )
-from opweave.ir.sharding import prepare_sharding
+from opweave.ir.torch_ops import prepare_sharding
 
 if TYPE_CHECKING:
+    from opweave.ir.impl import IrOpImpl
     from opweave.ir.op import IrOp
+
+
+# Call paths of an op: a generated fast path, and the slow path behind it.
+#
+# The fast path is generated from the candidates that selection walks, see
+# :mod:`opweave.ir.codegen`. Modes, tensor subclasses, gradients and errors go to
+# :meth:`Path.slow`, which calls :func:`opweave.ir.selection.select`.
 
 
 class _OpSignature:
@@ -117,8 +120,8 @@ class Path:
                 self, found, check_result, in_scope=False
             ).compile()
         if self.callee is not None:
-            compat.trace_instead(self.function, _traced)
-            compat.run_untraced(self.function)
+            torch_compat.trace_instead(self.function, _traced)
+            torch_compat.run_untraced(self.function)
             setattr(type(self.callee), "__call__", self.function)  # noqa: B010 (not to be typed)
 
     def scoped(self, scope: Scope) -> Function:
@@ -144,8 +147,8 @@ class Path:
         """Run a call that the fast path does not handle, or that comes before it is generated."""
         if self.op.ensure_prepared(self):
             return self.function(self.op, *args, **kwargs)
-        if not self.op.autocast and compat.any_autocast_enabled():
-            with compat.no_autocast():
+        if not self.op.autocast and torch_compat.any_autocast_enabled():
+            with torch_compat.no_autocast():
                 return self.function(self.op, *args, **kwargs)
         values = self.op.bind(*args, **kwargs)
         if self.kind is not Kind.KERNEL and _needs_dispatcher(values):
@@ -206,3 +209,90 @@ def _needs_dispatcher(values: tuple[Any, ...]) -> bool:
             for v in values
         )
     )
+
+
+# The call variants ``op.maybe_inplace`` and ``op.using(...)``.
+
+
+class IrOpInplaceOverload(Callee):
+    """``op.maybe_inplace``: call the op and donate its activations.
+
+    A kernel may write its outputs into their memory, so reading an activation after the call is
+    undefined behavior.
+
+    Attributes:
+        op: the op.
+        path: its call path.
+    """
+
+    def __init__(self, op: IrOp, entries: Entries = ()) -> None:
+        self.op = op
+        self.path = Path(op, Kind.DONATING, entries, callee=self)
+
+    def __repr__(self) -> str:
+        return f"<maybe_inplace of {self.op!r}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = [str(entry) for entry in self.path.call_site]
+        return getattr, (self.op.using(*names) if names else self.op, "maybe_inplace")
+
+
+class CallSite(Callee):
+    """``op.using(...)``: call the op with a priority that comes before all others.
+
+    Attributes:
+        op: the op.
+        entries: the priority.
+        paths: its call paths, functional and donating.
+        maybe_inplace: the donating variant, if the op has one.
+    """
+
+    maybe_inplace: IrOpInplaceOverload
+
+    def __init__(self, op: IrOp, entries: Entries) -> None:
+        self.op, self.entries = op, entries
+        self.paths = [Path(op, Kind.CALL, entries, callee=self)]
+        if op.allow_inplace:
+            self.maybe_inplace = IrOpInplaceOverload(op, entries)
+            self.paths.append(self.maybe_inplace.path)
+
+    def __repr__(self) -> str:
+        return f"<{self.op.name}.using({', '.join(repr(str(e)) for e in self.entries)})>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _call_site, (self.op, *map(str, self.entries))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "maybe_inplace":
+            return getattr(self.op, name)  # raises DonationError
+        raise AttributeError(f"{self!r} has no attribute {name!r}; see the op, its attribute 'op'.")
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> IrOpImpl:
+        """Return the implementation that a call with these arguments would run."""
+        return self.op.dispatch_at(self.entries, *args, **kwargs)
+
+    def get_priority(self) -> list[str]:
+        """Return the providers in the current order of priority, this call site's first."""
+        return [str(entry) for entry in policy_for(self.op, self.entries).priority]
+
+
+def _call_site(op: IrOp, *providers: str) -> CallSite:
+    return op.using(*providers)
+
+
+class TracedCallSite:
+    """``op.using(...)`` while Dynamo traces: calls the torch op with the names as an argument.
+
+    Dynamo cannot trace code generation, so this class avoids it. The names are checked when the
+    graph runs.
+    """
+
+    def __init__(self, op: IrOp, using: str) -> None:
+        self._op, self._using = op, using
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._op.torch_ops.annotated(*args, using=self._using, **kwargs)
+
+    def maybe_inplace(self, *args: Any, **kwargs: Any) -> Any:
+        donate = self._op.activation_indices
+        return self._op.torch_ops.annotated(*args, using=self._using, donate=donate, **kwargs)

@@ -1,8 +1,8 @@
-"""Errors of the IR, and those of :mod:`opweave.base.errors`."""
+"""Errors of the IR, and those of :mod:`opweave.errors`."""
 
 from __future__ import annotations
 
-from opweave.base.errors import (
+from opweave.errors import (
     IrError,
     OpweaveError,
     ReplacedWarning,

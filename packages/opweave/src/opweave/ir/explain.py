@@ -1,16 +1,22 @@
-"""Explain which implementation a call of an op runs, and why."""
+"""Explain, describe and record which implementations run, and why."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from opweave.base import compat
+from opweave import torch_compat
+from opweave.ir.dispatch import CallSite
 from opweave.ir.errors import InvalidOpError
+from opweave.ir.impl import IrOpImpl
 from opweave.ir.op import IrOp
-from opweave.ir.overloads import CallSite
 from opweave.ir.priority import Entries
+from opweave.ir.scope import Scope, current_scope, entered, left_to_python
 from opweave.ir.selection import (
     UNDER_VMAP,
     Selection,
@@ -20,6 +26,56 @@ from opweave.ir.selection import (
     select_native,
     tensors_in,
 )
+from opweave.registration import Owner
+
+# Describe an op as plain data, for the CLI and the server.
+
+
+def describe(op: IrOp) -> dict[str, Any]:
+    """Return the definition, priority and implementations of *op*, ready for JSON.
+
+    ``priority`` is the order for calls with any number of tokens. With a tuning file that chooses
+    by it, ``tuned`` has the order for each range, in ascending order.
+    """
+    policy = policy_for(op)
+    return {
+        "op": op.name,
+        "kind": "op",
+        "schema": op.schema.torch,
+        "summary": (inspect.getdoc(op.native) or "").partition("\n")[0],
+        "activations": list(op.activations),
+        "allow_inplace": op.allow_inplace,
+        "composite": op.composite,
+        "declared": str(op.site),
+        "plugin": None if op.owner is None else str(op.owner),
+        "priority": _listed(policy.priority),
+        "tuned": [{"max_tokens": r.limit, "priority": _listed(r.entries)} for r in policy.tuned],
+        "implementations": [_implementation(impl) for impl in op.impls.values()],
+    }
+
+
+def _listed(entries: Entries) -> list[dict[str, Any]]:
+    return [{"provider": e.provider, "strict": e.strict, "origin": e.origin} for e in entries]
+
+
+def owner_in_force(op: IrOp, provider: str) -> Owner | None:
+    """Return the plugin that registered *provider* for *op*, if any, without loading kernels."""
+    return op._impls[provider].owner
+
+
+def _implementation(impl: IrOpImpl) -> dict[str, Any]:
+    return {
+        "provider": impl.provider,
+        "available": impl.supported,
+        "reason": None if impl.supported else impl.unsupported_reason,
+        "inplace": impl.inplace,
+        "traits": sorted(impl.traits),
+        "registered": str(impl.site),
+        "plugin": None if impl.owner is None else str(impl.owner),
+    }
+
+
+# Explain which implementation a call of an op runs, and why.
 
 
 class Verdict(NamedTuple):
@@ -98,8 +154,8 @@ def explain(callee: IrOp | CallSite, /, *args: Any, **kwargs: Any) -> Explanatio
     values = op.bind(*args, **kwargs)
     differentiable = needs_gradient(values)
     policy = policy_for(op, entries, differentiable=differentiable)
-    if (compat.is_in_vmap() or not differentiable) and any(
-        map(compat.is_batched, tensors_in(values))
+    if (torch_compat.is_in_vmap() or not differentiable) and any(
+        map(torch_compat.is_batched, tensors_in(values))
     ):
         return explained(select_native(op, policy, UNDER_VMAP), values)
     return explained(select_here(op, values, policy), values)
@@ -157,3 +213,84 @@ def _show(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_show, value))}]"
     return repr(value)
+
+
+# Record which implementations run: ``ir.record`` and ``opweave.explain``.
+
+
+@dataclass
+class Record:
+    """The implementations that ran: the number of calls for each distinct outcome of each op."""
+
+    _counts: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    _examples: dict[tuple[Any, ...], Explanation] = field(default_factory=dict)
+
+    def add(self, selection: Selection, values: tuple[Any, ...]) -> None:
+        """Count one call."""
+        key = (selection.op.name, selection.provider, selection.rejected)
+        if key not in self._examples:
+            self._examples[key] = explained(selection, values)
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def outcomes(self) -> list[tuple[Explanation, int]]:
+        """Return an example call for each distinct outcome, and the number of such calls."""
+        # A copy, because another thread may add calls.
+        return [(self._examples[key], count) for key, count in list(self._counts.items())]
+
+    @property
+    def selected_impls(self) -> dict[str, dict[str, int]]:
+        """Calls by op and provider: ``{"rms_norm": {"opweave_c": 26}}``."""
+        result: dict[str, dict[str, int]] = {}
+        for (op, provider, _), count in self._counts.items():
+            by_provider = result.setdefault(op, {})
+            by_provider[provider] = by_provider.get(provider, 0) + count
+        return result
+
+    def __str__(self) -> str:
+        """Return a table with a row for each distinct outcome."""
+        rows = [_COLUMNS]
+        for explained_call, count in self.outcomes():
+            chosen = next(v for v in explained_call.verdicts if v.outcome == "chosen")
+            verdicts = explained_call.verdicts
+            others = [f"{v.provider}: {v.reason}" for v in verdicts if v is not chosen]
+            first, *more = others or ["-"]
+            rows.append((explained_call.op, chosen.provider, str(count), chosen.origin, first))
+            rows += [("", "", "", "", other) for other in more]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+
+
+_COLUMNS = ("op", "ran", "calls", "because of", "the others")
+
+
+@contextmanager
+def record() -> Iterator[Record]:
+    """Record which implementations run inside the block, in this thread or asyncio task.
+
+    Recorded calls are slower, because they bypass the fast path.
+    """
+    log = Record()
+    with entered(Scope(current_scope(), recorder=log.add)):
+        yield log
+
+
+def explain_model(model: Callable[..., Any], /, *inputs: Any, **options: Any) -> Record:
+    """Run ``model(*inputs, **options)`` once, and record which implementations its ops run.
+
+    This is ``opweave.explain``. ``print`` the result for a table with each distinct outcome of an
+    op, the number of such calls, the setting that led to it, and why other providers did not run.
+    :func:`opweave.ir.explain` explains one call of an op without running it.
+
+    Args:
+        model: a module or function in eager mode; for compiled code, use
+            ``opweave.compile.report()``.
+    """
+    with record() as log:
+        model(*inputs, **options)
+    return log
+
+
+left_to_python("ir.record", record)

@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from opweave.base import compat
-from opweave.base.owner import Owner, current_owner, way_out
-from opweave.base.site import Site
+from opweave import torch_compat
 from opweave.ir.errors import InvalidOpError, PredicateFailedError, described
-from opweave.ir.predicate import Predicate, check_predicate
-from opweave.ir.priority import NATIVE
-from opweave.ir.rule import Rule, evaluator, named_call
+from opweave.ir.priority import NATIVE, Tunable, base_of, without_values
+from opweave.ir.rules import Predicate, Rule, check_predicate, evaluator, named_call
 from opweave.ir.schema import check_same
-from opweave.ir.tunable import Tunable, base_of, without_values
+from opweave.registration import Owner, Site, current_owner, way_out
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp
@@ -43,10 +40,10 @@ class IrOpImpl:
         supports_args: the predicate, or None if all arguments are supported.
         inplace: whether it may write its outputs into the op's activations.
         functional_fn: the out-of-place form of an in-place kernel, if it has one.
-        traits: its promises, see :mod:`opweave.ir.traits`.
+        traits: its promises, see :mod:`opweave.ir.rules`.
         site: where it was registered.
         owner: the plugin that registered it, if any.
-        tunable: the tunable parameters and their values, see :mod:`opweave.ir.tunable`.
+        tunable: the tunable parameters and their values, see :mod:`opweave.ir.priority`.
         edition: the number of earlier registrations of this provider and op in the process.
     """
 
@@ -81,7 +78,7 @@ class IrOpImpl:
 
     @property
     def plain_fn(self) -> Callable[..., Any]:
-        """``impl_fn`` for plain calls (:mod:`opweave.base.plain_call`): skips its own torch op."""
+        """``impl_fn`` for plain calls (:mod:`opweave.plain_call`): skips its own torch op."""
         found: Callable[..., Any] = getattr(self.impl_fn, "undispatched", self.impl_fn)
         return found
 
@@ -144,7 +141,7 @@ class IrOpImpl:
             if answer:
                 return None
         except Exception as error:
-            if compat.depends_on_data(error):
+            if torch_compat.depends_on_data(error):
                 return "its predicate reads a data-dependent size"
             odd = [t for t in values if isinstance(t, Tensor) and t.layout is not torch.strided]
             if odd and isinstance(self.supports_args, Rule):

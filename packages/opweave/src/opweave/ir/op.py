@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from opweave.base import compat, transaction
-from opweave.base.site import caller_site
-from opweave.ir import settings, tolerance
+from opweave import torch_compat, transaction
+from opweave.ir import scope
+from opweave.ir import spec as tolerance
 from opweave.ir.codegen import Function, Kind
-from opweave.ir.dispatch import Callee, Path
+from opweave.ir.dispatch import Callee, CallSite, IrOpInplaceOverload, Path, TracedCallSite
 from opweave.ir.errors import (
     DonationError,
     DuplicateImplError,
@@ -24,19 +24,14 @@ from opweave.ir.errors import (
     did_you_mean,
 )
 from opweave.ir.impl import IrOpImpl, check_options
-from opweave.ir.names import check_is_not_ours, check_provider_name
-from opweave.ir.overloads import CallSite, IrOpInplaceOverload, TracedCallSite
-from opweave.ir.predicate import Predicate
-from opweave.ir.priority import NATIVE, Entries, parse
-from opweave.ir.schema import check_same
+from opweave.ir.priority import NATIVE, Entries, Tunable, parse, variants
+from opweave.ir.rules import Predicate, check_traits
+from opweave.ir.schema import check_is_not_ours, check_provider_name, check_same
 from opweave.ir.scope import op_priority
 from opweave.ir.selection import needs_gradient, policy_for, select_here
-from opweave.ir.spec import OpSpec
-from opweave.ir.spelling import Spelling
-from opweave.ir.tolerance import Tolerance
+from opweave.ir.spec import OpSpec, Spelling, Tolerance
 from opweave.ir.torch_ops import TorchOps
-from opweave.ir.traits import check_traits
-from opweave.ir.tunable import Tunable, variants
+from opweave.registration import caller_site
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -135,7 +130,7 @@ class IrOp(Callee):
                 implementations must return new memory.
             functional: an out-of-place form of an in-place kernel, for calls that do not donate.
                 Without it, such calls copy the activations.
-            traits: its promises, see :mod:`opweave.ir.traits`.
+            traits: its promises, see :mod:`opweave.ir.rules`.
             tunable: values of keyword-only parameters of the function, such as
                 ``{"block": (64, 128)}``. Each combination becomes an implementation
                 ``provider[block=64]``, which ``opweave tune`` measures; *provider* alone has the
@@ -225,7 +220,7 @@ class IrOp(Callee):
         Raises:
             UnknownProviderError: a provider is not registered.
         """
-        entries = parse(providers, settings.default_origin(self.name)) if providers else None
+        entries = parse(providers, scope.default_origin(self.name)) if providers else None
         self.check_providers(entries or ())
         self.registry.settings.set_default(self.name, entries)
 
@@ -243,7 +238,7 @@ class IrOp(Callee):
             UnknownProviderError: a provider is not registered.
             SettingError: no provider is given, or a name is malformed.
         """
-        if compat.is_dynamo_compiling():
+        if torch_compat.is_dynamo_compiling():
             return TracedCallSite(self, ",".join(providers))  # type: ignore[return-value]
         entries = parse(providers, f"call site .using({', '.join(map(str, providers))})")
         found = self._call_sites.get(providers)
@@ -365,7 +360,7 @@ class IrOp(Callee):
         """Let the compiler recognize this op in what the decorated function traces to.
 
         The function takes the op's parameters and computes the same in plain PyTorch; *options*
-        are the fields of :class:`opweave.ir.spelling.Spelling`.
+        are the fields of :class:`opweave.ir.spec.Spelling`.
 
         Raises:
             SchemaMismatchError: the function's signature differs from the op's.

@@ -1,4 +1,4 @@
-"""Registries of ops: torch namespace, settings and first-use hook."""
+"""Registries of ops, and priorities for a block of code."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from weakref import WeakValueDictionary
 
 from torch.library import Library
 
-from opweave.base import compat, transaction
-from opweave.base.owner import owned_by
+from opweave import torch_compat, transaction
 from opweave.ir.errors import (
     DuplicateOpError,
     IrError,
@@ -24,7 +23,12 @@ from opweave.ir.errors import (
     did_you_mean,
 )
 from opweave.ir.op import IrOp
-from opweave.ir.settings import Settings
+from opweave.ir.priority import Entries, parse
+from opweave.ir.scope import Scope, Settings, current_scope, entered, left_to_python
+from opweave.registration import owned_by
+
+# Registries of ops: torch namespace, settings and first-use hook.
+
 
 NativeFunction = Callable[..., Any]
 
@@ -49,7 +53,7 @@ class Registry:
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
         _registries[namespace] = self
-        self.library: Library = compat.new_library(namespace)
+        self.library: Library = torch_compat.new_library(namespace)
         self.lock = threading.RLock()
         self.settings = Settings(self._reset_ops)
         self._ops: dict[str, IrOp] = {}
@@ -146,7 +150,7 @@ class Registry:
         """Run the first-use hook if it has not run; other threads wait for it."""
         if self._ready:
             return
-        with compat.no_transforms():  # loaded code must not depend on the caller's transforms
+        with torch_compat.no_transforms():  # loaded code must not depend on the caller's transforms
             is_first = self._make_ready()
         if is_first:
             self._warn_of_unknown_ops()
@@ -327,3 +331,38 @@ def register_op(
         return _current.add(op, override=override)
 
     return decorate if native is None else decorate(native)
+
+
+# ``ir.priority``: priorities for a block of code, by op name.
+
+
+@contextmanager
+def priority(
+    priorities: Mapping[str, str | Iterable[str]] | None = None,
+    /,
+    **by_op: str | Iterable[str],
+) -> Iterator[None]:
+    """Prefer these providers inside the block, in this thread or asyncio task only.
+
+    Takes a mapping, keywords, or both: ``with ir.priority(rms_norm=["triton", "opweave_c"]): ...``.
+    Scopes nest; the inner list comes before the outer one. Names refer to the current registry.
+
+    Raises:
+        UnknownOpError, UnknownProviderError: a name is not registered.
+        SettingError: a list is malformed.
+    """
+    if priorities is not None and not isinstance(priorities, Mapping):
+        raise SettingError(
+            "ir.priority takes priority lists by op name, such as "
+            f"ir.priority(rms_norm=['native']), not {priorities!r}."
+        )
+    lists: dict[IrOp, Entries] = {}
+    for name, names in {**(priorities or {}), **by_op}.items():
+        op, entries = current_registry().op(name), parse(names, f"scope ir.priority({name}=...)")
+        op.check_providers(entries)
+        lists[op] = entries
+    with entered(Scope(current_scope(), priorities=lists)):
+        yield
+
+
+left_to_python("ir.priority", priority)

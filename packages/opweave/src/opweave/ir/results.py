@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from opweave.base import compat, plain_call
+from opweave import plain_call, torch_compat
 from opweave.ir.errors import InvalidResultError
 from opweave.ir.impl import IrOpImpl
-from opweave.ir.names import ANNOTATIONS
+from opweave.ir.schema import ANNOTATIONS
 from opweave.ir.selection import autocasts, tensors_in
 from opweave.ir.torch_ops import find_target
 
@@ -110,7 +110,7 @@ def _check_metadata(
 def _check_memory(impl: IrOpImpl, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     """Check that no output shares memory with an argument."""
     for i, output in enumerate(outputs):
-        if output.numel() and any(compat.share_storage(output, t) for t in given):
+        if output.numel() and any(torch_compat.share_storage(output, t) for t in given):
             which = f"output {i}" if len(outputs) > 1 else "its output"
             raise _invalid(
                 impl,

@@ -1,26 +1,379 @@
 """Declarative predicates: rules for the arguments that an implementation supports.
 
-For example::
-
-    supports_args=rules.cpu("x", "weight") & rules.dtype("x", torch.float32, torch.bfloat16)
-
-Combine rules with ``&`` and ``|``. They compile into one expression, which the eager fast path
-inlines and selection evaluates; the rule that fails gives the reason. An optional tensor that is
-None passes every rule about tensors.
-
-No rule depends on the batch size or the environment. To choose by size, use priorities, or the
-option ``compile_ranges`` for compiled code.
+A rule compiles to an expression and gives the reason why it rejects a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
 
-from opweave.ir.errors import PredicateSignatureError
-from opweave.ir.rule import Custom, LastDimRule, PairRule, Rule, TensorRule, ValueRule, plain
+from opweave.ir.errors import PredicateSignatureError, UnknownTraitError, did_you_mean
+from opweave.ir.schema import Schema, check_returns
+
+# Traits: promises of an implementation beyond correct values.
+#
+# They are declared at registration and verified by the conformance kit.
+
+
+BATCH_INVARIANT = "batch_invariant"
+DIFFERENTIABLE = "differentiable"
+ALIAS_SAFE = "alias_safe"
+ROWWISE = "rowwise"
+ROUNDS_LESS = "rounds_less"
+
+TRAITS: dict[str, str] = {
+    BATCH_INVARIANT: "the bits of a row do not depend on the other rows in the batch",
+    ROWWISE: "each row of every output is computed from that row of the activations alone",
+    ALIAS_SAFE: "donated activations may have any strides and overlap themselves, each other and "
+    "other arguments; the kernel allocates outputs that cannot reuse their memory",
+    ROUNDS_LESS: "intermediate results are rounded less often than in the op's definition, so that "
+    "16-bit outputs are more accurate, and may differ from native by one unit in the last place",
+    DIFFERENTIABLE: "autograd through the implementation gives the op's gradient",
+}
+"""The promise of each trait."""
+
+
+def check_traits(names: Iterable[str]) -> frozenset[str]:
+    """Return *names* as a set.
+
+    Raises:
+        UnknownTraitError: a trait does not exist.
+
+    >>> sorted(check_traits(["batch_invariant"]))
+    ['batch_invariant']
+    """
+    traits = frozenset([names] if isinstance(names, str) else names)
+    for name in sorted(traits - TRAITS.keys()):
+        raise UnknownTraitError(f"unknown trait {name!r}. {did_you_mean(name, TRAITS)}")
+    return traits
+
+
+# Rules: conditions on the arguments of an op that compile to an expression and give a reason.
+
+
+# No frozen=True, eq or repr for the dataclasses here: generating those takes 8 ms of import time.
+
+Bind = Callable[[object], str]  # binds a constant to a name in the generated code
+
+
+class Rule(ABC):
+    """Whether an implementation supports given arguments, and if not, why."""
+
+    def __and__(self, other: Rule) -> Rule:
+        _check_rule(other)
+        return All((*_parts(self, All), *_parts(other, All)))
+
+    def __or__(self, other: Rule) -> Rule:
+        _check_rule(other)
+        return Either((*_parts(self, Either), *_parts(other, Either)))
+
+    @abstractmethod
+    def check(self, schema: Schema) -> None:
+        """Raise PredicateSignatureError if the rule does not fit the op's parameters."""
+
+    @abstractmethod
+    def expression(self, schema: Schema, bind: Bind) -> str:
+        """Return Python source over the parameters' names that is true where the rule holds."""
+
+    @abstractmethod
+    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
+        """Return why the rule does not hold for *arguments*, as one short phrase."""
+
+
+@dataclass(eq=False, repr=False)
+class _Compound(Rule):
+    rules: tuple[Rule, ...]
+
+    def check(self, schema: Schema) -> None:
+        for rule in self.rules:
+            rule.check(schema)
+
+
+class All(_Compound):
+    """Every rule holds (``a & b``)."""
+
+    def expression(self, schema: Schema, bind: Bind) -> str:
+        return " and ".join(f"({rule.expression(schema, bind)})" for rule in self.rules)
+
+    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
+        failed = next(rule for rule in self.rules if not holds(rule, schema, arguments))
+        return failed.reason(schema, arguments)
+
+
+class Either(_Compound):
+    """At least one rule holds (``a | b``)."""
+
+    def expression(self, schema: Schema, bind: Bind) -> str:
+        return " or ".join(f"({rule.expression(schema, bind)})" for rule in self.rules)
+
+    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
+        return " and ".join(rule.reason(schema, arguments) for rule in self.rules)
+
+
+@dataclass(eq=False, repr=False)
+class TensorRule(Rule):
+    """A condition on each of one or more tensor parameters."""
+
+    names: tuple[str, ...]
+    test: str  # source over {t}, the tensor
+    found: Callable[[str, Any], str]  # (name, tensor) -> reason
+    constants: tuple[object, ...] = ()  # {0}, {1}, ... in the test
+
+    def check(self, schema: Schema) -> None:
+        _check_names(self.names, schema, tensors=True)
+
+    def expression(self, schema: Schema, bind: Bind) -> str:
+        constants = [bind(value) for value in self.constants]
+        tests = []
+        for name in self.names:
+            test = self.test.format(*constants, t=name)
+            tests.append(f"({name} is None or {test})" if _optional(schema, name) else test)
+        return " and ".join(tests)
+
+    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
+        for name in self.names:
+            alone = TensorRule((name,), self.test, self.found, self.constants)
+            if not holds(alone, schema, arguments):
+                return self.found(name, arguments[name])
+        raise AssertionError(f"{self.test} holds for {dict(arguments)}")
+
+
+@dataclass(eq=False, repr=False)
+class PairRule(Rule):
+    """Two or more tensor parameters agree in an attribute."""
+
+    names: tuple[str, ...]
+    attribute: str
+
+    def check(self, schema: Schema) -> None:
+        _check_names(self.names, schema, tensors=True)
+        if len(set(self.names)) < 2:
+            raise PredicateSignatureError(f"same_{self.attribute} compares two tensors or more.")
+
+    def expression(self, schema: Schema, bind: Bind) -> str:
+        required = [name for name in self.names if not _optional(schema, name)]
+        if required:
+            pairs = [(name, required[0]) for name in self.names if name != required[0]]
+        else:
+            pairs = list(combinations(self.names, 2))
+        tests = []
+        for pair in pairs:
+            absent = [f"{name} is None" for name in pair if _optional(schema, name)]
+            equal = " == ".join(f"{name}.{self.attribute}" for name in pair)
+            tests.append(f"({' or '.join([*absent, equal])})")
+        return " and ".join(tests)
+
+    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
+        tensors = {n: arguments[n] for n in self.names if arguments[n] is not None}
+        facts = ", ".join(f"{n}: {plain(getattr(t, self.attribute))}" for n, t in tensors.items())
+        return f"{self.attribute} differs ({facts})"
+
+
+@dataclass(eq=False, repr=False)
+class LastDimRule(Rule):
+    """A 1-d tensor is as long as the last dimension of another."""
+
+    vector: str
+    tensor: str
+
+    def check(self, schema: Schema) -> None:
+        _check_names((self.vector, self.tensor), schema, tensors=True)
+
+    def expression(self, schema: Schema, bind: Bind) -> str:
+        test = f"{self.vector}.shape == {self.tensor}.shape[-1:]"
+        if _optional(schema, self.vector):
+            test = f"({self.vector} is None or {test})"
+        return f"{self.tensor}.ndim > 0 and {test}"
+
+    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
+        shapes = {
+            n: tuple(arguments[n].shape)
+            for n in (self.tensor, self.vector)
+            if arguments[n] is not None
+        }
+        facts = ", ".join(f"{n}: {shape}" for n, shape in shapes.items())
+        last = f"{self.tensor}'s last dimension"
+        return f"{self.vector} is not one value per element of {last} ({facts})"
+
+
+@dataclass(eq=False, repr=False)
+class ValueRule(Rule):
+    """A condition on the value of one parameter, but not on the contents of a tensor."""
+
+    name: str
+    test: str  # source over {v}, the value
+    wanted: str
+    constants: tuple[object, ...] = ()
+
+    def check(self, schema: Schema) -> None:
+        _check_names((self.name,), schema, tensors=False)
+
+    def expression(self, schema: Schema, bind: Bind) -> str:
+        return self.test.format(*(bind(value) for value in self.constants), v=self.name)
+
+    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
+        value = arguments[self.name]
+        shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+        return f"{self.name}: {shown} (supports {self.wanted})"
+
+
+@dataclass(eq=False, repr=False)
+class Custom(Rule):
+    """A function of some of the op's parameters, and the reason to give if it returns False."""
+
+    function: Callable[..., bool]
+    why: str
+
+    def check(self, schema: Schema) -> None:
+        pass  # the signature is checked with the implementation's
+
+    def expression(self, schema: Schema, bind: Bind) -> str:
+        return f"{bind(self.function)}({named_call(self.function)})"
+
+    def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
+        return self.why
+
+
+def named_call(function: Callable[..., Any]) -> str:
+    """Return the source of an argument list that passes the parameters that *function* takes."""
+    parameters = inspect.signature(function).parameters.values()
+    return ", ".join(
+        f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in parameters
+    )
+
+
+def evaluator(rule: Rule, schema: Schema) -> Callable[..., bool]:
+    """Compile *rule* into a function of the op's parameters."""
+    constants: dict[str, object] = {}
+
+    def bind(value: object) -> str:
+        name = f"_constant_{len(constants)}"
+        constants[name] = value
+        return name
+
+    return schema.function(f"_bool({rule.expression(schema, bind)})", _bool=bool, **constants)
+
+
+def holds(rule: Rule, schema: Schema, arguments: Mapping[str, Any]) -> bool:
+    """Whether *rule* holds for *arguments* (one per parameter of the op)."""
+    return evaluator(rule, schema)(**arguments)
+
+
+def plain(value: object) -> str:
+    """Format a dtype without ``torch.``, and a shape as a tuple."""
+    return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
+
+
+def _check_rule(other: object) -> None:
+    if not isinstance(other, Rule):
+        raise PredicateSignatureError(
+            f"a rule combines with rules only, not with {other!r}; wrap a function in "
+            "rules.custom(function, why)."
+        )
+
+
+def _check_names(names: tuple[str, ...], schema: Schema, *, tensors: bool) -> None:
+    if not names:
+        raise PredicateSignatureError("a rule must name at least one parameter.")
+    known = [p.name for p in (schema.tensors if tensors else schema.params)]
+    for name in names:
+        if name not in known:
+            kind = "tensor parameter" if tensors else "parameter"
+            raise PredicateSignatureError(
+                f"a rule names {name!r}, which is not a {kind} of the op. "
+                f"{did_you_mean(name, known)}"
+            )
+
+
+def _optional(schema: Schema, name: str) -> bool:
+    return schema.param(name).is_optional
+
+
+def _parts(rule: Rule, kind: type[All] | type[Either]) -> tuple[Rule, ...]:
+    return rule.rules if isinstance(rule, kind) else (rule,)
+
+
+# Predicates: rules or functions that say whether an implementation supports given arguments.
+#
+# A predicate function gets the arguments of the op whose names are among its own parameters.
+
+
+Predicate = Rule | Callable[..., bool]
+
+
+def check_predicate(predicate: Predicate, schema: Schema, what: str) -> None:
+    """Raise PredicateSignatureError unless *predicate* fits the op's parameters."""
+    if isinstance(predicate, Rule):
+        predicate.check(schema)
+        for function in custom_functions(predicate):
+            check_predicate(function, schema, what)
+        return
+    if not callable(predicate):
+        raise PredicateSignatureError(
+            f"{what}: supports_args must be a rule or a function, not {predicate!r}."
+        )
+    check_returns(predicate, f"{what}: supports_args", PredicateSignatureError)
+    try:
+        parameters = list(inspect.signature(predicate).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise PredicateSignatureError(f"{what}: supports_args: {error}.") from error
+    if not parameters:
+        raise PredicateSignatureError(
+            f"{what}: supports_args takes no parameter. Name the parameters of the op that it "
+            f"reads, among {', '.join(schema.names)}; use supported= if it needs none of them."
+        )
+    for parameter in parameters:
+        _check_parameter(parameter, schema, f"{what}: supports_args")
+
+
+def _check_parameter(parameter: inspect.Parameter, schema: Schema, what: str) -> None:
+    name = parameter.name
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        raise PredicateSignatureError(
+            f"{what} takes {str(parameter)!r}. Name the parameters that it reads, among "
+            f"{', '.join(schema.names)}."
+        )
+    if name not in schema.names:
+        raise PredicateSignatureError(
+            f"{what} names {name!r}, which is not a parameter of the op. "
+            f"{did_you_mean(name, schema.names)}"
+        )
+    wanted = schema.param(name)
+    has_default = parameter.default is not parameter.empty
+    # Tuples compare items by identity first, so that nan equals itself.
+    if has_default and not (wanted.has_default and (parameter.default,) == (wanted.default,)):
+        raise PredicateSignatureError(
+            f"{what}: the default of {name!r} differs from the op's. Remove it: a predicate "
+            "always gets a value."
+        )
+
+
+def custom_functions(rule: Rule) -> list[Callable[..., bool]]:
+    """Return the user's functions that a rule calls."""
+    if isinstance(rule, Custom):
+        return [rule.function]
+    return [f for part in getattr(rule, "rules", ()) for f in custom_functions(part)]
+
+
+# Declarative predicates: rules for the arguments that an implementation supports.
+#
+# For example::
+#
+#     supports_args=rules.cpu("x", "weight") & rules.dtype("x", torch.float32, torch.bfloat16)
+#
+# Combine rules with ``&`` and ``|``. They compile into one expression, which the eager fast path
+# inlines and selection evaluates; the rule that fails gives the reason. An optional tensor that
+# is None passes every rule about tensors.
+#
+# No rule depends on the batch size or the environment. To choose by size, use priorities, or the
+# option ``compile_ranges`` for compiled code.
 
 
 def dtype(name: str, *dtypes: torch.dtype) -> Rule:

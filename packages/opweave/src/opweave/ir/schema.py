@@ -1,9 +1,11 @@
-"""The schema of an op, read from the signature of its native function."""
+"""The schema of an op, read from the signature of its native function, and valid names."""
 
 from __future__ import annotations
 
 import inspect
+import keyword
 import math
+import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import UnionType
@@ -12,11 +14,86 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opweave.base import compat
-from opweave.ir.errors import InvalidOpError, SchemaMismatchError, TensorArgumentError
+from opweave import torch_compat
+from opweave.ir.errors import (
+    InvalidNameError,
+    InvalidOpError,
+    SchemaMismatchError,
+    TensorArgumentError,
+)
+from opweave.ir.priority import NATIVE
+from opweave.packages import is_in_project
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp
+
+
+# Valid names of ops and providers.
+
+
+ANNOTATED_SUFFIX = "_annotated"  # of the torch op that carries call-site settings as arguments
+ANNOTATIONS = ("using", "donate", "autocast")  # those arguments
+RESERVED_PROVIDERS = frozenset({NATIVE, "unfused"})
+"""Names that providers must not have."""
+OWN_PROVIDERS = ("aten", "batch_invariant", "opweave_c", "opweave_c_invariant", "triton")
+"""The providers that come with opweave."""
+ADAPTERS = ("flag_gems", "flash_attn", "flashinfer", "liger", "quack", "sgl_kernel", "vllm_c")
+"""Providers for kernels of other libraries, where these are installed."""
+
+_NAME = re.compile(r"[a-z_][a-z0-9_]*")
+_FORM = "use lower-case letters, digits and underscores, not starting with a digit"
+
+
+def check_op_name(name: object) -> str:
+    """Return *name*; raise InvalidNameError if it is not a valid name for an op."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidNameError(f"op name {name!r} is invalid: {_FORM}.")
+    if name.endswith(ANNOTATED_SUFFIX):
+        raise InvalidNameError(f"op {name!r}: names must not end in {ANNOTATED_SUFFIX!r}.")
+    if keyword.iskeyword(name) or torch_compat.is_taken_in_torch_ops(name):
+        raise InvalidNameError(
+            f"op {name!r}: the name is reserved by Python or torch.ops; choose another, such as "
+            f"'{name}_op'."
+        )
+    return name
+
+
+def check_provider_name(name: object) -> str:
+    """Return *name*; raise InvalidNameError if it is not a valid name for a provider."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidNameError(f"provider name {name!r} is invalid: {_FORM}.")
+    if name in RESERVED_PROVIDERS:
+        raise InvalidNameError(
+            f"provider {name!r} is reserved. The native implementation is the function that the "
+            "op was declared with; choose another name."
+        )
+    return name
+
+
+def check_is_not_ours(name: str, native: Callable[..., Any], function: Callable[..., Any]) -> None:
+    """Raise InvalidNameError if third-party *function* takes a provider name of opweave's.
+
+    Applies to opweave's ops only. Their kernels are registered at the first use of an op, and
+    would then find the name taken.
+    """
+    if (
+        name in (*OWN_PROVIDERS, *ADAPTERS)
+        and _is_of_opweave(native)
+        and not _is_of_opweave(function)
+    ):
+        raise InvalidNameError(
+            f"{native.__name__}: provider {name!r} comes with opweave. Choose another name, "
+            f"such as 'my_{name}', and prefer it: {native.__name__}.set_default(['my_{name}'])."
+        )
+
+
+def _is_of_opweave(function: Callable[..., Any]) -> bool:
+    module = getattr(function, "__module__", None) or ""
+    return is_in_project(module)
+
+
+# The schema of an op, read from the signature of its native function.
+
 
 _EMPTY = inspect.Parameter.empty
 _TAKEN = ("annotated", "autocast", "donate", "entries", "torch_op", "using")
@@ -85,7 +162,7 @@ class Schema(NamedTuple):
         count, returns_tuple = _outputs(hints.get("return"), op_name)
         try:
             torch_schema = torch.library.infer_schema(function, mutates_args=())
-            compat.parse_schema(op_name + torch_schema)
+            torch_compat.parse_schema(op_name + torch_schema)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             reason = _default_problem(params) or _plain_reason(error)
             raise InvalidOpError(f"op {op_name!r} has no torch schema: {reason}") from error

@@ -1,30 +1,33 @@
-"""Selection of an implementation.
-
-Eager calls, graph lowering, export and explain all use :func:`select`. The eager fast path is
-generated from the same :func:`candidates` (see :mod:`opweave.ir.dispatch`).
-"""
+"""Selection of an implementation."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from opweave.base import compat
+from opweave import torch_compat
 from opweave.ir.errors import (
+    GradientFallbackWarning,
     NoImplementationError,
     ProviderRejectedError,
     ProviderUnavailableError,
 )
 from opweave.ir.impl import IrOpImpl
 from opweave.ir.priority import NATIVE, Entries, PriorityEntry, SizeRange, merge
-from opweave.ir.scope import current_scope
-from opweave.ir.settings import Requirements
-from opweave.ir.traits import DIFFERENTIABLE
+from opweave.ir.rules import DIFFERENTIABLE
+from opweave.ir.scope import Requirements, current_scope
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp
+
+
+# Selection of an implementation.
+#
+# Eager calls, graph lowering, export and explain all use :func:`select`. The eager fast path is
+# generated from the same :func:`candidates` (see :mod:`opweave.ir.dispatch`).
 
 
 UNDER_AUTOCAST = "torch.autocast is on"
@@ -61,7 +64,7 @@ class Policy(NamedTuple):
         if not self.tuned:
             return self
         *limited, (_, unlimited) = self.by_size()
-        bounds = compat.size_bounds(tokens_of(op, values))
+        bounds = torch_compat.size_bounds(tokens_of(op, values))
         if bounds is None:
             return Policy(self.priority, self.required)
         low, high = (_range_of(bound, limited, unlimited) for bound in bounds)
@@ -256,7 +259,7 @@ def native_for(selection: Selection) -> Selection:
 
 def autocasts(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether ``torch.autocast`` is enabled for the device of one of *tensors*."""
-    return compat.any_autocast_enabled() and any(
+    return torch_compat.any_autocast_enabled() and any(
         torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         for device in {tensor.device.type for tensor in tensors}
     )
@@ -266,7 +269,7 @@ def needs_gradient(values: Sequence[Any]) -> bool:
     """Whether reverse-mode or forward-mode autograd would record a call with *values*."""
     tensors = tensors_in(values)
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return recorded or any(compat.has_tangent(t) for t in tensors)
+    return recorded or any(torch_compat.has_tangent(t) for t in tensors)
 
 
 def tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
@@ -298,3 +301,32 @@ def _strict_error(op: IrOp, candidate: Candidate, reason: str) -> Exception:
     if candidate.obstacle:
         return ProviderUnavailableError(f"{asked} but cannot be used: {reason}. {advice}")
     return ProviderRejectedError(f"{asked} but does not accept the arguments: {reason}. {advice}")
+
+
+# Warn if a required gradient prevents a kernel from running, which inference rarely intends.
+
+
+_warned = False
+
+
+def warn_of_fallback(selection: Selection) -> None:
+    """Warn once per process that a kernel was passed over because it is not differentiable."""
+    global _warned
+    if _warned or DIFFERENTIABLE not in selection.policy.required:
+        return
+    impls = selection.op.impls
+    passed_over = [r.provider for r in selection.rejected if _has_no_gradient(impls[r.provider])]
+    if not passed_over:
+        return
+    _warned = True
+    warnings.warn(
+        f"{selection.op.name} runs {selection.provider} instead of {passed_over[0]}, which is not "
+        "differentiable, because an argument requires a gradient. For inference, call the model "
+        "under torch.no_grad() or torch.inference_mode(). This is shown once, for the first op.",
+        GradientFallbackWarning,
+        stacklevel=3,
+    )
+
+
+def _has_no_gradient(impl: IrOpImpl) -> bool:
+    return impl.supported and DIFFERENTIABLE not in impl.traits

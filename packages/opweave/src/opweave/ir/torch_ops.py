@@ -1,43 +1,184 @@
-"""The torch ops that represent an IR op in graphs and in the dispatcher.
-
-Each IR op has, in the registry's namespace:
-
-- ``op``: the functional op;
-- ``op.maybe_inplace``: the same with donated activations (only with ``allow_inplace=True``). Its
-  schema is functional too: a donating call may leave its inputs unchanged, so torch's passes stay
-  correct and insert no copies;
-- ``op_annotated(..., *, str using, int[]? donate, str autocast)``: the functional op with the
-  settings of a call site and the state of ``torch.autocast`` as arguments, which survive caches
-  and serialization.
-
-Kernels are registered for CompositeExplicitAutograd (every backend including PrivateUse1, opaque
-to AOTAutograd), Autograd (a differentiable implementation if a gradient is needed) and
-FuncTorchBatched (vmap uses the native implementation).
-"""
+"""The torch ops that represent an IR op in graphs and in the dispatcher."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
+from torch.library import Library
 
-from opweave.base import compat
-from opweave.ir.autocast import entered
+from opweave import torch_compat
 from opweave.ir.codegen import functional
-from opweave.ir.gradients import warn_of_fallback
-from opweave.ir.names import ANNOTATED_SUFFIX, ANNOTATIONS
-from opweave.ir.priority import Entries, parse
+from opweave.ir.errors import DTensorError
+from opweave.ir.priority import NATIVE, Entries, parse
+from opweave.ir.rules import ROWWISE
+from opweave.ir.schema import ANNOTATED_SUFFIX, ANNOTATIONS
 from opweave.ir.scope import current_scope
-from opweave.ir.selection import UNDER_VMAP, needs_gradient, policy_for, select_here, select_native
-from opweave.ir.sharding import prepare_sharding
+from opweave.ir.selection import (
+    UNDER_VMAP,
+    needs_gradient,
+    policy_for,
+    select_here,
+    select_native,
+    tensors_in,
+    warn_of_fallback,
+)
 
 if TYPE_CHECKING:
     from opweave.ir.op import IrOp
 
+
+# The state of ``torch.autocast`` as a string, for the arguments of a graph node.
+#
+# The string has one ``device=dtype`` pair for each device type with autocast enabled, separated
+# by commas: ``"cpu=bfloat16"``.
+
+
+def to_text(dtypes: Mapping[str, torch.dtype]) -> str:
+    """Encode the autocast dtype of each device type."""
+    names = {device: str(dtype).removeprefix("torch.") for device, dtype in dtypes.items()}
+    return ",".join(f"{device}={name}" for device, name in sorted(names.items()))
+
+
+@contextmanager
+def entered(text: str) -> Iterator[None]:
+    """Enable autocast as *text* says inside the block; an empty text changes nothing.
+
+    The weight cache is off: it does not change results.
+    """
+    with ExitStack() as stack:
+        for part in filter(None, text.split(",")):
+            device, _, name = part.partition("=")
+            dtype = getattr(torch, name)
+            stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
+        yield
+
+
+# DTensor support: a sharding strategy for row-wise ops, an error for all others.
+#
+# A row is one index of dimension 0. An op whose native implementation has the trait ``rowwise``
+# runs on each shard of the rows without communication. ``torch.distributed`` is not imported
+# unless the program has imported DTensor.
+
+
+_registered: WeakSet[IrOp] = WeakSet()
+
+
+def prepare_sharding(op: IrOp, values: tuple[Any, ...]) -> None:
+    """Register the sharding strategy of *op* if one of *values* is a DTensor.
+
+    Raises:
+        DTensorError: an argument is a DTensor, and the op is not row-wise.
+    """
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    if module is None or op in _registered:
+        return
+    if not any(isinstance(tensor, module.DTensor) for tensor in tensors_in(values)):
+        return
+    if ROWWISE not in op.impls[NATIVE].traits:
+        raise DTensorError(
+            f"{op.name} has no sharding strategy for DTensor arguments, because it is not "
+            "row-wise. Call it with local tensors, x.to_local() or x.full_tensor(), or declare the "
+            "op with native_traits=['rowwise'] if each row of its outputs depends on that row of "
+            "the activations alone."
+        )
+    _register(op)
+    _registered.add(op)
+
+
+def _register(op: IrOp) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    def strategy(*args: Any, **kwargs: Any) -> Any:
+        values = op.bind(*args, **{k: v for k, v in kwargs.items() if k not in ANNOTATIONS})
+        named = dict(zip(op.schema.names, values, strict=True))
+        rows = named[op.activations[0]].shape[:-1]
+        outputs = op.schema.num_outputs
+        found: Any = [([Replicate()] * outputs, [_if_tensor(v, Replicate()) for v in values])]
+        if all(named[name].shape[:-1] == rows for name in op.activations) and rows:
+            inputs = [_if_tensor(v, Shard(0) if _has(rows, v) else Replicate()) for v in values]
+            found.append(([Shard(0)] * outputs, inputs))
+        return found
+
+    torch_ops: Any = (op.torch_ops.default, op.torch_ops.maybe_inplace, op.torch_ops.annotated)
+    register_sharding([torch_op for torch_op in torch_ops if torch_op is not None])(strategy)
+
+
+def _has(rows: torch.Size, value: Any) -> bool:
+    """Whether *value* is a tensor with these rows, and not a weight with fewer dimensions."""
+    return bool(getattr(value, "shape", ())[:-1] == rows)
+
+
+def _if_tensor(value: Any, placement: Any) -> Any:
+    return placement if hasattr(value, "shape") else None
+
+
+# Opaque functions: one graph node each, which tracers do not trace into.
+
+
 Function = Callable[..., Any]
+
+_libraries: list[Library] = []  # torch removes the ops of a library that is garbage-collected
+
+
+def opaque_op(
+    namespace: str,
+    name: str,
+    function: Function,
+    fake: Function,
+    schema: str | None = None,
+    library: Library | None = None,
+) -> Function:
+    """Define a torch op that calls *function* with no overhead besides the dispatcher's.
+
+    If a gradient is needed, autograd records the operations inside *function*.
+
+    Args:
+        namespace, name: the name of the op, ``torch.ops.<namespace>.<name>``.
+        function: the implementation. Must not mutate its arguments or return views of them.
+        fake: returns tensors with the metadata of the results.
+        schema: the schema from the parenthesis on; inferred from *function* by default.
+        library: owner of the op; by default a new library that lives as long as the process.
+    """
+    if library is None:
+        _libraries.append(library := torch_compat.new_library(namespace))
+    untyped: Any = library  # torch declares no types for define and impl
+    untyped.define(name + (schema or torch.library.infer_schema(function, mutates_args=())))
+    torch_op: Function = getattr(getattr(torch.ops, namespace), name).default
+
+    def autograd(*args: Any, **kwargs: Any) -> Any:
+        if needs_gradient((*args, *kwargs.values())):
+            return function(*args, **kwargs)
+        with torch_compat.below_autograd():
+            return torch_op(*args, **kwargs)
+
+    untyped.impl(name, function, "CompositeExplicitAutograd")
+    untyped.impl(name, autograd, "Autograd")
+    torch_compat.register_fake(untyped, name, fake)
+    return torch_op
+
+
+# The torch ops that represent an IR op in graphs and in the dispatcher.
+#
+# Each IR op has, in the registry's namespace:
+#
+# - ``op``: the functional op;
+# - ``op.maybe_inplace``: the same with donated activations (only with ``allow_inplace=True``). Its
+#   schema is functional too: a donating call may leave its inputs unchanged, so torch's passes stay
+#   correct and insert no copies;
+# - ``op_annotated(..., *, str using, int[]? donate, str autocast)``: the functional op with the
+#   settings of a call site and the state of ``torch.autocast`` as arguments, which survive caches
+#   and serialization.
+#
+# Kernels are registered for CompositeExplicitAutograd (every backend including PrivateUse1,
+# opaque to AOTAutograd), Autograd (a differentiable implementation if a gradient is needed) and
+# FuncTorchBatched (vmap uses the native implementation).
 
 
 class Target(NamedTuple):
@@ -64,7 +205,7 @@ class TorchOps:
 
     def __init__(self, op: IrOp, namespace: str) -> None:
         # One library per op, so that its torch ops can be removed alone.
-        self.op, self._library = op, compat.new_library(namespace)
+        self.op, self._library = op, torch_compat.new_library(namespace)
         schema = op.schema.torch
         self.default = self._define(op.name, schema)
         self.maybe_inplace = (
@@ -76,7 +217,7 @@ class TorchOps:
 
     def remove(self) -> None:
         """Undefine the torch ops and free their names."""
-        compat.remove_ops(self._library)
+        torch_compat.remove_ops(self._library)
 
     def for_call(self, using: Sequence[str], *, donates: bool) -> Function:
         """Return the torch op for a call with these providers that may donate activations."""
@@ -99,7 +240,7 @@ class TorchOps:
         untyped.impl(qualified, kernel, "CompositeExplicitAutograd")
         untyped.impl(qualified, partial(self._autograd, torch_op, annotated=annotated), "Autograd")
         untyped.impl(qualified, plain(self._batched, reads_using=annotated), "FuncTorchBatched")
-        compat.register_fake(library, qualified, plain(self._fake))
+        torch_compat.register_fake(library, qualified, plain(self._fake))
         _targets[torch_op] = self
         return torch_op
 
@@ -118,12 +259,12 @@ class TorchOps:
         values = self.op.bind(*args, **own)
         if not needs_gradient(values):
             prepare_sharding(self.op, values)
-            with compat.below_autograd():
+            with torch_compat.below_autograd():
                 return torch_op(*args, **kwargs)
         using = kwargs.get("using", "") if annotated else ""
         policy = policy_for(self.op, call_site(using), differentiable=True)
         autocast = kwargs.get("autocast", "") if annotated else ""
-        with entered(autocast) if self.op.autocast else compat.no_autocast():
+        with entered(autocast) if self.op.autocast else torch_compat.no_autocast():
             selection = select_here(self.op, values, policy)
             warn_of_fallback(selection)
             with selection.impl.noting():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 
-from opweave.base import transaction
-from opweave.base.owner import owned_by
+from opweave import transaction
 from opweave.ir import Registry
-from opweave.ir.names import ADAPTERS, OWN_PROVIDERS
+from opweave.ir.schema import ADAPTERS, OWN_PROVIDERS
+from opweave.registration import owned_by
 
 __all__ = ["load"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opweave.ir import rules
-from opweave.ir.rule import Rule
+from opweave.ir.rules import Rule
 
 
 def angles(x_query: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:

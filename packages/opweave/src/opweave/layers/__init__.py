@@ -5,28 +5,24 @@ whole. Importing this package registers opweave's layers.
 """
 
 from opweave.layers.activation import (
+    XIELU,
+    FastGELU,
     FatreluAndMul,
     GeluAndMul,
     GeluAndMulSparse,
     MulAndSilu,
+    NewGELU,
+    QuickGELU,
+    ReLUSquaredActivation,
     SiluAndMul,
     SwigluOAIAndMul,
+    get_act_and_mul_fn,
+    get_act_fn,
 )
-from opweave.layers.activation_names import get_act_and_mul_fn, get_act_fn
+from opweave.layers.attention import MLAModules, MMEncoderAttention, MultiHeadLatentAttentionWrapper
 from opweave.layers.conv import Conv2dLayer, Conv3dLayer
 from opweave.layers.custom_op import CustomOp
-from opweave.layers.errors import (
-    DuplicateLayerError,
-    InvalidLayerError,
-    LayerArgumentError,
-    LayerCallError,
-    LayerError,
-    LayerNameError,
-    ReplacementError,
-    ShardingError,
-    WeightLoadError,
-)
-from opweave.layers.gated_norm import RMSNormGated
+from opweave.layers.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from opweave.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -35,7 +31,6 @@ from opweave.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from opweave.layers.logits_processor import LogitsProcessor
 from opweave.layers.mamba import (
     MambaMixer,
     MambaMixer2,
@@ -47,9 +42,6 @@ from opweave.layers.mamba import (
     sequence_states,
     stateful_layers,
 )
-from opweave.layers.mixer2_gated_norm import Mixer2RMSNormGated
-from opweave.layers.mla import MLAModules, MultiHeadLatentAttentionWrapper
-from opweave.layers.mm_encoder_attention import MMEncoderAttention
 from opweave.layers.moe import (
     FusedMoE,
     FusedMoEMethod,
@@ -59,13 +51,24 @@ from opweave.layers.moe import (
     TransformersFusedMoE,
     UnquantizedFusedMoEMethod,
 )
-from opweave.layers.norm import GemmaRMSNorm, RMSNorm
+from opweave.layers.norm import GemmaRMSNorm, Mixer2RMSNormGated, RMSNorm, RMSNormGated
 from opweave.layers.parallel import TensorParallel, current_tensor_parallel, tensor_parallel
-from opweave.layers.parallel_lm_head import ParallelLMHead
-from opweave.layers.pluggable_layer import PluggableLayer
-from opweave.layers.pointwise import XIELU, FastGELU, NewGELU, QuickGELU, ReLUSquaredActivation
 from opweave.layers.quant_fp8 import GroupShape, QuantFP8
-from opweave.layers.registry import op_registry, op_registry_oot, replacement
+from opweave.layers.registry import (
+    DuplicateLayerError,
+    InvalidLayerError,
+    LayerArgumentError,
+    LayerCallError,
+    LayerError,
+    LayerNameError,
+    PluggableLayer,
+    ReplacementError,
+    ShardingError,
+    WeightLoadError,
+    op_registry,
+    op_registry_oot,
+    replacement,
+)
 from opweave.layers.rotary import (
     ApplyRotaryEmb,
     DualChunkRotaryEmbedding,
@@ -73,7 +76,6 @@ from opweave.layers.rotary import (
     RotaryEmbedding,
     get_rope,
 )
-from opweave.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 __all__ = [
     "ApplyRotaryEmb",

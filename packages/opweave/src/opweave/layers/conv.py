@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from opweave import ir
 from opweave.layers.custom_op import CustomOp
-from opweave.layers.errors import LayerArgumentError
+from opweave.layers.registry import LayerArgumentError
 
 _MODES = ("zeros", "reflect", "replicate", "circular")
 Sizes = int | Sequence[int]

@@ -2,19 +2,123 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
 from types import MethodType
 from typing import Any, Self, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from opweave import platforms
+from opweave import platforms, torch_compat
 from opweave.config import current_compilation_config
-from opweave.layers.compile_native import compiled_native
-from opweave.layers.dispatch import method_for
-from opweave.layers.registry import full_name
-from opweave.layers.replaceable import Replaceable
+from opweave.layers.registry import InvalidLayerError, Replaceable, full_name
+
+# Choose the method of a ``CustomOp`` for a platform.
+
+
+def method_for(op: type, base: type, tags: Sequence[str]) -> str:
+    """Return the name of the method of *op* for a platform with these dispatch tags, best first.
+
+    This is the first ``forward_<tag>`` that *op* defines. If it defines none, it is that of the
+    first tag if *base* has it, else ``forward_native``.
+
+    >>> class Base:
+    ...     forward_native = forward_cuda = forward_oot = None
+    >>> class Op(Base):
+    ...     def forward_cuda(self): ...
+    >>> [method_for(Op, Base, tags) for tags in (("hip", "cuda"), ("oot",), ("acme",))]
+    ['forward_cuda', 'forward_oot', 'forward_native']
+    """
+    if _has_outdated_oot(op, base):
+        tags = [tag for tag in tags if tag != "oot"]
+    methods = [f"forward_{tag}" for tag in tags]
+    for method in methods:
+        if getattr(op, method, None) is not getattr(base, method, None):
+            return method
+    return methods[0] if methods and hasattr(base, methods[0]) else "forward_native"
+
+
+def _has_outdated_oot(op: type, base: type) -> bool:
+    """Whether a subclass has overridden a ``forward_...`` method, but inherits ``forward_oot``.
+
+    The ``forward_oot`` of opweave's layers calls ops. If a package derives from such a layer and
+    overrides only ``forward_native``, its override must run on the package's platform.
+    """
+    for cls in op.__mro__:
+        if cls is base or "forward_oot" in vars(cls):
+            return False
+        if any(name.startswith("forward_") for name in vars(cls)):
+            break
+    return getattr(op, "forward_oot", None) is not getattr(base, "forward_oot", None)
+
+
+# ``forward_native`` of one op, compiled on its own.
+
+
+Dims = Mapping[str, int | list[int]]
+
+
+def compiled_native(op: CustomOp, dims: Dims | None) -> Callable[..., Any]:
+    """Return ``op.forward_native``, compiled at its first call.
+
+    The method is compiled once for all instances and bound to this one, so that a copy of the
+    instance runs with its own parameters.
+
+    Raises:
+        InvalidLayerError: *dims* names a parameter that ``forward_native`` does not have.
+    """
+    cls = type(op)
+    backend = platforms.current_platform.simple_compile_backend
+    return MethodType(_compiled(cls.forward_native, backend, _frozen(cls, dims)), op)
+
+
+@cache
+def _compiled(
+    native: Callable[..., Any], backend: str, dims: tuple[tuple[str, tuple[int, ...]], ...]
+) -> Callable[..., Any]:
+    compiled = torch.compile(native, backend=backend, dynamic=not dims)
+    signature = inspect.signature(native)
+
+    @wraps(native)
+    def run(self: CustomOp, *args: Any, **kwargs: Any) -> Any:
+        # Part of a larger graph, whose sizes count. Dynamo of torch 2.11 loses what a compiled
+        # method is bound to.
+        if torch.compiler.is_compiling():
+            return native(self, *args, **kwargs)
+        if dims:
+            arguments = signature.bind(self, *args, **kwargs).arguments
+            for name, numbers in dims:
+                _mark(arguments.get(name), numbers)
+        return compiled(self, *args, **kwargs)
+
+    return run
+
+
+def _mark(value: object, numbers: tuple[int, ...]) -> None:
+    if isinstance(value, Tensor):  # an optional argument may be None
+        for number in numbers:
+            torch_compat.mark_dynamic(value, number % value.dim())
+
+
+def _frozen(cls: type[CustomOp], dims: Dims | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    parameters = inspect.signature(cls.forward_native).parameters
+    for name in dims or {}:
+        if name not in parameters:
+            raise InvalidLayerError(
+                f"dynamic_arg_dims of {full_name(cls)} names {name!r}, which forward_native does "
+                f"not take. It takes {', '.join(list(parameters)[1:]) or 'nothing'}."
+            )
+    return tuple(
+        (name, (given,) if isinstance(given, int) else tuple(given))
+        for name, given in (dims or {}).items()
+    )
+
+
+# Operations as modules, with a method for each platform.
+
 
 T = TypeVar("T", bound=type[nn.Module])
 _log = logging.getLogger(__name__)

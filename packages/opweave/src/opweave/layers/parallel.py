@@ -1,4 +1,4 @@
-"""Tensor parallelism for layers: the rank, the size of the group, and two collectives."""
+"""Tensor parallelism for layers: rank, group size, collectives, and loading of shards."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
-from opweave.base import compat
-from opweave.layers.errors import ShardingError
+from opweave import torch_compat
+from opweave.layers.registry import ShardingError, WeightLoadError
+
+# Tensor parallelism for layers: the rank, the size of the group, and two collectives.
 
 
 class AllGather(Protocol):
@@ -87,7 +89,7 @@ class TensorParallel:
         return cls(
             rank,
             size,
-            partial(compat.all_reduce_sum, group=name),
+            partial(torch_compat.all_reduce_sum, group=name),
             partial(_gather, size=size, group=name),
         )
 
@@ -106,7 +108,7 @@ class TensorParallel:
 
 
 def _gather(x: Tensor, dim: int = -1, *, size: int, group: str) -> Tensor:
-    stacked = compat.all_gather(x.contiguous(), size, group).view(size, *x.shape)
+    stacked = torch_compat.all_gather(x.contiguous(), size, group).view(size, *x.shape)
     dim %= x.ndim
     return stacked.movedim(0, dim).flatten(dim, dim + 1)
 
@@ -124,3 +126,64 @@ def tensor_parallel(parallel: TensorParallel) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+# Copies a checkpoint's tensor, or a rank's shard of it, into a parameter.
+
+
+WeightLoader = Callable[..., None]
+
+
+def set_weight_attrs(param: Tensor, **attrs: object) -> None:
+    """Set the attributes that loaders read, such as ``weight_loader`` and ``output_dim``."""
+    for name, value in attrs.items():
+        setattr(param, name, value)
+
+
+def dim_of(param: Tensor, name: str) -> int | None:
+    """Return the attribute ``output_dim`` or ``input_dim`` of *param*, if it has one."""
+    dim: int | None = getattr(param, name, None)
+    return dim
+
+
+def describe(layer: nn.Module, prefix: str, param: Tensor) -> str:
+    """Describe a parameter of *layer* for an error message."""
+    found = (name for name, own in layer.named_parameters(recurse=False) if own is param)
+    return f"{type(layer).__name__} {prefix}".rstrip() + f": {next(found, 'a parameter')}"
+
+
+def fill(
+    target: Tensor,
+    loaded: Tensor,
+    what: str,
+    dim: int | None = None,
+    index: int = 0,
+    count: int = 1,
+) -> None:
+    """Copy *loaded* into *target*, converting its dtype.
+
+    Args:
+        target: this rank's tensor.
+        loaded: a tensor of the same shape, or one of which *target* is one of *count* equal shards
+            along *dim*. A 0-d tensor counts as ``(1,)``.
+        what: the name of the parameter for error messages.
+        dim: the sharded dimension, or None if the tensor is replicated.
+        index: the index of the shard.
+        count: the number of shards.
+
+    Raises:
+        WeightLoadError: *loaded* has another shape.
+    """
+    source = loaded.reshape(1) if loaded.ndim == 0 else loaded
+    whole = list(target.shape)
+    if dim is not None:
+        whole[dim] *= count
+        if list(source.shape) == whole:
+            source = source.narrow(dim, index * target.shape[dim], target.shape[dim])
+    if source.shape != target.shape:
+        part = f", or {tuple(target.shape)}, the part of this rank" if count > 1 else ""
+        raise WeightLoadError(
+            f"{what} is loaded with a tensor of shape {tuple(loaded.shape)}; it takes "
+            f"{tuple(whole)}{part}. The checkpoint and the model's configuration disagree."
+        )
+    target.copy_(source)

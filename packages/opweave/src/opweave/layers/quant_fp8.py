@@ -13,7 +13,7 @@ from torch.nn import functional
 from opweave import ir
 from opweave.ir.op import IrOp
 from opweave.layers.custom_op import CustomOp
-from opweave.layers.errors import LayerArgumentError
+from opweave.layers.registry import LayerArgumentError
 
 
 class GroupShape(NamedTuple):

@@ -5,13 +5,10 @@ builds and loads your module just in time; `build` builds that of a package ahea
 `import_module` imports it.
 """
 
-from opweave.native.call_paths import NativeModule, import_module, opened_modules
-from opweave.native.errors import NativeBuildError, NativeImportError
-from opweave.native.guard import plain_check
-from opweave.native.jit import load
-from opweave.native.kit import include_dir
-from opweave.native.loader import NativeStatus, available, module, status
-from opweave.native.project import build
+from opweave.native.calls import NativeModule, import_module, opened_modules
+from opweave.native.jit import build, load
+from opweave.native.loader import NativeStatus, available, module, plain_check, status
+from opweave.native.toolchain import NativeBuildError, NativeImportError, include_dir
 
 __all__ = [
     "NativeBuildError",

@@ -1,20 +1,283 @@
-"""Compiling and linking of native modules."""
+"""Native modules to build: their description, inputs, compilation and linking."""
 
 from __future__ import annotations
 
+import hashlib
+import keyword
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from opweave.native import kit, simd, toolchain
-from opweave.native.errors import NativeBuildError
-from opweave.native.extension import CUDA_SUFFIX, Extension
+from opweave import torch_compat
+from opweave.ir.errors import did_you_mean
+from opweave.native import toolchain
+from opweave.native.toolchain import NativeBuildError
+
+# The description of a native module to build: names, sources and flags.
+
+
+CUDA_SUFFIX = ".cu"
+_SUFFIXES = (".cpp", ".cc", ".cxx", CUDA_SUFFIX)
+_TAKEN = frozenset({"aten", "opweave", "opweave_c", "prim", "prims", "torch"})
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """A native module to build.
+
+    ``module`` is the name of the Python module without its package, ``namespace`` that of its torch
+    ops. ``simd_sources`` are compiled once per instruction set.
+    """
+
+    module: str
+    namespace: str
+    sources: tuple[Path, ...]
+    simd_sources: tuple[Path, ...] = ()
+    include_dirs: tuple[Path, ...] = ()
+    cflags: tuple[str, ...] = ()
+    cuda_cflags: tuple[str, ...] = ()
+    ldflags: tuple[str, ...] = ()
+
+    @property
+    def filename(self) -> str:
+        """The name of the module's file."""
+        return f"{self.module}.abi3.so"
+
+    @property
+    def label(self) -> str:
+        """The module's name for messages."""
+        is_alone = self.module == self.namespace
+        return self.module if is_alone else f"{self.namespace}.{self.module}"
+
+    @property
+    def all_sources(self) -> tuple[Path, ...]:
+        """All source files."""
+        return (*self.sources, *self.simd_sources)
+
+    @property
+    def has_cuda(self) -> bool:
+        """Whether nvcc is needed."""
+        return any(source.suffix == CUDA_SUFFIX for source in self.sources)
+
+
+def check_name(name: str) -> str:
+    """Return *name*; raise NativeBuildError unless it is valid for a module and a namespace."""
+    fits = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name)
+    if not fits or keyword.iskeyword(name):
+        raise NativeBuildError(
+            f"{name!r} is not a valid name for a native module; use lowercase letters, digits and "
+            "underscores, starting with a letter, but not a Python keyword."
+        )
+    # torch.ops also has attributes that are not namespaces, such as load_library.
+    is_namespace = torch_compat.is_op_namespace(getattr(torch.ops, name))
+    if name in _TAKEN or not is_namespace:
+        raise NativeBuildError(f"The name {name!r} is taken; choose another one.")
+    return name
+
+
+def check_list(value: object, what: str, item: str) -> tuple[Any, ...]:
+    """Return *value* as a tuple of strings or, if *item* is "path", of strings and paths.
+
+    Raises:
+        TypeError: it is not an iterable of these, or is a single string or path.
+    """
+    kinds = (str, os.PathLike) if item == "path" else (str,)
+    if isinstance(value, (*kinds, bytes)) or not isinstance(value, Iterable):
+        raise TypeError(f"{what} must be a list of {item}s, found {value!r}; write [{value!r}].")
+    found = tuple(value)
+    for element in found:
+        if not isinstance(element, kinds):
+            raise TypeError(f"{what} must be a list of {item}s, found {element!r} in it.")
+        if "\0" in os.fspath(element):
+            raise TypeError(f"{what} has {element!r}; commands cannot contain NUL characters.")
+    return found
+
+
+def check_sources(sources: Iterable[str | Path]) -> tuple[Path, ...]:
+    """Return *sources* as absolute paths.
+
+    Raises:
+        NativeBuildError: the list is empty, a file does not exist, or is not C++ or CUDA.
+    """
+    found = _check_files(sources)
+    if not found:
+        raise NativeBuildError("There are no sources to build.")
+    return found
+
+
+def check_simd_sources(sources: Iterable[str | Path]) -> tuple[Path, ...]:
+    """Return *sources*, to be compiled once per instruction set, as absolute paths.
+
+    Raises:
+        NativeBuildError: a file does not exist or is not C++.
+    """
+    found = _check_files(sources)
+    for path in found:
+        if path.suffix == CUDA_SUFFIX:
+            raise NativeBuildError(f"{path} is CUDA, but SIMD sources are for the CPU's vectors.")
+    return found
+
+
+def _check_files(sources: Iterable[str | Path]) -> tuple[Path, ...]:
+    found = tuple(Path(source).absolute() for source in sources)
+    for path in found:
+        if path.suffix not in _SUFFIXES:
+            raise NativeBuildError(f"{path} is not a source file ({', '.join(_SUFFIXES)}).")
+        if path.is_dir():
+            raise NativeBuildError(f"{path} is a folder; name the source files in it.")
+        if not path.is_file():
+            nearby = [p.name for p in path.parent.glob("*") if p.suffix in _SUFFIXES]
+            raise NativeBuildError(
+                f"The source file {path} does not exist. {did_you_mean(path.name, nearby)}"
+            )
+    return found
+
+
+# The input files of a build: those that flags and sources name, and those that compilers list.
+
+
+# Environment variables from which compilers take search folders or flags.
+_VARIABLES = (
+    "CPATH",
+    "C_INCLUDE_PATH",
+    "CPLUS_INCLUDE_PATH",
+    "LIBRARY_PATH",
+    "COMPILER_PATH",
+    "GCC_EXEC_PREFIX",
+    "SDKROOT",
+    "NVCC_PREPEND_FLAGS",
+    "NVCC_APPEND_FLAGS",
+)
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.MULTILINE)
+_INCLUDE_FLAGS = ("-isystem", "-iquote", "-idirafter", "-I")
+_JOINED = re.compile(r"[=,@]")
+_WORDS = re.compile(r"(?:\\.|[^\s\\])+")
+
+
+def environment() -> list[str | None]:
+    """Return the values of the variables that compilers read, in a fixed order."""
+    return [os.environ.get(name) for name in _VARIABLES]
+
+
+def named(extension: Extension) -> list[Path]:
+    """Return the existing headers, libraries and other files that sources and flags name.
+
+    These include candidates in all search folders, not only the files that compilers read: a new
+    file in an earlier folder shadows one in a later folder, which dependency files cannot show.
+    """
+    compiling = [*extension.cflags, *extension.cuda_cflags]
+    flags = (*compiling, *extension.ldflags)
+    words = [part for flag in flags for part in (flag, *_JOINED.split(flag))]
+    folders = [*extension.include_dirs, *_values(compiling, _INCLUDE_FLAGS)]
+    folders += _paths("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
+    found = {*_headers(extension.all_sources, folders), *_libraries(extension.ldflags)}
+    found.update(path for path in map(Path, words) if _is_file(path))
+    return sorted(found)
+
+
+def digest(path: str | Path) -> str:
+    """Return a digest of a file's contents; empty if it cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except (OSError, ValueError):  # such as a NUL in its name
+        return ""
+
+
+def listed(folder: Path) -> list[str]:
+    """Return the files in the compilers' dependency files ``*.d`` and the linker's ``*.link``."""
+    found: dict[str, None] = {}
+    for path in sorted(folder.glob("*.d")):
+        rule = _first_rule(path)
+        found.update(dict.fromkeys(map(_plain, _WORDS.findall(" ".join(rule)))))
+    for path in sorted(folder.glob("*.link")):  # one file per line, with unescaped blanks
+        found.update(dict.fromkeys(_plain(line.strip()) for line in _first_rule(path)))
+    return [name for name in found if name]
+
+
+def _first_rule(path: Path) -> list[str]:
+    """Return the lines of the prerequisites of a makefile's first rule, without line ends."""
+    text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    rule = re.split(r"(?<!\\)\n", text, maxsplit=1)[0]
+    return rule.partition(": ")[2].split("\\\n")
+
+
+def _plain(word: str) -> str:
+    """Undo a makefile's escapes in *word*."""
+    return re.sub(r"\\([ #\\:])", r"\1", word).replace("$$", "$")
+
+
+def _headers(sources: Iterable[Path], folders: Iterable[Path]) -> Iterator[Path]:
+    """Yield the files that the sources include, transitively, next to them or in *folders*."""
+    folders = list(folders)
+    found: set[Path] = set()
+    waiting = list(sources)
+    while waiting:
+        source = waiting.pop()
+        for match in _INCLUDE.finditer(_content(source)):
+            name = os.fsdecode(match.group(1))
+            for path in {_real(folder / name) for folder in (source.parent, *folders)} - found:
+                if _is_file(path):
+                    found.add(path)
+                    waiting.append(path)
+                    yield path
+
+
+def _libraries(flags: Iterable[str]) -> Iterator[Path]:
+    """Yield the candidates of ``-l`` in the folders of ``-L``."""
+    flags = list(flags)
+    folders = [*_values(flags, ("-L",)), *_paths("LIBRARY_PATH")]
+    for name in map(str, _values(flags, ("-l",))):
+        files = [name[1:]] if name.startswith(":") else [f"lib{name}.so", f"lib{name}.a"]
+        yield from (path for folder in folders for file in files if _is_file(path := folder / file))
+
+
+def _values(flags: Iterable[str], names: tuple[str, ...]) -> Iterator[Path]:
+    """Yield the values of the flags called *names*, in the same word or the next."""
+    follows = False
+    for flag in flags:
+        name = next((name for name in names if flag.startswith(name)), None)
+        if follows:
+            yield Path(flag)
+        elif name is not None and flag != name:
+            yield Path(flag[len(name) :])
+        follows = not follows and flag == name
+
+
+def _paths(*variables: str) -> Iterator[Path]:
+    for variable in variables:
+        value = os.environ.get(variable)
+        if value:  # an empty item stands for the working folder
+            yield from map(Path, value.split(os.pathsep))
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a flag that is not a path
+        return False
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # the compiler will report it
+        return b""
+
+
+# Compiling and linking of native modules.
+
 
 _COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden")
 _KIT_FLAGS = (*_COMMON, "-O2", "-DPy_LIMITED_API=0x030a0000")
@@ -48,7 +311,7 @@ def flags(extension: Extension) -> list[list[str]]:
         list(extension.cflags),
         list(extension.ldflags),
         [*_CUDA_FLAGS, *_architecture(), *extension.cuda_cflags] if extension.has_cuda else [],
-        [*simd.FLAGS, *map(str, simd.levels().items())] if extension.simd_sources else [],
+        [*toolchain.FLAGS, *map(str, toolchain.levels().items())] if extension.simd_sources else [],
     ]
 
 
@@ -59,7 +322,7 @@ def kit_flags() -> list[str]:
 
 def compile_kit(folder: Path, *, verbose: bool = False) -> None:
     """Compile the sources that all modules share into objects in *folder*."""
-    _run_all([_kit_job(source, folder) for source in kit.core_sources()], verbose=verbose)
+    _run_all([_kit_job(source, folder) for source in toolchain.core_sources()], verbose=verbose)
 
 
 def build(extension: Extension, kit_objects: Path, folder: Path, *, verbose: bool = False) -> Path:
@@ -81,7 +344,7 @@ def build(extension: Extension, kit_objects: Path, folder: Path, *, verbose: boo
     jobs += [job for each in by_level for job in each]
     _run_all(jobs, verbose=verbose)
     for same in by_level:
-        simd.check_symbols(same[0].source, [job.output for job in same])
+        toolchain.check_symbols(same[0].source, [job.output for job in same])
     objects = [*(job.output for job in jobs), *sorted(kit_objects.glob("*.o"))]
     output = folder / extension.filename
     _run_all(
@@ -101,7 +364,7 @@ def _write_entry(extension: Extension, folder: Path) -> Path:
 
 def _kit_job(source: Path, folder: Path) -> CompileJob:
     output = folder / f"kit_{source.stem}.o"
-    includes = (f"-I{kit.include_dir()}", f"-I{toolchain.python_include()}")
+    includes = (f"-I{toolchain.include_dir()}", f"-I{toolchain.python_include()}")
     command = (*toolchain.cxx().command, *_KIT_FLAGS, *includes)
     return CompileJob(source, output, (*command, "-c", str(source), "-o", str(output)))
 
@@ -110,7 +373,7 @@ def _user_job(
     name: str, source: Path, extension: Extension, folder: Path, flags: Sequence[str] = ()
 ) -> CompileJob:
     output = folder / f"{name}.o"
-    includes = [f"-I{path}" for path in (*extension.include_dirs, kit.include_dir())]
+    includes = [f"-I{path}" for path in (*extension.include_dirs, toolchain.include_dir())]
     if source.suffix == CUDA_SUFFIX:
         host = ("-ccbin", toolchain.cxx().command[0])
         command = (*toolchain.nvcc().command, *host, *_CUDA_FLAGS, *_architecture(), *includes)
@@ -124,8 +387,8 @@ def _user_job(
 def _simd_jobs(number: int, source: Path, extension: Extension, folder: Path) -> list[CompileJob]:
     """Return one job per instruction set."""
     jobs = []
-    for level, own in simd.levels().items():
-        flags = (*simd.FLAGS, *own, f"-DOPWEAVE_ISA={level}")
+    for level, own in toolchain.levels().items():
+        flags = (*toolchain.FLAGS, *own, f"-DOPWEAVE_ISA={level}")
         name = f"simd_{number}_{source.stem}_{level}"
         jobs.append(_user_job(name, source, extension, folder, flags))
     return jobs

@@ -1,24 +1,35 @@
-"""Just-in-time builds of native modules."""
+"""Builds of native modules, just in time and ahead of time."""
 
 from __future__ import annotations
 
 import importlib.util
+import keyword
+import os
+import shutil
 import sys
+import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
+from typing import Any
 
+from opweave.ir.errors import did_you_mean
 from opweave.native import cache
-from opweave.native.call_paths import NativeModule
-from opweave.native.errors import NativeBuildError
-from opweave.native.extension import (
+from opweave.native.builder import (
     Extension,
     check_list,
     check_name,
     check_simd_sources,
     check_sources,
 )
+from opweave.native.cache import Built
+from opweave.native.calls import NativeModule
+from opweave.native.toolchain import NativeBuildError
+
+# Just-in-time builds of native modules.
+
 
 _lock = threading.Lock()
 _loaded: dict[str, tuple[str, NativeModule]] = {}
@@ -98,3 +109,132 @@ def _load(name: str, path: Path) -> NativeModule:
         sys.modules.pop(name, None)
         if before is not None:
             sys.modules[name] = before
+
+
+# Ahead-of-time builds of a package's native module, configured in its pyproject.toml.
+
+
+_TABLE = "[tool.opweave-native]"
+_LISTS = ("sources", "simd-sources", "include-dirs", "cflags", "cuda-cflags", "ldflags")
+
+
+def build(folder: str | Path, *, verbose: bool = False) -> Built:
+    """Build the native module of the package in *folder*, and copy it into the package.
+
+    ``[tool.opweave-native]`` in ``pyproject.toml`` configures the build: ``module`` (such as
+    ``demo._C_ops``), ``sources`` (patterns), and optionally ``simd-sources`` (patterns of files to
+    compile once per instruction set; they are not ``sources``), ``include-dirs``, ``cflags``,
+    ``cuda-cflags`` and ``ldflags``. Uses the cache if nothing has changed.
+
+    Raises:
+        NativeBuildError: the table is missing or wrong, or the build fails.
+    """
+    folder = Path(folder).absolute()
+    table = _read(folder / "pyproject.toml")
+    package, _, module = table["module"].rpartition(".")
+    target = _package_folder(folder, package)
+    if (target / f"{module}.py").exists():
+        raise NativeBuildError(
+            f"The module {table['module']} would shadow {target / module}.py; choose another name."
+        )
+    vectorized = _expand(folder, table["simd-sources"])
+    extension = Extension(
+        module=module,
+        namespace=check_name(package.replace(".", "_")),
+        sources=check_sources(
+            path for path in _expand(folder, table["sources"]) if path not in vectorized
+        ),
+        simd_sources=check_simd_sources(vectorized),
+        include_dirs=tuple(folder / path for path in table["include-dirs"]),
+        cflags=tuple(table["cflags"]),
+        cuda_cflags=tuple(table["cuda-cflags"]),
+        ldflags=tuple(table["ldflags"]),
+    )
+    built = cache.build(extension, verbose=verbose)
+    return Built(_place(built.path, target), built.key, built.cached)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise NativeBuildError(
+            f"{path} does not exist; `opweave native new NAME` creates a package."
+        ) from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise NativeBuildError(f"Cannot read {path}: {error}.") from error
+    tool = content.get("tool", {})
+    if not isinstance(tool, dict):
+        raise NativeBuildError(f"{path}: tool must be a table, found {tool!r}.")
+    table = tool.get("opweave-native")
+    if table is None:
+        raise NativeBuildError(f"{path} has no table {_TABLE}, which configures the build.")
+    if not isinstance(table, dict):
+        raise NativeBuildError(f"{path}: {_TABLE} must be a table, found {table!r}.")
+    return _checked(table, path)
+
+
+def _checked(table: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    for key in table:
+        if key not in ("module", *_LISTS):
+            raise NativeBuildError(
+                f"{path}: {_TABLE} has an unknown key {key!r}. "
+                f"{did_you_mean(key, ('module', *_LISTS))}"
+            )
+    module = table.get("module")
+    if not isinstance(module, str) or not all(map(_is_name, module.split("."))):
+        raise NativeBuildError(
+            f"{path}: {_TABLE} needs module = 'package._C_ops', found {module!r}; names must be "
+            "ASCII letters, digits and underscores, but not Python keywords."
+        )
+    if "." not in module:
+        raise NativeBuildError(
+            f"{path}: module = {module!r} does not name a package; try '{module}._C_ops'."
+        )
+    lists = {key: table.get(key, []) for key in _LISTS}
+    for key, value in lists.items():
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise NativeBuildError(f"{path}: {key} must be a list of strings, found {value!r}.")
+    return {"module": module, **lists}
+
+
+def _is_name(name: str) -> bool:
+    return name.isidentifier() and name.isascii() and not keyword.iskeyword(name)
+
+
+def _expand(folder: Path, patterns: list[str]) -> list[Path]:
+    sources: dict[Path, None] = {}
+    for pattern in patterns:
+        try:
+            found = sorted(folder.glob(pattern))
+        except (ValueError, NotImplementedError, OSError) as error:
+            raise NativeBuildError(
+                f"The source {pattern!r} is not a valid pattern for files in {folder}, such as "
+                f"'csrc/*.cpp': {error}."
+            ) from error
+        if not found:
+            raise NativeBuildError(f"No file in {folder} matches the source {pattern!r}.")
+        sources.update(dict.fromkeys(found))
+    return list(sources)
+
+
+def _package_folder(folder: Path, package: str) -> Path:
+    candidates = [folder / "src", folder]
+    for root in candidates:
+        path = root.joinpath(*package.split("."))
+        if path.is_dir():
+            return path
+    raise NativeBuildError(
+        f"The package {package!r} was not found in {', '.join(map(str, candidates))}."
+    )
+
+
+def _place(built: Path, folder: Path) -> Path:
+    """Copy *built* into *folder* atomically; processes that have loaded it keep the old file."""
+    target = folder / built.name
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as scratch:
+            os.replace(shutil.copy(built, scratch), target)
+    except OSError as error:
+        raise NativeBuildError(f"Cannot write {target}: {error.strerror}.") from error
+    return target

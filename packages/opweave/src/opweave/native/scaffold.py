@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from opweave.ir.errors import OpweaveError
-from opweave.native.errors import NativeBuildError
-from opweave.native.extension import check_name
+from opweave.native.builder import check_name
+from opweave.native.toolchain import NativeBuildError
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _PLACES = {"package": "src/{name}", "gitignore": ".gitignore"}

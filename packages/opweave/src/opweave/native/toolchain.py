@@ -1,17 +1,44 @@
-"""The compilers of this machine."""
+"""The compilers of this machine, the kit's headers, and the inputs of a build."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from opweave.native.errors import NativeBuildError
+from opweave.ir.errors import OpweaveError
+
+# Errors of building and loading native modules.
+
+
+class NativeBuildError(OpweaveError, RuntimeError):
+    """A native module cannot be built.
+
+    Attributes:
+        summary: one line with the problem and how to fix it.
+        log: the compiler's messages, if it ran.
+    """
+
+    def __init__(self, summary: str, log: str = "") -> None:
+        super().__init__(f"{summary}\n{log}" if log else summary)
+        self.summary = summary
+        self.log = log
+
+
+class NativeImportError(OpweaveError, ImportError):
+    """A native module cannot be imported because it is not built, or torch rejects its ops."""
+
+
+# The compilers of this machine.
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +126,98 @@ def _compiler(command: tuple[str, ...]) -> Compiler:
     if asked.returncode != 0:
         raise NativeBuildError(f"{shlex.join(command)} --version fails.", asked.stderr)
     return Compiler(command, asked.stdout.strip())
+
+
+# The headers and sources of the kit, which are part of the package.
+
+
+# For builds without these commands, and for opweave's own module.
+_UNUSED = ("module_init.cpp", "plain_call.cpp")
+
+
+def include_dir() -> Path:
+    """Return the folder that holds ``opweave/extension.h``, for ``-I``.
+
+    Raises:
+        NativeBuildError: the headers are not installed.
+    """
+    # In an editable install, CMake installs its files apart from the Python files.
+    folders = list(sys.modules[__name__.partition(".")[0]].__path__)
+    for folder in folders:
+        if (Path(folder) / "include" / "opweave" / "extension.h").is_file():
+            return Path(folder) / "include"
+    raise NativeBuildError(
+        f"opweave/extension.h was not found in {', '.join(folders)}; reinstall opweave."
+    )
+
+
+def core_sources() -> list[Path]:
+    """Return the kit's sources that all modules share."""
+    found = sorted((include_dir() / "opweave").glob("*.cpp"))
+    return [path for path in found if path.name not in _UNUSED]
+
+
+@functools.cache
+def fingerprint() -> str:
+    """Return a hash of every file of the kit."""
+    digest = hashlib.sha256()
+    folder = include_dir() / "opweave"
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in (".h", ".cpp"):
+            name = path.relative_to(folder).as_posix()
+            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+# Sources that are compiled once per instruction set; see ``opweave/simd.h`` of the kit.
+
+
+# Products and sums must round alike on every level. Exceptions would need symbols that all levels
+# share. Loops start where processors fetch instructions.
+FLAGS = (
+    "-fno-exceptions",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-falign-loops=32",
+    # GCC's own AVX-512 headers trip these warnings (GCC bug 105593); Clang has no such option.
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+    "-Wno-unknown-warning-option",
+)
+
+_LEVELS = {
+    "x86_64": {
+        "avx512bf16": ("-march=x86-64-v4", "-mavx512bf16"),
+        "avx512": ("-march=x86-64-v4",),
+        "avx2": ("-march=x86-64-v3",),
+        "base": ("-march=x86-64-v2",),
+    }
+}
+_OTHERS: Mapping[str, tuple[str, ...]] = {"base": ()}
+
+
+def levels() -> Mapping[str, tuple[str, ...]]:
+    """Return the levels of this architecture, with the compiler flags of each."""
+    machine = platform.machine()
+    return _LEVELS.get("x86_64" if machine == "AMD64" else machine, _OTHERS)
+
+
+def check_symbols(source: Path, objects: Iterable[Path]) -> None:
+    """Check that objects of *source* have no symbols of which the linker keeps one for all levels.
+
+    Raises:
+        NativeBuildError: they have one, or it cannot be checked.
+    """
+    for path in objects:
+        found = run((nm(), "-C", str(path)))
+        if found.returncode != 0:
+            raise NativeBuildError(f"Cannot read the symbols of {path}.", found.stderr)
+        for line in found.stdout.splitlines():
+            # 16 digits or blanks, a blank, the kind (weak or unique), a blank, the name
+            if line[17:18] in ("W", "V", "u"):
+                raise NativeBuildError(
+                    f"{source.name} has the function {line[19:]}, of which the linker keeps one "
+                    "copy for all instruction sets; put it into an anonymous namespace, or do not "
+                    "use it in a SIMD source."
+                )

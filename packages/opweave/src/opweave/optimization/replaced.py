@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from opweave.base import compat
+from opweave import torch_compat
 
 Forward = Callable[..., Any]
 
@@ -58,7 +58,9 @@ def is_covered(tensor: Any) -> bool:
 
     False for nested, distributed and other wrapped tensors, which know PyTorch's operators only.
     """
-    return type(tensor) in _PLAIN or (isinstance(tensor, Tensor) and not compat.is_wrapper(tensor))
+    return type(tensor) in _PLAIN or (
+        isinstance(tensor, Tensor) and not torch_compat.is_wrapper(tensor)
+    )
 
 
 _PLAIN = (Tensor, nn.Parameter)

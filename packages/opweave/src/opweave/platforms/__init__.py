@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from opweave.platforms.base import Platform
-from opweave.platforms.capabilities import Capabilities
-from opweave.platforms.configure import configured
-from opweave.platforms.cpu import CpuPlatform
-from opweave.platforms.cuda import CudaPlatform, RocmPlatform
-from opweave.platforms.passes import register_pass
+from opweave.platforms.base import AttentionSpec, Capabilities, DeviceCapability, Platform
+from opweave.platforms.builtin import (
+    CpuPlatform,
+    CudaPlatform,
+    RocmPlatform,
+    TpuPlatform,
+    XpuPlatform,
+)
 from opweave.platforms.resolution import (
     Resolution,
+    configured,
     impose,
+    register_pass,
     resolution,
     resolve_current_platform_cls_qualname,
 )
-from opweave.platforms.spec import AttentionSpec, DeviceCapability
-from opweave.platforms.tpu import TpuPlatform
-from opweave.platforms.xpu import XpuPlatform
 from opweave.plugins import PLATFORM_API
 
 __all__ = [

@@ -2,22 +2,379 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from opweave import transaction
 from opweave.config import EngineConfig
 from opweave.config.patches import ConfigPatch
 from opweave.config.plugin_options import PluginOptions
-from opweave.platforms import contract, defaults, probes
-from opweave.platforms.capabilities import Capabilities
-from opweave.platforms.errors import UnsupportedByPlatformError
-from opweave.platforms.graphs import GraphRecorder
-from opweave.platforms.spec import AttentionSpec, DeviceCapability
-from opweave.plugins import PLATFORM_API
+from opweave.ir import current_registry
+from opweave.ir.errors import OpweaveError
+from opweave.platforms import probes
+from opweave.plugins import PLATFORM_API, resolve_obj_by_qualname
+from opweave.registration import owned_by
+
+# Errors of the platforms.
+
+
+class PlatformError(OpweaveError):
+    """Base class of the errors of :mod:`opweave.platforms`."""
+
+
+class PlatformContractError(PlatformError, TypeError):
+    """A subclass of ``Platform`` violates the contract; the message lists every fault.
+
+    Raised when the class is defined, or at the first use for faults that show only then.
+    """
+
+
+class PlatformApiError(PlatformContractError):
+    """A platform is written for another version of the contract than opweave's."""
+
+
+class PlatformMismatchError(PlatformError, RuntimeError):
+    """A child process resolved another platform than its parent."""
+
+
+class UnsupportedByPlatformError(PlatformError, NotImplementedError):
+    """The platform does not support the requested operation."""
+
+
+# Features of devices, so that code does not have to compare platform names.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """Features of a device; each is False unless the platform sets it.
+
+    Attributes:
+        bf16: computes in bfloat16 without converting to float32 first, so bfloat16 checkpoints keep
+            their dtype.
+        fp8: multiplies matrices in ``torch.float8_e4m3fn``.
+        int8: multiplies int8 matrices with int32 accumulation.
+        streams: has several in-order queues, so copies can overlap kernels.
+        graph_capture: records the kernels of a step and replays them without Python.
+        pinned_memory: copies asynchronously from page-locked host memory.
+        unified_memory: shares its memory with the host. The KV cache then has a fixed size instead
+            of a fraction of the free memory.
+    """
+
+    bf16: bool = False
+    fp8: bool = False
+    int8: bool = False
+    streams: bool = False
+    graph_capture: bool = False
+    pinned_memory: bool = False
+    unified_memory: bool = False
+
+
+# Descriptions of attention layers and devices.
+
+
+class DeviceCapability(NamedTuple):
+    """The version of a device's architecture, such as 9.0 for an H100.
+
+    Attributes:
+        major: major version.
+        minor: minor version.
+    """
+
+    major: int
+    minor: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """An attention layer, for the choice of an implementation by the platform.
+
+    Attributes:
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads; divides `num_heads`.
+        head_size: size of a query or key head.
+        dtype: dtype of queries, keys and values.
+        window: size of the sliding window, or None.
+        scale: factor of the scores, or None for ``head_size ** -0.5``.
+        soft_cap: replace scores by ``soft_cap * tanh(score / soft_cap)``, or None.
+        is_latent: multi-head latent attention: the cache has one row of ``head_size`` elements for
+            all heads.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    window: int | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
+    is_latent: bool = False
+
+
+# Recorded kernel launches of a device, which are replayed without the host code between them.
+
+
+class GraphRecorder(Protocol):
+    """Records what a function launches on a device. One recorder serves a whole model."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that repeats the launches of *run* on the same memory.
+
+        *run* is called at least twice: before the recording, for what kernels do on their first
+        call only. Only launches are repeated: what *run* does on the host is not.
+
+        Raises:
+            RuntimeError: the device cannot record what *run* does, such as waiting for a result.
+        """
+
+
+class CudaGraphRecorder:
+    """Records CUDA graphs, which share one memory pool.
+
+    The memory of a graph's results may be reused by another graph's replay.
+    """
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record with a stream of its own, as ``torch.cuda.graph`` requires."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            run()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+# Checks of a platform class against the contract of ``Platform``, when the class is defined.
+#
+# Otherwise a misspelled hook, or one with an incompatible signature, would go unnoticed.
+
+
+_BOUND = (staticmethod, classmethod)
+_COMPUTED = (property, cached_property)
+
+
+def check_class(cls: type, base: type) -> None:
+    """Check the members that *cls* and its mixins define.
+
+    Raises:
+        PlatformApiError: (a TypeError) it is written for another version of the contract.
+        PlatformContractError: (a TypeError) it breaks the contract; the message lists each fault.
+    """
+    check_api(cls.__dict__.get("api", base.__dict__["api"]), _name(cls), base.__dict__["api"])
+    faults = [
+        fault
+        for owner in cls.__mro__
+        if owner is cls or (not issubclass(owner, base) and owner is not object)
+        for name, value in vars(owner).items()
+        if not name.startswith("_")
+        for fault in _faults(f"{_name(owner)}.{name}", name, value, base)
+    ]
+    if faults:
+        raise PlatformContractError(
+            f"{_name(cls)} does not keep the contract of Platform:\n"
+            + "\n".join(f"  {fault}" for fault in faults)
+        )
+
+
+def check_api(found: object, who: str, provided: int) -> None:
+    """Raise :class:`PlatformApiError` unless *found* is the *provided* version."""
+    if isinstance(found, bool) or not isinstance(found, int):
+        raise PlatformApiError(f"{who}: api={found!r} should be the number {provided}.")
+    if found != provided:
+        older = "an older" if found < provided else "a newer"
+        remedy = (
+            "install a version of the package that is written for this opweave"
+            if found < provided
+            else "upgrade opweave, or install an older version of the package"
+        )
+        raise PlatformApiError(
+            f"{who} is written for version {found} of the platform contract, {older} one than the "
+            f"version {provided} of this opweave: {remedy}."
+        )
+
+
+def check_object(platform: object, base: type, who: str) -> None:
+    """Check that *platform* is an instance of *base* with valid attributes.
+
+    Raises:
+        PlatformContractError: (a TypeError) it is not.
+    """
+    if not isinstance(platform, base):
+        raise PlatformContractError(
+            f"{who} is a {type(platform).__name__}, and not derived from {_name(base)}."
+        )
+    # Properties are not read, because they may start the device's runtime.
+    found = {name: inspect.getattr_static(platform, name, None) for name in base.__annotations__}
+    faults = [
+        fault
+        for name, value in found.items()
+        if not isinstance(value, _COMPUTED)
+        for fault in _data_faults(f"{_name(type(platform))}.{name}", name, value)
+    ]
+    if faults:
+        raise PlatformContractError("\n".join(faults))
+
+
+def members(base: type) -> Iterator[str]:
+    """Yield the names of the contract in definition order: attributes, then methods."""
+    yield from base.__annotations__
+    yield from (name for name, value in vars(base).items() if _is_method(name, value))
+
+
+def _is_method(name: str, value: object) -> bool:
+    return inspect.isfunction(value) and not name.startswith("_")
+
+
+def _faults(where: str, name: str, value: Any, base: type) -> Iterator[str]:
+    known = list(members(base))
+    if name not in known:
+        close = get_close_matches(name, known, n=1)
+        hint = f"Did you mean {close[0]!r}? " if close else ""
+        yield (
+            f"{where} is not a member of the contract. {hint}Names of helpers must start with _."
+        )
+    elif name in base.__annotations__:
+        if not isinstance(value, _COMPUTED):
+            yield from _data_faults(where, name, value)
+    else:
+        yield from _method_faults(where, value, base.__dict__[name])
+
+
+def _method_faults(where: str, value: Any, expected: Callable[..., Any]) -> Iterator[str]:
+    function = value.__func__ if isinstance(value, _BOUND) else value
+    if isinstance(value, (*_COMPUTED, type)) or not callable(function):
+        yield f"{where} is {_shown(value)}; it should be a method {_signature(expected)}."
+        return
+    if inspect.iscoroutinefunction(function):
+        yield f"{where} is a coroutine function; it should be a plain method."
+        return
+    own = list(inspect.signature(function).parameters.values())
+    bound = own if isinstance(value, staticmethod) else own[1:]
+    if not isinstance(value, staticmethod) and not own:
+        yield f"{where} takes no self."
+        return
+    asked = list(inspect.signature(expected).parameters.values())[1:]
+    problems = [*_missing(bound, asked), *_unasked(bound, asked)]
+    if problems:
+        yield f"{where}{_signature(function)} {'; '.join(problems)}. It is {_signature(expected)}."
+
+
+def _missing(own: list[inspect.Parameter], asked: list[inspect.Parameter]) -> Iterator[str]:
+    """Describe the expected parameters that *own* does not accept by position and by name."""
+    kinds = {parameter.kind for parameter in own}
+    if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
+        return
+    by_name = {p.name: p for p in own if p.kind is p.POSITIONAL_OR_KEYWORD}
+    places = list(by_name)
+    for place, parameter in enumerate(asked):
+        found = by_name.get(parameter.name)
+        if found is None:
+            yield f"does not take {parameter.name!r}"
+        elif places[place : place + 1] != [parameter.name]:
+            yield f"takes {parameter.name!r} in another position"
+        elif parameter.default is not parameter.empty and found.default is found.empty:
+            yield f"requires {parameter.name!r}, which is optional"
+
+
+def _unasked(own: list[inspect.Parameter], asked: list[inspect.Parameter]) -> Iterator[str]:
+    """Describe the required parameters of *own* that are never passed."""
+    names = {parameter.name for parameter in asked}
+    for parameter in own:
+        variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if not variadic and parameter.name not in names and parameter.default is parameter.empty:
+            yield f"requires {parameter.name!r}, which is never passed"
+
+
+def _data_faults(where: str, name: str, value: object) -> Iterator[str]:
+    wanted, is_right = _DATA[name]
+    if not is_right(value):
+        yield f"{where} is {_shown(value)}; it should be {wanted}."
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_tuple_of(kind: type) -> Callable[[object], bool]:
+    return lambda v: isinstance(v, tuple) and bool(v) and all(isinstance(i, kind) for i in v)
+
+
+_DATA: Mapping[str, tuple[str, Callable[[object], bool]]] = {
+    "api": ("the number of the version", lambda v: isinstance(v, int)),
+    "name": ("an identifier, such as 'acme'", lambda v: isinstance(v, str) and v.isidentifier()),
+    "device_type": ("torch's name for the devices, such as 'cuda'", _is_text),
+    "dispatch_tags": ("a tuple of strings, such as ('oot',)", _is_tuple_of(str)),
+    "supported_dtypes": ("a tuple of torch.dtype", _is_tuple_of(torch.dtype)),
+    "capabilities": ("a Capabilities(...)", lambda v: isinstance(v, Capabilities)),
+    "dist_backend": ("the name of a backend of torch.distributed", _is_text),
+    "simple_compile_backend": ("the name of a backend of torch.compile", _is_text),
+}
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return "(...)"
+    bare = [parameter.replace(annotation=parameter.empty) for parameter in parameters]
+    return str(inspect.Signature(bare))
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, (*_COMPUTED, *_BOUND)):
+        return f"a {type(value).__name__}"
+    if inspect.isfunction(value):
+        return "a method"
+    return "missing" if value is None else repr(value)
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+# Defaults of the ``Platform`` contract: qualified names, imported when they are needed.
+
+
+WORKER = "opweave_engine.runner.Worker"
+MODEL_RUNNER = "opweave_engine.runner.ModelRunner"
+SCHEDULER = "opweave_engine.scheduler.Scheduler"
+EXECUTOR = "opweave_engine.parallel.executor.InProcessExecutor"
+SAMPLER = "opweave_engine.sampling.sampler.Sampler"
+ATTENTION = "opweave_engine.attention.PagedAttention"
+LATENT_ATTENTION = "opweave_engine.attention.LatentPagedAttention"
+RANKED_EXECUTOR = "opweave_engine.parallel.ranked.RankedExecutor"
+COMMUNICATOR = "opweave_engine.parallel.communicators.TorchCommunicator"
+HOST_COMMUNICATOR = "opweave_engine.parallel.communicators.SharedMemoryCommunicator"
+
+_KERNELS = "opweave.kernels.load"
+
+
+def import_kernels() -> None:
+    """Load the kernels that come with opweave."""
+    # Not owned by the calling plugin nor part of its transaction: they are imported only once, and
+    # must survive a failure of the calling hook.
+    with owned_by(None), transaction.detached():
+        resolve_obj_by_qualname(_KERNELS)(current_registry())
+
+
+# The contract of a platform: the members that a device family can override.
 
 
 class Platform:
@@ -55,7 +412,7 @@ class Platform:
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        contract.check_class(cls, Platform)
+        check_class(cls, Platform)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
@@ -101,7 +458,7 @@ class Platform:
         Runs once, when an op is first used; if it raises, its registrations are undone. By default
         it loads the kernels that come with opweave; call ``super().import_kernels()`` to keep them.
         """
-        defaults.import_kernels()
+        import_kernels()
 
     def get_default_ir_op_priority(
         self, config: EngineConfig | None = None
@@ -128,24 +485,24 @@ class Platform:
 
     def get_worker_cls(self, config: EngineConfig) -> str:
         """Return the name of the class that owns a device, its memory and its model."""
-        return defaults.WORKER
+        return WORKER
 
     def get_model_runner_cls(self, config: EngineConfig) -> str:
         """Return the name of the class that prepares a batch and runs the model on it."""
-        return defaults.MODEL_RUNNER
+        return MODEL_RUNNER
 
     def get_scheduler_cls(self, config: EngineConfig) -> str:
         """Return the name of the class that chooses the sequences and tokens of each step."""
-        return defaults.SCHEDULER
+        return SCHEDULER
 
     def get_executor_cls(self, config: EngineConfig) -> str:
         """Return the name of the class that starts the workers and communicates with them."""
         is_alone = config.parallel.tensor_parallel_size == 1
-        return defaults.EXECUTOR if is_alone else defaults.RANKED_EXECUTOR
+        return EXECUTOR if is_alone else RANKED_EXECUTOR
 
     def get_sampler_cls(self, config: EngineConfig) -> str:
         """Return the name of the class that samples tokens from the logits."""
-        return defaults.SAMPLER
+        return SAMPLER
 
     def get_attn_backend_cls(self, spec: AttentionSpec) -> str:
         """Return the name of the class that computes the attention that *spec* describes.
@@ -153,11 +510,11 @@ class Platform:
         Raises:
             OpweaveError: the platform has no implementation for it.
         """
-        return defaults.LATENT_ATTENTION if spec.is_latent else defaults.ATTENTION
+        return LATENT_ATTENTION if spec.is_latent else ATTENTION
 
     def get_device_communicator_cls(self) -> str:
         """Return the name of the class for collectives between the ranks."""
-        return defaults.COMMUNICATOR
+        return COMMUNICATOR
 
     def get_compile_backend(self, config: EngineConfig) -> str:
         """Return the default ``torch.compile`` backend for models.
@@ -170,7 +527,7 @@ class Platform:
         """Return the names of compiler passes in the order in which they run.
 
         They run in the joint stage, just before ops are lowered. Each names a function
-        ``(graph, context) -> None``; see :mod:`opweave.compile.plugin_passes`.
+        ``(graph, context) -> None``; see :mod:`opweave.compile.plan`.
         """
         return ()
 

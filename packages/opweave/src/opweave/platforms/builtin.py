@@ -3,9 +3,264 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-from opweave.platforms import probes
+import torch
+
+from opweave.config import EngineConfig
+from opweave.ir.priority import EVERY_OP
+from opweave.platforms import base, probes
+from opweave.platforms.base import (
+    Capabilities,
+    CudaGraphRecorder,
+    DeviceCapability,
+    GraphRecorder,
+    Platform,
+)
 from opweave.plugins import PLATFORM_API, Claim
+
+# The CPU platform.
+
+
+# Ops for which a fused torch operator is the first choice.
+_CPU_TORCH_OPS = (
+    "bidirectional_attention",
+    "causal_attention",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "fused_experts",
+    "fused_experts_quant",
+    "selective_scan",
+    "selective_state_update",
+    "ssd_chunk_scan",
+    "varlen_attention",
+)
+
+
+class CpuPlatform(Platform):
+    """The CPU."""
+
+    name = "cpu"
+    device_type = "cpu"
+    dispatch_tags = ("cpu",)
+    supported_dtypes = (torch.bfloat16, torch.float16, torch.float32)
+
+    @cached_property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        found = probes.cpu_features()
+        return Capabilities(
+            bf16=bool(found & {"avx512_bf16", "amx_bf16", "bf16"}),
+            int8=bool(found & {"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"}),
+            unified_memory=True,
+        )
+
+    def get_default_ir_op_priority(
+        self, config: EngineConfig | None = None
+    ) -> Mapping[str, list[str]]:
+        # The second is for batch-invariant runs: linear layers of the first choose kernels by
+        # batch size.
+        own = ["opweave_c", "opweave_c_invariant"]
+        return {EVERY_OP: own, **{op: ["aten"] for op in _CPU_TORCH_OPS}}
+
+    def get_device_communicator_cls(self) -> str:
+        return base.HOST_COMMUNICATOR
+
+    def get_device_name(self, index: int = 0) -> str:
+        return probes.cpu_name()
+
+    def set_device(self, index: int) -> None:
+        """No-op: there is a single device."""
+
+    def synchronize(self) -> None:
+        """No-op: the CPU is synchronous."""
+
+    def doctor(self) -> Mapping[str, object]:
+        return {"threads": torch.get_num_threads(), "features": sorted(probes.cpu_features())}
+
+
+# NVIDIA and AMD GPUs, both ``cuda`` devices in torch.
+
+
+# Ops for which a fused torch operator is the first choice.
+_CUDA_TORCH_OPS = (
+    "bidirectional_attention",
+    "causal_attention",
+    "fused_add_rms_norm",
+    "rms_norm",
+    "varlen_attention",
+)
+
+# In torch, these gather keys, copy the cache, widen whole weights, or need a dozen kernels for few
+# numbers.
+_TRITON_OPS = (
+    "advance_step_flashattn",
+    "linear_q",
+    "linear_w4a16",
+    "linear_w8a8",
+    "paged_attention",
+    "reshape_and_cache",
+)
+
+_MATRIX_CORES = ("gfx908", "gfx90a", "gfx94", "gfx95")  # AMD Instinct, from MI100 on
+
+
+def _is_integrated(properties: Any) -> bool:
+    """Return whether a GPU shares the memory of the host, as in a Jetson, a GB10 or an APU."""
+    return bool(getattr(properties, "is_integrated", False))
+
+
+class _Gpu(Platform):
+    device_type = "cuda"
+    supported_dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    dist_backend = "nccl"  # RCCL in torch for ROCm
+
+    def get_default_ir_op_priority(
+        self, config: EngineConfig | None = None
+    ) -> dict[str, list[str]]:
+        return {op: ["aten"] for op in _CUDA_TORCH_OPS} | {op: ["triton"] for op in _TRITON_OPS}
+
+    def graph_recorder(self) -> GraphRecorder | None:
+        return CudaGraphRecorder()
+
+    def get_device_name(self, index: int = 0) -> str:
+        return str(probes.properties("cuda", index).name)
+
+    def get_device_capability(self, index: int = 0) -> DeviceCapability | None:
+        found = probes.properties("cuda", index)
+        return DeviceCapability(found.major, found.minor)
+
+
+class CudaPlatform(_Gpu):
+    """NVIDIA GPUs."""
+
+    name = "cuda"
+    dispatch_tags = ("cuda",)
+
+    @cached_property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        # Tensor cores support int8 from 7.5 on, bfloat16 from 8.0, float8 from 8.9: CUDA C++
+        # Programming Guide, "Compute Capabilities".
+        found = probes.properties("cuda", 0)
+        capability = DeviceCapability(found.major, found.minor)
+        return Capabilities(
+            bf16=capability >= (8, 0),
+            fp8=capability >= (8, 9),
+            int8=capability >= (7, 5),
+            streams=True,
+            graph_capture=True,
+            pinned_memory=True,
+            unified_memory=_is_integrated(found),
+        )
+
+    def doctor(self) -> Mapping[str, object]:
+        return {"cuda": torch.version.cuda, "devices": probes.cuda_devices()}
+
+
+class RocmPlatform(_Gpu):
+    """AMD GPUs. Not tested on hardware; kernels are compiled for gfx942 in tests."""
+
+    name = "rocm"
+    dispatch_tags = ("hip", "cuda")
+
+    @cached_property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        # gfx950 and gfx12 support float8_e4m3fn; gfx942 supports float8_e4m3fnuz, a different
+        # format. AMD, "Data types and precision support".
+        found = probes.properties("cuda", 0)
+        architecture = str(getattr(found, "gcnArchName", "")).split(":")[0]
+        return Capabilities(
+            bf16=architecture.startswith((*_MATRIX_CORES, "gfx11", "gfx12")),
+            fp8=architecture.startswith(("gfx95", "gfx12")),
+            int8=architecture.startswith((*_MATRIX_CORES, "gfx11", "gfx12")),
+            streams=True,
+            graph_capture=True,
+            pinned_memory=True,
+            unified_memory=_is_integrated(found),
+        )
+
+    def doctor(self) -> Mapping[str, object]:
+        return {"hip": torch.version.hip, "devices": probes.rocm_devices()}
+
+
+# Google TPUs, through PyTorch/XLA.
+
+
+class TpuPlatform(Platform):
+    """TPUs, ``xla`` devices in torch; needs ``torch_xla``."""
+
+    name = "tpu"
+    device_type = "xla"
+    dispatch_tags = ("tpu",)
+    supported_dtypes = (torch.bfloat16, torch.float32)
+    capabilities = Capabilities(bf16=True, int8=True)
+    dist_backend = "xla"
+    simple_compile_backend = "openxla"
+
+    def get_compile_backend(self, config: EngineConfig) -> str:
+        return "openxla"
+
+    def get_device_name(self, index: int = 0) -> str:
+        return str(_xla().core.xla_model.xla_device_hw(f"xla:{index}"))
+
+    def set_device(self, index: int) -> None:
+        """No-op: the runtime assigns devices to processes."""
+
+    def memory_info(self, index: int = 0) -> tuple[int, int]:
+        found = _xla().core.xla_model.get_memory_info(f"xla:{index}")
+        return found["bytes_limit"] - found["bytes_used"], found["bytes_limit"]
+
+    def synchronize(self) -> None:
+        _xla().sync(wait=True)
+
+    def doctor(self) -> Mapping[str, object]:
+        try:
+            installed = version("torch_xla")
+        except PackageNotFoundError:
+            installed = None
+        return {"torch_xla": installed, "devices": probes.tpu_devices()}
+
+
+def _xla() -> Any:
+    import_module("torch_xla.core.xla_model")
+    return import_module("torch_xla")
+
+
+# Intel GPUs.
+
+
+class XpuPlatform(Platform):
+    """Intel GPUs, ``xpu`` devices in torch. Not tested on hardware; all ops use native."""
+
+    name = "xpu"
+    device_type = "xpu"
+    dispatch_tags = ("xpu",)
+    supported_dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    dist_backend = "xccl"
+
+    @cached_property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        found = probes.properties("xpu", 0)
+        matrix = bool(getattr(found, "has_subgroup_matrix_multiply_accumulate", False))
+        return Capabilities(
+            bf16=matrix,
+            int8=matrix,
+            streams=True,
+            pinned_memory=True,
+            unified_memory=bool(getattr(found, "is_integrated_gpu", False)),  # torch 2.13
+        )
+
+    def get_device_name(self, index: int = 0) -> str:
+        return str(probes.properties("xpu", index).name)
+
+    def doctor(self) -> Mapping[str, object]:
+        return {"xpu": torch.version.xpu, "devices": probes.xpu_devices()}
+
+
+# The built-in platforms, and the conditions under which they claim the machine.
+
 
 _CPU_SCORE, _ACCELERATOR_SCORE = 0, 50
 
@@ -13,28 +268,28 @@ _CPU_SCORE, _ACCELERATOR_SCORE = 0, 50
 def cpu() -> Claim:
     """Claim any machine, with the lowest score."""
     return Claim(
-        "opweave.platforms.cpu.CpuPlatform", PLATFORM_API, _CPU_SCORE, "every machine has it"
+        "opweave.platforms.builtin.CpuPlatform", PLATFORM_API, _CPU_SCORE, "every machine has it"
     )
 
 
 def cuda() -> Claim | None:
     """Claim a machine with NVIDIA GPUs that torch can use."""
-    return _claim("opweave.platforms.cuda.CudaPlatform", probes.cuda_devices(), "NVIDIA GPU")
+    return _claim("opweave.platforms.builtin.CudaPlatform", probes.cuda_devices(), "NVIDIA GPU")
 
 
 def rocm() -> Claim | None:
     """Claim a machine with AMD GPUs that torch can use."""
-    return _claim("opweave.platforms.cuda.RocmPlatform", probes.rocm_devices(), "AMD GPU")
+    return _claim("opweave.platforms.builtin.RocmPlatform", probes.rocm_devices(), "AMD GPU")
 
 
 def xpu() -> Claim | None:
     """Claim a machine with Intel GPUs that torch can use."""
-    return _claim("opweave.platforms.xpu.XpuPlatform", probes.xpu_devices(), "Intel GPU")
+    return _claim("opweave.platforms.builtin.XpuPlatform", probes.xpu_devices(), "Intel GPU")
 
 
 def tpu() -> Claim | None:
     """Claim a machine with TPUs that PyTorch/XLA can use."""
-    return _claim("opweave.platforms.tpu.TpuPlatform", probes.tpu_devices(), "TPU")
+    return _claim("opweave.platforms.builtin.TpuPlatform", probes.tpu_devices(), "TPU")
 
 
 BUILTIN: Mapping[str, Callable[[], Claim | None]] = {

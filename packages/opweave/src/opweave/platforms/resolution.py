@@ -1,22 +1,224 @@
-"""Resolution of the platform of this process, once, on first use."""
+"""Resolution of the platform of this process, once, on first use, and its form for children."""
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple, Self
 
-from opweave.base.owner import Owner
-from opweave.platforms import choice, handover
-from opweave.platforms.base import Platform
-from opweave.platforms.errors import PlatformMismatchError
-from opweave.plugins import Claim, PlatformCandidate
-from opweave.plugins.errors import PlatformReentryError
-from opweave.plugins.installed import refuse_reentry
+from opweave.config import EngineConfig
+from opweave.config.patches import ConfigPatch, PatchError, apply_patches
+from opweave.config.plugin_options import PluginOptions, given_plugin_options, set_plugin_options
+from opweave.config.values import OpenRegistry
+from opweave.ir.errors import OpweaveError
+from opweave.platforms import base
+from opweave.platforms.base import (
+    Platform,
+    PlatformContractError,
+    PlatformMismatchError,
+    UnsupportedByPlatformError,
+)
+from opweave.platforms.builtin import BUILTIN
+from opweave.plugins import (
+    BUILTIN_PLATFORMS,
+    PLATFORM_API,
+    Choice,
+    Claim,
+    PlatformCandidate,
+    PluginWarning,
+    State,
+    choose_platform,
+    hook,
+    plugin_report,
+    resolve_obj_by_qualname,
+)
+from opweave.plugins.entry import PlatformReentryError, ReferenceNameError, split_qualname
+from opweave.plugins.loader import loader, refuse_reentry
+from opweave.plugins.platform import choose as best_candidate
+from opweave.registration import Owner
+
+# The platform of a process in a form that its child processes read, so that they use the same.
+
+
+VARIABLE = "OPWEAVE_PLATFORM_RESOLUTION"
+_IN_USE = (State.LOADED, State.ACTIVE)
+_ALWAYS = ("opweave", "torch")
+
+
+@dataclass(frozen=True)
+class Handover:
+    """A platform and its environment.
+
+    Attributes:
+        name: the plugin's name, as in ``OPWEAVE_PLATFORM``.
+        claim: the claim of the platform.
+        owner: the plugin that provides it, or None if it comes with opweave.
+        versions: versions of opweave, torch and every distribution whose plugins are in use.
+        options: the values of ``--plugin.<plugin>.<key>`` options.
+    """
+
+    name: str
+    claim: Claim
+    owner: Owner | None = None
+    versions: dict[str, str | None] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, claim: Claim, owner: Owner | None) -> Self:
+        """Return the handover of this process."""
+        used = {r.distribution for r in plugin_report() if r.state in _IN_USE}
+        if owner is not None:
+            used.add(owner.distribution)
+        versions = {name: _version(name) for name in (*_ALWAYS, *sorted(used))}
+        return cls(name, claim, owner, versions, given_plugin_options())
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse the result of :meth:`to_json`.
+
+        Raises:
+            PlatformMismatchError: *text* is malformed.
+        """
+        try:
+            data = json.loads(text)
+            claim, owner = Claim(**data.pop("claim")), data.pop("owner")
+            return cls(claim=claim, owner=None if owner is None else Owner(**owner), **data)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlatformMismatchError(
+                f"{VARIABLE} must be the result of Resolution.to_json() in the parent process; "
+                f"found {text!r}."
+            ) from error
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def check_versions(self) -> None:
+        """Raise :class:`PlatformMismatchError` if a version differs in this process."""
+        for name, expected in self.versions.items():
+            found = _version(name)
+            if found != expected:
+                raise PlatformMismatchError(
+                    f"the parent process runs on {self.claim.platform} with {name} {expected}; "
+                    f"this process finds {_shown(name, found)}. Both must use one environment."
+                )
+
+
+def _shown(name: str, found: str | None) -> str:
+    return f"no {name}" if found is None else f"{name} {found}"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+# Selection and construction of the platform of a process.
+
+
+class Found(NamedTuple):
+    """A usable platform, and the candidates that it was chosen from."""
+
+    platform: Platform
+    chosen: PlatformCandidate
+    candidates: tuple[PlatformCandidate, ...]
+    why: str
+
+
+def choose() -> Found:
+    """Choose the platform of this process: that of its parent, or the claim with the best score.
+
+    Raises:
+        PluginError, PlatformError: see :func:`opweave.platforms.resolution`.
+    """
+    text = os.environ.get(VARIABLE)
+    if text:
+        return imposed(Handover.from_json(text))
+    return _first_usable(choose_platform(BUILTIN))
+
+
+def imposed(parent: Handover) -> Found:
+    """Return the platform of the parent process.
+
+    Raises:
+        PlatformMismatchError: a package has another version than in the parent.
+        PluginError, PlatformError: the class cannot be used here.
+    """
+    parent.check_versions()
+    base.check_api(parent.claim.api, parent.claim.platform, PLATFORM_API)
+    set_plugin_options(parent.options)
+    chosen = PlatformCandidate(parent.name, parent.claim, parent.owner)
+    platform = _made(chosen)
+    return Found(platform, chosen, (chosen,), "the parent process runs on it")
+
+
+def _first_usable(choice: Choice) -> Found:
+    """Return the chosen platform, or the next best if it is broken and plugins are not strict."""
+    chosen = choice.chosen
+    try:
+        return Found(_made(chosen), chosen, choice.candidates, _why(choice))
+    except OpweaveError as error:
+        others = tuple(each for each in choice.candidates if each is not chosen)
+        if chosen.owner is None or choice.selected or not others or loader().policy.strict:
+            raise
+        warnings.warn(str(error), PluginWarning, stacklevel=2)
+    return _first_usable(Choice(best_candidate(others), others, None))
+
+
+def _why(choice: Choice) -> str:
+    if choice.selected is not None:
+        return f"OPWEAVE_PLATFORM={choice.selected}"
+    return choice.chosen.claim.why or "its plugin claims this machine"
+
+
+def _made(chosen: PlatformCandidate) -> Platform:
+    _, claim, owner = chosen
+    with _way_out(owner), hook(owner, "__init__"):
+        platform = _object(claim.platform, owner)
+    with hook(owner, "extend_cli"):
+        platform.extend_cli(PluginOptions(platform.name))
+    return platform
+
+
+@contextmanager
+def _way_out(owner: Owner | None) -> Iterator[None]:
+    """Add to errors about a plugin's class how to disable the plugin."""
+    try:
+        yield
+    except (PlatformContractError, ReferenceNameError) as error:
+        if owner is None:
+            raise
+        setting = loader().policy.leaving_out(owner.plugin)
+        message = f"{error}\nTo go on without plugin {owner}: {setting}"
+        raise type(error)(message) from error
+
+
+def _object(qualname: str, owner: Owner | None) -> Platform:
+    cls = resolve_obj_by_qualname(qualname)
+    if not (isinstance(cls, type) and issubclass(cls, Platform)):
+        raise PlatformContractError(
+            f"{qualname} is {cls!r}; it should be a class derived from Platform."
+        )
+    platform = cls()
+    base.check_object(platform, Platform, qualname)
+    if owner is not None and platform.name in BUILTIN_PLATFORMS:
+        raise PlatformContractError(
+            f"{qualname}.name is {platform.name!r}, which is a platform of opweave. Choose another."
+        )
+    return platform
+
+
+# Resolution of the platform of this process, once, on first use.
+
 
 _PACKAGE = os.path.dirname(__file__)
 
@@ -49,7 +251,7 @@ class Resolution:
         Pass it to :func:`impose` there, or set it as ``OPWEAVE_PLATFORM_RESOLUTION``.
         """
         name = next(each.name for each in self.candidates if each.claim is self.claim)
-        return handover.Handover.of(name, self.claim, self.owner).to_json()
+        return Handover.of(name, self.claim, self.owner).to_json()
 
 
 def resolution() -> Resolution:
@@ -83,7 +285,7 @@ def impose(text: str) -> Resolution:
         PlatformMismatchError: this process has resolved another platform, or has other versions.
         PlatformContractError, PluginError: as :func:`resolution`.
     """
-    return _process.impose(handover.Handover.from_json(text))
+    return _process.impose(Handover.from_json(text))
 
 
 class _Process:
@@ -99,16 +301,16 @@ class _Process:
 
     def resolution(self) -> Resolution:
         found = self._found
-        return found if found is not None else self._once(choice.choose)
+        return found if found is not None else self._once(choose)
 
-    def impose(self, parent: handover.Handover) -> Resolution:
+    def impose(self, parent: Handover) -> Resolution:
         found = self._found
         if found is None:
-            found = self._once(lambda: choice.imposed(parent))
+            found = self._once(lambda: imposed(parent))
         _check_same(found, parent)
         return found
 
-    def _once(self, find: Callable[[], choice.Found]) -> Resolution:
+    def _once(self, find: Callable[[], Found]) -> Resolution:
         # A context variable, because a plugin's function may run in another thread, with a copy of
         # the context.
         if _resolving.get():
@@ -143,7 +345,7 @@ def isolated_resolution() -> Iterator[None]:
         _process = before
 
 
-def _check_same(found: Resolution, parent: handover.Handover) -> None:
+def _check_same(found: Resolution, parent: Handover) -> None:
     if found.qualname != parent.claim.platform or found.owner != parent.owner:
         raise PlatformMismatchError(
             f"the parent process runs on {parent.claim.platform}, but this process has resolved "
@@ -151,7 +353,7 @@ def _check_same(found: Resolution, parent: handover.Handover) -> None:
         )
 
 
-def _described(found: choice.Found, trace: str) -> Resolution:
+def _described(found: Found, trace: str) -> Resolution:
     _, claim, owner = found.chosen
     return Resolution(
         found.platform, claim.platform, claim, owner, found.why, trace, found.candidates
@@ -163,3 +365,122 @@ def _trace() -> str:
     while frames and os.path.dirname(frames[-1].filename) == _PACKAGE:
         frames.pop()
     return "".join(traceback.format_list(frames))
+
+
+# Compiler passes of plugins, by qualified name; they are imported at the first compilation.
+
+
+registered_passes: OpenRegistry[str] = OpenRegistry("compiler pass")
+"""The passes registered with :func:`register_pass`."""
+
+
+class PassReference(NamedTuple):
+    """The qualified name of a pass, and the plugin that registered it."""
+
+    qualname: str
+    owner: Owner | None
+
+
+def register_pass(qualname: str) -> None:
+    """Add a compiler pass for all platforms; :meth:`Platform.extra_passes` adds passes for one.
+
+    Args:
+        qualname: the qualified name of the function, such as ``"acme.passes.fold_scales"``; see
+            :mod:`opweave.compile.plan`.
+
+    Raises:
+        DuplicateNameError: (a ValueError) it is already registered.
+        ReferenceNameError: (an ImportError) it is not a qualified name.
+    """
+    split_qualname(qualname)
+    registered_passes.add(qualname, qualname)
+
+
+def pass_references(platform: Platform) -> list[PassReference]:
+    """Return the passes in the order in which they run: registered ones, then the platform's."""
+    found = {
+        name: PassReference(name, entry.owner) for name, entry in registered_passes.entries.items()
+    }
+    owner = resolution().owner
+    for name in platform.extra_passes(None):
+        found.setdefault(name, PassReference(name, owner))
+    return list(found.values())
+
+
+# Adapts a configuration to the platform, and records each change with its reason.
+
+
+_OPS, _BACKEND = "compilation_config.custom_ops", "compilation_config.backend"
+
+
+def configured(config: EngineConfig, platform: Platform | None = None) -> EngineConfig:
+    """Return *config* with the platform's patches; user settings stay unless a patch has force.
+
+    Applies the platform's defaults for values, the compile backend and ``CustomOp`` ops, then the
+    changes of its ``check_and_update_config``. Idempotent. The source of each value is its
+    :meth:`~opweave.config.values.Config.origin`.
+
+    Args:
+        config: the configuration.
+        platform: by default the current one.
+
+    Raises:
+        PatchError: the platform returned an invalid patch.
+        UnsupportedByPlatformError: it does not support ``config.dtype``.
+        SettingError: it returned a malformed value.
+        OpweaveError: it cannot run *config*.
+    """
+    platform = platform or resolution().platform
+    source = f"platform {platform.name}"
+    _check_dtype(config, platform)
+    for stage in (_defaults, _backend, _custom_ops, _checked):
+        config = apply_patches(config, stage(config, platform), source)
+    return config
+
+
+def _check_dtype(config: EngineConfig, platform: Platform) -> None:
+    known = [str(dtype).removeprefix("torch.") for dtype in platform.supported_dtypes]
+    if config.dtype not in ("auto", *known):
+        raise UnsupportedByPlatformError(
+            f"dtype={config.dtype!r} is not supported by platform {platform.name!r}; choose one of "
+            f"{', '.join(known)}."
+        )
+
+
+def _defaults(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
+    with hook(_owner(platform), "config_defaults"):
+        patches = list(platform.config_defaults(config))
+    for patch in patches:
+        if isinstance(patch, ConfigPatch) and patch.force:
+            raise PatchError(
+                f"platform {platform.name}: config_defaults forces {patch.path}. Defaults must not "
+                "override the user; return the patch from check_and_update_config."
+            )
+    return patches
+
+
+def _custom_ops(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
+    with hook(_owner(platform), "default_custom_ops"):
+        wanted = list(platform.default_custom_ops(config))
+    if not wanted or config.compilation.origin("custom_ops").by_user:
+        return ()
+    typed = config.compilation.updated({"custom_ops": wanted}, f"platform {platform.name}")
+    return [ConfigPatch(_OPS, typed.custom_ops, "the platform's ops")]
+
+
+def _backend(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
+    with hook(_owner(platform), "get_compile_backend"):
+        wanted = platform.get_compile_backend(config)
+    if config.compilation.origin("backend").by_user:
+        return ()
+    return [ConfigPatch(_BACKEND, wanted, "the platform's compiler")]
+
+
+def _checked(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
+    with hook(_owner(platform), "check_and_update_config"):
+        return list(platform.check_and_update_config(config))
+
+
+def _owner(platform: Platform) -> Owner | None:
+    found = resolution()
+    return found.owner if found.platform is platform else None

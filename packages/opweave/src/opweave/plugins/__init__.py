@@ -4,17 +4,21 @@ A distribution declares entry points; opweave finds, orders, loads and reports t
 package does not load plugins.
 """
 
-from opweave.plugins.claim import BUILTIN_PLATFORMS, PLATFORM_API, Claim
-from opweave.plugins.errors import PluginError, PluginWarning
-from opweave.plugins.groups import (
+from opweave.plugins.entry import (
+    BUILTIN_PLATFORMS,
     GENERAL_PLUGINS,
     GROUPS,
     IO_PROCESSOR_PLUGINS,
+    PLATFORM_API,
     PLATFORM_PLUGINS,
     STAT_LOGGER_PLUGINS,
+    Claim,
+    PluginError,
     PluginGroup,
+    PluginWarning,
+    resolve_obj_by_qualname,
 )
-from opweave.plugins.installed import (
+from opweave.plugins.loader import (
     choose_platform,
     hook,
     load_general_plugins,
@@ -24,8 +28,7 @@ from opweave.plugins.installed import (
     refuse_reentry,
 )
 from opweave.plugins.platform import Choice, PlatformCandidate
-from opweave.plugins.qualname import resolve_obj_by_qualname
-from opweave.plugins.record import PluginRecord, State
+from opweave.plugins.plugin import PluginRecord, State
 
 __all__ = [
     "BUILTIN_PLATFORMS",

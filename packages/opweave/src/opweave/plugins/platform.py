@@ -6,12 +6,18 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from opweave.base.owner import Owner
-from opweave.plugins.claim import PLATFORM_API, Claim
-from opweave.plugins.entry import PluginEntry
-from opweave.plugins.errors import ClaimApiError, PlatformConflictError, PluginTypeError
-from opweave.plugins.groups import GROUPS, PLATFORM_PLUGINS
-from opweave.plugins.policy import PLATFORM
+from opweave.plugins.discovery import PLATFORM
+from opweave.plugins.entry import (
+    GROUPS,
+    PLATFORM_API,
+    PLATFORM_PLUGINS,
+    Claim,
+    ClaimApiError,
+    PlatformConflictError,
+    PluginEntry,
+    PluginTypeError,
+)
+from opweave.registration import Owner
 
 
 class PlatformCandidate(NamedTuple):

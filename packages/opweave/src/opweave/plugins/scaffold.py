@@ -7,11 +7,9 @@ import re
 import sys
 from pathlib import Path
 
-from opweave.ir.names import OWN_PROVIDERS, RESERVED_PROVIDERS
+from opweave.ir.schema import OWN_PROVIDERS, RESERVED_PROVIDERS
 from opweave.native.scaffold import write_package
-from opweave.plugins.claim import BUILTIN_PLATFORMS
-from opweave.plugins.errors import PluginScaffoldError
-from opweave.plugins.groups import PLATFORM_PLUGINS
+from opweave.plugins.entry import BUILTIN_PLATFORMS, PLATFORM_PLUGINS, PluginScaffoldError
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _ENTRY_POINT = f"""

@@ -3,17 +3,19 @@
 ``opweave record``, ``replay``, ``bench`` and ``tune`` are the commands.
 """
 
-from opweave.tuning.cell import Cell
-from opweave.tuning.contest import Measurement, contest
-from opweave.tuning.errors import TraceError, TuningError, TuningFileError, WorkerFailedError
-from opweave.tuning.machine import Machine
-from opweave.tuning.recorder import Recorder, record_calls
-from opweave.tuning.replay import Replay, replay
-from opweave.tuning.timing import Effort, Time
-from opweave.tuning.trace import Trace, TracedCall
-from opweave.tuning.tune import Tuned, tune
-from opweave.tuning.tuning_file import TuningFile
-from opweave.tuning.worker import Task
+from opweave.tuning.choose import Tuned, TuningFile, tune
+from opweave.tuning.measure import Cell, Measurement, Replay, Task, contest, replay
+from opweave.tuning.timing import Effort, Machine, Time
+from opweave.tuning.trace import (
+    Recorder,
+    Trace,
+    TracedCall,
+    TraceError,
+    TuningError,
+    TuningFileError,
+    WorkerFailedError,
+    record_calls,
+)
 
 __all__ = [
     "Cell",

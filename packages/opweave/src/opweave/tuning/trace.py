@@ -1,27 +1,219 @@
-"""Trace files: the distinct op calls of a model run, one JSON object per line.
-
-The first line is a header with the version of the format, the versions of opweave and torch, and
-the device. Each other line is a distinct call: the op, the provider that ran, the number of calls,
-the number of tokens, and the arguments by name (see :mod:`opweave.tuning.arguments`).
-"""
+"""Trace files: the distinct op calls of a model run, one JSON object per line."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opweave.base.version import __version__
+from opweave.errors import OpweaveError
 from opweave.ir import IrOp
 from opweave.ir.registry import find_op
+from opweave.ir.scope import Scope, current_scope, entered
+from opweave.ir.selection import Selection, tokens_of
+from opweave.packages import __version__
 from opweave.platforms import current_platform
-from opweave.tuning.arguments import Description, build, problem_of
-from opweave.tuning.errors import TraceError
+
+# Errors of recording, measuring and tuning.
+
+
+class TuningError(OpweaveError):
+    """Base class of the errors of this package."""
+
+
+class TraceError(TuningError, ValueError):
+    """A trace file cannot be read, or an argument cannot be recorded."""
+
+
+class TuningFileError(TuningError, ValueError):
+    """A tuning file cannot be read, or is of another machine."""
+
+
+class WorkerFailedError(TuningError, RuntimeError):
+    """The process that measures does not start."""
+
+
+# Arguments of recorded calls as plain data: enough to build arguments like them elsewhere.
+#
+# Each argument is a mapping with a ``type``:
+#
+# - ``scalar``: a number, text or None, as ``value``;
+# - ``dtype`` and ``device``: the name, as ``value``;
+# - ``list``: descriptions of the ``items``;
+# - ``random``: a tensor to be filled with random numbers of the recorded mean, standard deviation
+#   and range (``mean``, ``std``, ``min``, ``max``);
+# - ``values``: an integer tensor with its ``values``, such as positions or a block table;
+# - ``safetensors``: a tensor stored under ``tensor_key`` in a file next to the trace.
+#
+# Tensors have ``dtype``, ``shape``, ``stride`` and ``device``. Values are stored for the memory
+# from the first to the last element, so that gaps and overlaps are reproduced.
+
+
+Description = dict[str, Any]
+Build = Callable[[Description], Tensor]
+
+_INDEXES = (torch.bool, torch.int16, torch.int32, torch.int64)
+_MOST_VALUES = 2**16  # larger integer tensors are packed weights, not indices
+_SAMPLE = 2**20
+_PLAIN = (int, float, bool, str)
+_TENSOR = ("dtype", "shape", "stride", "device")
+_FIELDS = {
+    "scalar": ("value",), "dtype": ("value",), "device": ("value",), "list": ("items",),
+    "random": (*_TENSOR, "min", "max"), "values": (*_TENSOR, "values"),
+    "safetensors": (*_TENSOR, "tensor_key"),
+}  # fmt: skip
+
+
+def signature(value: Any) -> Hashable:
+    """Return what distinguishes two arguments: layout and dtype of a tensor, other values."""
+    if isinstance(value, Tensor):
+        return (value.dtype, tuple(value.shape), _stride(value), value.device.type)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(signature, value))
+    return (type(value), repr(value))  # 1, 1.0 and True are equal; NaN is not
+
+
+def describe(value: Any, keep: Callable[[Tensor], str] | None = None) -> Description:
+    """Return the description of an argument.
+
+    Args:
+        value: the argument.
+        keep: stores a tensor and returns its key; None: store integers only.
+
+    Raises:
+        TraceError: the argument is of a kind that cannot be recorded.
+    """
+    if isinstance(value, Tensor):
+        return _tensor(value, keep)
+    if isinstance(value, (list, tuple)):
+        return {"type": "list", "items": [describe(item, keep) for item in value]}
+    if isinstance(value, (torch.dtype, torch.device)):
+        kind = "dtype" if isinstance(value, torch.dtype) else "device"
+        return {"type": kind, "value": str(value).removeprefix("torch.")}
+    if value is None or isinstance(value, _PLAIN):
+        return {"type": "scalar", "value": value}
+    raise TraceError(f"an argument of type {type(value).__name__} cannot be recorded")
+
+
+def problem_of(given: Any) -> str:
+    """Return what is wrong with a description that was read from a file, or an empty string."""
+    kind = given.get("type") if isinstance(given, dict) else None
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        return f"expected an object with a 'type' of {', '.join(_FIELDS)}; found {given!r:.60}"
+    missing = [name for name in _FIELDS[kind] if name not in given]
+    if missing:
+        return f"{kind} lacks {', '.join(missing)}"
+    if not all(isinstance(given.get(name, []), list) for name in ("shape", "stride", "items")):
+        return "shape, stride and items should be lists"
+    return next(filter(None, map(problem_of, given.get("items", ()))), "")
+
+
+def build(given: Description, load: Build, device: Mapping[str, str]) -> Any:
+    """Return an argument like the described one.
+
+    Args:
+        given: the description.
+        load: returns the stored values of a ``safetensors`` description.
+        device: the device type to use instead of a recorded one.
+    """
+    kind = given["type"]
+    if kind == "list":
+        return [build(item, load, device) for item in given["items"]]
+    if kind == "scalar":
+        return given["value"]
+    if kind == "device":
+        name, _, index = str(given["value"]).partition(":")
+        return torch.device(device.get(name, name), *([int(index)] if index else []))
+    if kind == "dtype":
+        return getattr(torch, given["value"])
+    shape, stride = given["shape"], given["stride"]
+    count = _span(shape, stride)
+    dtype = getattr(torch, given["dtype"])
+    if kind == "random":
+        flat = _random(given, count, dtype)
+    elif kind == "values":
+        flat = torch.tensor(given["values"], dtype=dtype)
+    else:
+        flat = load(given)
+    there = flat.to(device.get(given["device"], given["device"]))
+    return there.flatten().as_strided(shape, stride)
+
+
+def _tensor(value: Tensor, keep: Callable[[Tensor], str] | None) -> Description:
+    if value.layout is not torch.strided or value.is_quantized:
+        raise TraceError(f"a tensor of layout {value.layout} cannot be recorded")
+    value = value.detach()
+    stride = _stride(value)
+    flat = value.as_strided((_span(value.shape, stride),), (1,))
+    described = {
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": list(value.shape),
+        "stride": list(stride),
+        "device": value.device.type,
+    }
+    if keep is not None:
+        kept = value if value.is_contiguous() else flat
+        return {"type": "safetensors", **described, "tensor_key": keep(kept)}
+    if value.dtype in _INDEXES and flat.numel() <= _MOST_VALUES:
+        return {"type": "values", **described, "values": flat.tolist()}
+    return {"type": "random", **described, **_statistics(flat)}
+
+
+def _stride(value: Tensor) -> tuple[int, ...]:
+    """Return the strides; those of dimensions of size 1 as in a contiguous tensor."""
+    if value.is_contiguous():
+        return torch.empty(value.shape, device="meta").stride()
+    return value.stride()
+
+
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the number of elements from the first to the last in memory."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _statistics(flat: Tensor) -> dict[str, float | int]:
+    if not flat.dtype.is_floating_point:
+        if not flat.numel():
+            return {"min": 0, "max": 0}
+        low, high = flat.to(torch.uint8 if flat.dtype is torch.bool else flat.dtype).aminmax()
+        return {"min": int(low), "max": int(high)}
+    sample = flat[:: max(1, flat.numel() // _SAMPLE)].to(torch.float64)
+    sample = sample[sample.isfinite()]  # unused parts of a cache hold anything
+    if not sample.numel():
+        return {"mean": 0.0, "std": 0.0, "min": 0.0, "max": 0.0}
+    std = float(sample.std(correction=0))
+    mean, lowest, highest = (float(t) for t in (sample.mean(), *sample.aminmax()))
+    return {"mean": mean, "std": std, "min": lowest, "max": highest}
+
+
+def _random(given: Description, count: int, dtype: torch.dtype) -> Tensor:
+    if not dtype.is_floating_point:
+        if dtype is torch.bool:
+            return torch.randint(given["min"], given["max"] + 1, (count,)).to(dtype)
+        return torch.randint(given["min"], given["max"] + 1, (count,), dtype=dtype)
+    if math.isclose(given["min"], given["max"]):
+        return torch.full((count,), given["mean"]).to(dtype)
+    values = torch.randn(count, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
+    values = values.mul_(given["std"]).add_(given["mean"])
+    return values.clamp_(given["min"], given["max"]).to(dtype)
+
+
+# Trace files: the distinct op calls of a model run, one JSON object per line.
+#
+# The first line is a header with the version of the format, the versions of opweave and torch,
+# and the device. Each other line is a distinct call: the op, the provider that ran, the number
+# of calls, the number of tokens, and the arguments by name (see
+# :mod:`opweave.tuning.trace`).
+
 
 FORMAT, VERSION = "opweave trace", 1
 Values = tuple[Any, ...]
@@ -208,3 +400,71 @@ def _label(name: str, given: Mapping[str, Any]) -> str:
     if "shape" not in given:
         return ""
     return f"{name} {given['dtype']}{given['shape']}".replace(" [", "[")
+
+
+# Record the op calls of a model run into a trace.
+
+
+class Recorder:
+    """Collects distinct calls.
+
+    Args:
+        data: also store the tensors of the first call of each kind.
+    """
+
+    def __init__(self, *, data: bool = False) -> None:
+        self._data = data
+        self._calls: dict[Hashable, TracedCall] = {}
+        self._counts: dict[Hashable, int] = {}
+        self._trace = Trace.here()
+
+    @property
+    def trace(self) -> Trace:
+        """The calls recorded so far."""
+        calls = [replace(call, count=self._counts[key]) for key, call in self._calls.items()]
+        return replace(self._trace, calls=calls)
+
+    def add(self, selection: Selection, values: tuple[Any, ...]) -> None:
+        """Count one call."""
+        op = selection.op
+        if op.name in self._trace.skipped:
+            return
+        key = (op.name, selection.provider, signature(values))
+        self._counts[key] = self._counts.get(key, 0) + 1
+        if key not in self._calls:
+            try:
+                self._calls[key] = self._described(selection, values, len(self._calls))
+            except TraceError as error:
+                self._trace.skipped[op.name] = str(error)
+
+    def _described(self, selection: Selection, values: tuple[Any, ...], number: int) -> TracedCall:
+        arguments = {
+            name: describe(value, self._keeper(f"{number}.{name}") if self._data else None)
+            for name, value in zip(selection.op.schema.names, values, strict=True)
+        }
+        tokens = int(tokens_of(selection.op, values) or 0) if selection.op.schema.tensors else 0
+        return TracedCall(selection.op.name, selection.provider, 0, tokens, arguments)
+
+    def _keeper(self, prefix: str) -> Callable[[Tensor], str]:
+        def keep(tensor: Tensor) -> str:
+            key = prefix
+            while key in self._trace.data:  # of a list
+                key += "_"
+            self._trace.data[key] = tensor.detach().cpu().clone()
+            return key
+
+        return keep
+
+
+@contextmanager
+def record_calls(*, data: bool = False) -> Iterator[Recorder]:
+    """Record the op calls inside the block, in this thread or asyncio task.
+
+    Calls inside a compiled graph are not seen: run the model in eager mode.
+
+    Args:
+        data: also store the tensors of the first call of each kind.
+    """
+    recorder = Recorder(data=data)
+    with entered(Scope(current_scope(), recorder=recorder.add)):
+        yield recorder

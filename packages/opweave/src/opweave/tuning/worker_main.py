@@ -10,14 +10,20 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from opweave.base.errors import described
 from opweave.config.child_process import end_with_parent
-from opweave.conformance.case import Case
-from opweave.conformance.find import subject_named
-from opweave.conformance.modules import import_named
-from opweave.tuning.cases import for_subject
-from opweave.tuning.contest import contest, default_provider
-from opweave.tuning.worker import Done, Job, SubjectJob, Task, TuningStage
+from opweave.conformance.find import import_named, subject_named
+from opweave.conformance.subject import Case
+from opweave.errors import described
+from opweave.tuning.measure import (
+    Done,
+    Job,
+    SubjectJob,
+    Task,
+    TuningStage,
+    contest,
+    default_provider,
+    for_subject,
+)
 
 
 def serve(connection: Connection) -> None:

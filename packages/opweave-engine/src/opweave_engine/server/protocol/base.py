@@ -1,9 +1,9 @@
-"""Base classes of request and response bodies."""
+"""Base classes of request and response bodies, and the smaller bodies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -20,8 +20,12 @@ from pydantic import (
     model_validator,
 )
 
+from opweave_engine import RequestOutput
 from opweave_engine.server.errors import ApiError
 from opweave_engine.server.request_fields import ENDPOINTS
+
+# Base classes of request and response bodies.
+
 
 T = TypeVar("T")
 
@@ -146,3 +150,100 @@ class ResponseBody(BaseModel):
     def event(self, **options: Any) -> str:
         """Return the body as a server-sent event."""
         return f"data: {self.model_dump_json(**options)}\n\n"
+
+
+# Token usage of a request.
+
+
+class PromptTokensDetails(ResponseBody):
+    """Where the prompt tokens came from."""
+
+    cached_tokens: int
+
+
+class Usage(ResponseBody):
+    """The number of prompt tokens and of generated tokens."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, prompt: int, completion: int, cached: int) -> Usage:
+        """Return the usage for numbers of prompt, generated and cached prompt tokens."""
+        return cls(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        )
+
+
+class UsageCounter:
+    """Counts the tokens of a request, from deltas or from complete outputs.
+
+    Args:
+        counts_completion: whether generated tokens are counted.
+    """
+
+    def __init__(self, *, counts_completion: bool = True) -> None:
+        self._counts_completion = counts_completion
+        self._prompt = self._completion = 0
+        self._cached: dict[int, int] = {}
+
+    def add(self, output: RequestOutput, number: int = 0) -> None:
+        """Count the tokens of an output or a delta for prompt *number*."""
+        self._prompt += len(output.prompt_token_ids)
+        self._completion += sum(len(each.token_ids) for each in output.outputs)
+        self._cached[number] = output.num_cached_tokens or self._cached.get(number, 0)
+
+    def usage(self) -> Usage:
+        """Return the usage so far."""
+        completion = self._completion * self._counts_completion
+        return Usage.of(self._prompt, completion, sum(self._cached.values()))
+
+
+# Parts of responses that completions and chat completions share.
+
+
+class PromptLogprob(ResponseBody):
+    """The log-probability of a token at one place of a prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# By token id; None for the first token, which follows nothing.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+class ErrorDetail(ResponseBody):
+    """Why a request, or one prompt of several, was not answered."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+# ``/v1/models``.
+
+
+class ModelCard(ResponseBody):
+    """A served model name."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "opweave"
+    root: str
+    max_model_len: int
+
+
+class ModelList(ResponseBody):
+    """All served model names."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

@@ -17,17 +17,17 @@ from pydantic import (
 
 from opweave_engine import FinishReason, SamplingParams, SamplingParamsError
 from opweave_engine.server.errors import ApiError
-from opweave_engine.server.protocol.answers import PromptLogprobs
 from opweave_engine.server.protocol.base import (
     Int,
     Items,
+    PromptLogprobs,
     RequestBody,
     RequestFields,
     ResponseBody,
     Text,
+    Usage,
 )
 from opweave_engine.server.protocol.sampling import SamplingFields
-from opweave_engine.server.protocol.usage import Usage
 
 ChatFinishReason = FinishReason | Literal["tool_calls"]
 # Fields of a request that chat_template_kwargs may hold instead, and those that it may not.

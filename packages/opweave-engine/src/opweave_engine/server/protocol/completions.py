@@ -8,10 +8,15 @@ from typing import Any, Literal
 
 from opweave_engine import FinishReason, SamplingParams, SamplingParamsError
 from opweave_engine.server.errors import unsupported
-from opweave_engine.server.protocol.answers import ErrorDetail, PromptLogprobs
-from opweave_engine.server.protocol.base import Input, Int, ResponseBody
+from opweave_engine.server.protocol.base import (
+    ErrorDetail,
+    Input,
+    Int,
+    PromptLogprobs,
+    ResponseBody,
+    Usage,
+)
 from opweave_engine.server.protocol.sampling import SamplingFields
-from opweave_engine.server.protocol.usage import Usage
 
 _MAX_TOKENS = 16  # as OpenAI's API has it
 

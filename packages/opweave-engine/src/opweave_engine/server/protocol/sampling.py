@@ -1,25 +1,171 @@
-"""Sampling parameters in requests."""
+"""Sampling parameters, structured output and tools in requests."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from opweave_engine import SamplingParams, SamplingParamsError
-from opweave_engine.server.errors import ApiError
+from opweave_engine import SamplingParams, SamplingParamsError, StructuredOutputsParams
+from opweave_engine.server.errors import ApiError, unsupported
+from opweave_engine.server.output_parser import Function
 from opweave_engine.server.protocol.base import (
     Int,
     Items,
+    RequestBody,
     RequestFields,
     StopsAtFault,
     Text,
     TokenIds,
 )
-from opweave_engine.server.protocol.structured import FormFields
+
+# The fields for structured output, of OpenAI and of vLLM.
+
+
+Schema = dict[str, Any] | bool
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
+class JsonSchema(RequestFields):
+    """A JSON schema with a name."""
+
+    schema_: Schema | None = Field(None, alias="schema")
+
+
+class ResponseFormat(RequestFields):
+    """Free text, any JSON object, or JSON that satisfies a schema."""
+
+    type: Text | None
+    json_schema: JsonSchema | None = None
+    schema_: Schema | None = Field(None, alias="schema")
+
+    @property
+    def any_schema(self) -> Schema | None:
+        """The schema, which clients write in ``json_schema.schema`` or in ``schema``.
+
+        Raises:
+            ApiError: it is written in both.
+        """
+        inner = None if self.json_schema is None else self.json_schema.schema_
+        if inner is not None and self.schema_ is not None:
+            raise ApiError(
+                "response_format has json_schema.schema and schema; give one of them.",
+                param="response_format",
+            )
+        return self.schema_ if inner is None else inner
+
+
+class StructuredOutputs(RequestFields):
+    """The fields of :class:`opweave_engine.StructuredOutputsParams`."""
+
+    json_: Schema | Text | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: Items[Text] | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: Text | None = None
+
+
+class FormFields(RequestBody):
+    """The fields for structured output; at most one may be set."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: Items[Text] | None = None
+    guided_grammar: Text | None = None
+    guided_whitespace_pattern: Text | None = None
+
+    @property
+    def form_field(self) -> str:
+        """The field that is set."""
+        return next((name for name, _ in self._forms()), "structured_outputs")
+
+    def form(self) -> StructuredOutputsParams | None:
+        """Return the constraint, or None for free text.
+
+        Raises:
+            ApiError: several fields are set, or one contradicts itself.
+        """
+        given = list(self._forms())
+        if not given:
+            return None
+        if len(given) > 1:
+            names = " and ".join(name for name, _ in given)
+            raise ApiError(
+                f"{names} both say what form the answer must have; give one of them.",
+                param=given[1][0],
+            )
+        ((name, options),) = given
+        try:
+            return StructuredOutputsParams(
+                **{key: value for key, value in options.items() if value is not None}
+            )
+        except SamplingParamsError as error:
+            raise form_error(error, name) from error
+
+    def _forms(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        spaces = {"whitespace_pattern": self.guided_whitespace_pattern}
+        if self.response_format is not None and (form := _of(self.response_format)):
+            yield "response_format", {**form, **spaces}
+        if self.structured_outputs is not None:
+            declared = self.structured_outputs.model_dump(by_alias=True)
+            known = type(self.structured_outputs).model_fields.items()
+            names = {info.alias or name for name, info in known}
+            yield "structured_outputs", {name: declared[name] for name in names}
+        for field, kind in _GUIDED.items():
+            if (value := getattr(self, field)) is not None:
+                yield field, {kind: value, **spaces}
+
+
+def form_error(error: Exception, field: str) -> ApiError:
+    """Return *error* about structured output, with the name of the request field."""
+    return ApiError(str(error).replace("structured_outputs", field, 1), param=field)
+
+
+def _of(form: ResponseFormat) -> dict[str, Any]:
+    if form.type not in (None, "text", "json_object", "json_schema"):
+        raise unsupported(
+            "response_format.type",
+            f"response_format.type={form.type!r}",
+            "It may be 'text', 'json_object' or 'json_schema'.",
+        )
+    schema = form.any_schema
+    if form.type in (None, "text"):
+        if schema is not None:
+            raise ApiError(
+                f"response_format has a schema, but type={form.type!r}; for JSON that satisfies "
+                "the schema, the type is 'json_schema'.",
+                param="response_format",
+            )
+        return {}
+    if form.type == "json_object":
+        if isinstance(schema, dict):
+            return {"json": {"type": "object", **schema}}
+        return {"json": False} if schema is False else {"json_object": True}
+    if schema is None:
+        raise ApiError(
+            "response_format of type 'json_schema' needs json_schema.schema.",
+            param="response_format",
+        )
+    return {"json": schema}
+
+
+# Sampling parameters in requests.
+
 
 _MAX_STOPS = 64
 _MAX_WORDS, _LONGEST = 256, 256  # words and their characters: they are tokenized at once
@@ -132,3 +278,99 @@ class SamplingFields(FormFields):
         values["structured_outputs"] = self.form()
         given = {name: value for name, value in values.items() if value is not None}
         return SamplingParams(**{**defaults, "max_tokens": max_tokens, **given})
+
+
+# Tool use: the functions that a model may or must call.
+
+
+# As in OpenAI's API, a function without a description of its parameters has none.
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tool use of a request.
+
+    Attributes:
+        tools: the functions as the client describes them, for the chat template.
+        names: the names of the functions that may be called.
+        functions: the functions whose description is sufficient to constrain a call.
+        required: the functions of which one must be called; None: the model decides.
+        is_parallel: whether there may be several calls.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    names: frozenset[str] = frozenset()
+    functions: Sequence[Function] = ()
+    required: Sequence[Function] | None = None
+    is_parallel: bool = True
+
+    @classmethod
+    def of(cls, tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: Any) -> ToolUse:
+        """Return the tool use that the fields of a request describe.
+
+        Raises:
+            ApiError: they contradict each other, or name an unknown function.
+        """
+        name = _named(choice)
+        if choice == "none":
+            return cls()
+        if not tools:
+            if choice in (None, "auto"):
+                return cls(tools)
+            raise ApiError(f"tool_choice={choice!r} needs tools.", param="tool_choice")
+        is_parallel = parallel is not False
+        if choice in (None, "auto"):
+            known = list(_described(tools))
+            return cls(tools, frozenset(name for name, _ in known), known, None, is_parallel)
+        required = [_function(index, tool) for index, tool in enumerate(tools)]
+        if name is not None:
+            required = [each for each in required if each[0] == name]
+            is_parallel = False
+            if not required:
+                raise ApiError(
+                    f"tool_choice names the function {name!a}, which is not among the tools.",
+                    param="tool_choice",
+                )
+        names = frozenset(each for each, _ in required)
+        return cls(tools, names, required, required, is_parallel)
+
+
+def _described(tools: Sequence[Mapping[str, Any]]) -> Iterator[Function]:
+    for index, tool in enumerate(tools):
+        with suppress(ApiError):
+            yield _function(index, tool)
+
+
+def _named(choice: Any) -> str | None:
+    """Return the name of the function that must be called, if there is one.
+
+    Raises:
+        ApiError: *choice* is not valid.
+    """
+    if choice is None or choice in ("none", "auto", "required"):
+        return None
+    function = choice.get("function", choice) if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(choice, Mapping) or choice.get("type") != "function" or not name:
+        raise ApiError(
+            f"tool_choice={choice!r} is not supported. It may be 'none', 'auto', 'required' or "
+            "{'type': 'function', 'function': {'name': NAME}}.",
+            param="tool_choice",
+            code="unsupported",
+        )
+    return str(name)
+
+
+def _function(index: int, tool: Mapping[str, Any]) -> Function:
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    schema = function.get("parameters") if isinstance(function, Mapping) else None
+    if tool.get("type") != "function" or not isinstance(name, str) or not name:
+        raise ApiError(
+            f"tools.{index} must be {{'type': 'function', 'function': {{'name': NAME, ...}}}}.",
+            param="tools",
+        )
+    if schema is not None and not isinstance(schema, dict):
+        raise ApiError(f"tools.{index}.function.parameters must be a JSON schema.", param="tools")
+    return name, {"type": "object", **schema} if schema else _NO_PARAMETERS

@@ -1,13 +1,40 @@
-"""``/tokenize`` and ``/detokenize``."""
+"""``/tokenize``, ``/detokenize`` and ``/v1/process``."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from opweave_engine.server.protocol.base import Items, RequestBody, ResponseBody, Text, either
 from opweave_engine.server.protocol.chat import Conversation
+from opweave_engine.server.protocol.sampling import CacheSalt, Priority
+
+# ``/v1/process``.
+
+
+class ProcessRequest(RequestBody):
+    """A request in the format of an I/O processor."""
+
+    endpoint = "process"
+
+    data: Any
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+
+
+class ProcessResponse(ResponseBody):
+    """The result of the I/O processor."""
+
+    id: str
+    object: Literal["process"] = "process"
+    created: int
+    model: str
+    data: Any
+
+
+# ``/tokenize`` and ``/detokenize``.
+
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 

@@ -9,19 +9,18 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from opweave_engine import CompletionOutput, FinishReason, RequestOutput
-from opweave_engine.server.answer_plan import AnswerPlan
-from opweave_engine.server.chat_generation import chat_generation
+from opweave_engine.server.answer_plan import AnswerPlan, ParsedAnswer
 from opweave_engine.server.disconnect import unless_gone
-from opweave_engine.server.generation import Deltas, GenerationJob
+from opweave_engine.server.generation import Deltas, GenerationJob, chat_generation
 from opweave_engine.server.logprobs import chat_logprobs, prompt_logprobs
-from opweave_engine.server.output import (
+from opweave_engine.server.output_parser import (
     ArgumentsDelta,
     CallStart,
     ContentDelta,
     Event,
     ReasoningDelta,
 )
-from opweave_engine.server.parsed_answer import ParsedAnswer
+from opweave_engine.server.protocol.base import Usage, UsageCounter
 from opweave_engine.server.protocol.chat import (
     AnswerMessage,
     CalledFunction,
@@ -34,10 +33,8 @@ from opweave_engine.server.protocol.chat import (
     ChatResponse,
     ToolCall,
 )
-from opweave_engine.server.protocol.usage import Usage, UsageCounter
-from opweave_engine.server.routes.responses import ERRORS, STREAM, json_response
 from opweave_engine.server.state import Server
-from opweave_engine.server.streaming import stream
+from opweave_engine.server.streaming import ERRORS, STREAM, json_response, stream
 
 router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 

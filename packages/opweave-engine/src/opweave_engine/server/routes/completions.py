@@ -11,20 +11,23 @@ from opweave_engine import CompletionOutput, RequestOutput
 from opweave_engine.server.disconnect import unless_gone
 from opweave_engine.server.errors import engine_error
 from opweave_engine.server.generation import Deltas, GenerationJob
-from opweave_engine.server.logprobs import completion_logprobs, joined, prompt_logprobs
-from opweave_engine.server.offsets import Offsets, prompt_offsets
+from opweave_engine.server.logprobs import (
+    Offsets,
+    completion_logprobs,
+    joined,
+    prompt_logprobs,
+    prompt_offsets,
+)
 from opweave_engine.server.prompts import Reading, check_context, read_prompts
-from opweave_engine.server.protocol.answers import ErrorDetail
+from opweave_engine.server.protocol.base import ErrorDetail, Usage, UsageCounter
 from opweave_engine.server.protocol.completions import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
 )
-from opweave_engine.server.protocol.usage import Usage, UsageCounter
-from opweave_engine.server.routes.responses import ERRORS, STREAM, json_response
 from opweave_engine.server.state import Server
-from opweave_engine.server.streaming import stream
+from opweave_engine.server.streaming import ERRORS, STREAM, json_response, stream
 
 router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 

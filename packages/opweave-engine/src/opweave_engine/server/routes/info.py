@@ -1,4 +1,4 @@
-"""Health, version and metrics."""
+"""Health, version, metrics, models, tokens, and requests of plugins."""
 
 from __future__ import annotations
 
@@ -9,10 +9,23 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from opweave import __version__
-from opweave_engine.server.ops import ops
-from opweave_engine.server.plugin_list import plugins
-from opweave_engine.server.routes.responses import ERRORS
-from opweave_engine.server.state import Server
+from opweave_engine.server.disconnect import unless_gone
+from opweave_engine.server.metrics import ops, plugins
+from opweave_engine.server.prompts import Reading, detokenize, read_all, render
+from opweave_engine.server.protocol.base import ModelCard, ModelList
+from opweave_engine.server.protocol.tokens import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeConversation,
+    TokenizePrompt,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from opweave_engine.server.state import Deadline, Server, ServerState
+from opweave_engine.server.streaming import ERRORS, json_response
+
+# Health, version and metrics.
+
 
 router = APIRouter(responses=ERRORS, tags=["Server"])
 
@@ -61,3 +74,83 @@ def list_ops(server: Server) -> dict[str, Any]:
 def list_plugins() -> dict[str, Any]:
     """List the plugins with their state, registrations and errors."""
     return {"object": "list", "data": plugins()}
+
+
+# ``GET /v1/models``.
+
+
+models_router = APIRouter(responses=ERRORS, tags=["OpenAI"])
+
+
+@models_router.get("/v1/models")
+async def models(server: Server) -> ModelList:
+    """List the served model names."""
+    return ModelList(data=[_card(name, server) for name in server.model_names])
+
+
+@models_router.get("/v1/models/{model:path}")
+async def model(model: str, server: Server) -> ModelCard:
+    """Return one model."""
+    server.check_model(model)
+    return _card(model, server)
+
+
+def _card(name: str, server: ServerState) -> ModelCard:
+    engine = server.engine
+    return ModelCard(
+        id=name,
+        created=server.created,
+        root=engine.model_name,
+        max_model_len=engine.max_model_len,
+    )
+
+
+# ``POST /tokenize`` and ``POST /detokenize``.
+
+
+tokens_router = APIRouter(responses=ERRORS, tags=["Tokens"])
+
+
+@tokens_router.post("/tokenize", response_model=TokenizeResponse)
+async def tokenize_text(body: TokenizeRequest, request: Request, server: Server) -> Response:
+    """Tokenize a prompt or a conversation."""
+    server.accept(body, request)
+    ids, strings = await unless_gone(request, _tokens(body, request, server, server.deadline()))
+    # The lists may have a million entries, whose validation would delay other requests.
+    response = TokenizeResponse.model_construct(
+        count=len(ids),
+        max_model_len=server.engine.max_model_len,
+        tokens=ids,
+        token_strs=strings,
+    )
+    return json_response(response)
+
+
+async def _tokens(
+    body: TokenizePrompt | TokenizeConversation,
+    request: Request,
+    server: ServerState,
+    deadline: Deadline,
+) -> tuple[list[int], list[str] | None]:
+    """Return the tokens, and how the vocabulary writes them if the request asks for that."""
+    tokenizer, reading = server.engine.tokenizer, Reading(add_special_tokens=body.special)
+
+    def encode(text: str) -> tuple[list[int], list[str] | None]:
+        ids = reading.tokens(text, tokenizer)
+        return ids, [tokenizer.token(i) or "" for i in ids] if body.return_token_strs else None
+
+    if isinstance(body, TokenizePrompt):
+        param, text = "prompt", body.prompt
+    else:
+        param, text = "messages", await render(body, request, server, deadline)
+    (tokens,) = await read_all(encode, [text], server, deadline, param=param)
+    return tokens
+
+
+@tokens_router.post("/detokenize", response_model=DetokenizeResponse)
+async def detokenize_tokens(body: DetokenizeRequest, request: Request, server: Server) -> Response:
+    """Detokenize token ids."""
+    server.accept(body, request)
+    work = detokenize(body.tokens, server, server.deadline(), param="tokens")
+    text = await unless_gone(request, work)
+    return json_response(DetokenizeResponse(prompt=text))

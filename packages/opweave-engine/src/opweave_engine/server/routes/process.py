@@ -14,19 +14,17 @@ from fastapi import APIRouter, Request, Response
 
 from opweave.ir.errors import OpweaveError
 from opweave_engine import EmbeddingOutput, RequestOutput, SamplingParams
-from opweave_engine.request.io_processor import IOProcessor
-from opweave_engine.request.prompts import Prompt as Given
-from opweave_engine.request.prompts import as_list, split_prompt
-from opweave_engine.server.deadline import Deadline
+from opweave_engine.prompts import IOProcessor, as_list, split_prompt
+from opweave_engine.prompts import Prompt as Given
 from opweave_engine.server.disconnect import unless_gone
-from opweave_engine.server.embedding import embed
 from opweave_engine.server.errors import ApiError, ServerError
 from opweave_engine.server.generation import GenerationJob
 from opweave_engine.server.prompts import check_context, read_prompts
 from opweave_engine.server.protocol.base import Input
-from opweave_engine.server.protocol.process import ProcessRequest, ProcessResponse
-from opweave_engine.server.routes.responses import ERRORS
-from opweave_engine.server.state import Server, ServerState
+from opweave_engine.server.protocol.tokens import ProcessRequest, ProcessResponse
+from opweave_engine.server.routes.embeddings import embed
+from opweave_engine.server.state import Deadline, Server, ServerState
+from opweave_engine.server.streaming import ERRORS
 
 router = APIRouter(responses=ERRORS, tags=["Server"])
 

@@ -8,9 +8,8 @@ import uuid
 from fastapi import APIRouter, Request, Response
 
 from opweave_engine import EmbeddingOutput, PromptError
-from opweave_engine.request.prompts import as_pairs
+from opweave_engine.prompts import as_pairs
 from opweave_engine.server.disconnect import unless_gone
-from opweave_engine.server.embedding import check_finite, embed, embeddings_at_once
 from opweave_engine.server.errors import ApiError
 from opweave_engine.server.prompts import Reading, read_pairs
 from opweave_engine.server.protocol.embeddings import EmbeddingUsage, EncoderFields
@@ -23,8 +22,9 @@ from opweave_engine.server.protocol.scoring import (
     ScoreRequest,
     ScoreResponse,
 )
-from opweave_engine.server.routes.responses import ERRORS, json_response
+from opweave_engine.server.routes.embeddings import check_finite, embed, embeddings_at_once
 from opweave_engine.server.state import Server, ServerState
+from opweave_engine.server.streaming import ERRORS, json_response
 
 router = APIRouter(responses=ERRORS, tags=["Scoring"])
 

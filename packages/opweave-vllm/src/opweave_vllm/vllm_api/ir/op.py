@@ -11,8 +11,7 @@ from typing import Any, ClassVar, overload
 
 import torch
 
-from opweave import ir
-from opweave.base import compat
+from opweave import ir, torch_compat
 from opweave.ir import RESERVED_PROVIDERS
 from opweave.ir.codegen import functional
 from opweave.ir.donation import refused
@@ -26,7 +25,7 @@ from opweave_vllm.vllm_api.ir.torch_wrap import torch_wrap_enabled
 
 __all__ = ["RESERVED_PROVIDERS", "IrOp", "IrOpImpl", "IrOpInplaceOverload", "register_op"]
 
-REGISTERS_FOR_CALLER = True  # see opweave.base.site
+REGISTERS_FOR_CALLER = True  # see opweave.registration
 
 _log = logging.getLogger(__name__)
 _alone = itertools.count()
@@ -95,7 +94,7 @@ class IrOp:
         return object.__getattribute__(self, name)  # keeps the AttributeError of a property
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if compat.is_dynamo_compiling():
+        if torch_compat.is_dynamo_compiling():
             return self.wrapped(*args, **kwargs)
         if not self._called:
             self._called = True
@@ -312,7 +311,7 @@ class IrOpInplaceOverload:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         op = self.op.wrapped
-        if compat.is_dynamo_compiling() or torch_wrap_enabled():
+        if torch_compat.is_dynamo_compiling() or torch_wrap_enabled():
             return op.maybe_inplace(*args, **kwargs)
         if _must_copy(op, args, kwargs):
             return self.op(*args, **kwargs)

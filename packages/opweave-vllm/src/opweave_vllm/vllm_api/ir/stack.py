@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from opweave.base.site import Site
+from opweave.registration import Site
 
 
 def registration_stack(site: Site) -> list[str]:

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from opweave.layers import weight_loading
+from opweave.layers import parallel
 
 __all__ = ["replace_parameter", "set_weight_attrs"]
 
 
 def set_weight_attrs(weight: Tensor, weight_attrs: Mapping[str, Any] | None) -> None:
     """Set the attributes that loaders read, such as ``weight_loader`` and ``output_dim``."""
-    weight_loading.set_weight_attrs(weight, **(weight_attrs or {}))
+    parallel.set_weight_attrs(weight, **(weight_attrs or {}))
 
 
 def replace_parameter(

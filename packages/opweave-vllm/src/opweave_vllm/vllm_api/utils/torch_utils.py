@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from opweave.base import compat, transaction
+from opweave import torch_compat, transaction
 
 __all__ = ["direct_register_custom_op"]
 
@@ -45,12 +45,12 @@ def direct_register_custom_op(
         RuntimeError: the namespace already has an op of that name.
     """
     # Torch does not annotate define and impl.
-    library: Any = target_lib or compat.new_library(NAMESPACE)
+    library: Any = target_lib or torch_compat.new_library(NAMESPACE)
     schema = torch.library.infer_schema(op_func, mutates_args=tuple(mutates_args or ()))
     library.define(op_name + schema, tags=tags)
     library.impl(op_name, op_func, dispatch_key or _EVERY_DEVICE)
     if fake_impl is not None:
-        compat.register_fake(library, op_name, fake_impl)
+        torch_compat.register_fake(library, op_name, fake_impl)
     if target_lib is None:
         _libraries.append(library)
         transaction.enter(f"torch op {NAMESPACE}::{op_name}", lambda: _remove(library))
@@ -58,4 +58,4 @@ def direct_register_custom_op(
 
 def _remove(library: Library) -> None:
     _libraries.remove(library)
-    compat.remove_ops(library)
+    torch_compat.remove_ops(library)

@@ -1,4 +1,4 @@
-"""Compiled calls: the eager result, in one graph for any number of tokens."""
+"""Compiled calls: one graph for any number of tokens, and torch's opcheck."""
 
 from __future__ import annotations
 
@@ -10,13 +10,39 @@ import torch
 from torch import Tensor
 
 from opweave.conformance import inputs
-from opweave.conformance.case import Case
-from opweave.conformance.check import Check, Finding, Findings, accepted, each
 from opweave.conformance.compare import outputs_problem
 from opweave.conformance.compat import lookup_backend, maybe_mark_dynamic
+from opweave.conformance.inputs import Tokens, tokens_of
 from opweave.conformance.memory import Values, copied
-from opweave.conformance.subject import Subject
-from opweave.conformance.tokens import Tokens, tokens_of
+from opweave.conformance.subject import Case, Check, Finding, Findings, Subject, accepted, each
+
+# opcheck: ``torch.library.opcheck`` with this implementation.
+
+
+_TESTS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def _cases(subject: Subject) -> list[Case]:
+    found = list(inputs.usual(subject))[:2]
+    return [case for case in found if subject.compiles(case.values)]
+
+
+def _passes(subject: Subject, case: Case) -> Finding:
+    torch_op: Any = subject.op.torch_op
+    args, kwargs = subject.op.schema.split(copied(case.values))
+    with subject.op.set_priority([f"{subject.provider}!"]), torch.no_grad():
+        results = torch.library.opcheck(
+            torch_op, args, kwargs, test_utils=_TESTS, raise_exception=False
+        )
+    failed = [f"{test}: {what}" for test, what in results.items() if what != "SUCCESS"]
+    return " ".join(" ".join(failed).split())[:300] if failed else None
+
+
+CHECK = Check("opcheck", "torch.library.opcheck passes", each(_cases, _passes))
+
+
+# Compiled calls: the eager result, in one graph for any number of tokens.
+
 
 _COUNTS = (5, 8, 13, 64, 257)
 _MOST_GRAPHS = 2  # one for few tokens and one for many

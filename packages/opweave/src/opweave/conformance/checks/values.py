@@ -1,14 +1,41 @@
-"""Values: the result of native, for every accepted dtype, size, option and layout."""
+"""Values: results equal those of native, in every dtype, size, option, layout and range."""
 
 from __future__ import annotations
 
-from opweave.conformance import dtypes, inputs, layouts, scalars
-from opweave.conformance.case import Case, outputs_of
-from opweave.conformance.check import Check, Finding, each, not_native
-from opweave.conformance.checks.mutation import memory_problem
-from opweave.conformance.compare import outputs_problem
-from opweave.conformance.memory import Snapshot, copied
-from opweave.conformance.subject import Subject
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from opweave.conformance import inputs
+from opweave.conformance.checks.memory import as_told, memory_problem
+from opweave.conformance.compare import (
+    near_problem,
+    outputs_problem,
+    structure_problem,
+    tolerance_of,
+)
+from opweave.conformance.inputs import LAYOUTS, Tokens, tokens_of
+from opweave.conformance.memory import Snapshot, copied, same_bits
+from opweave.conformance.subject import (
+    Case,
+    Check,
+    Finding,
+    Outputs,
+    Subject,
+    each,
+    not_native,
+    outputs_of,
+)
+from opweave.ir.rules import ROUNDS_LESS
+from opweave.ir.selection import tensors_in
+from opweave.ir.spec import Tolerance
+
+# Values: the result of native, for every accepted dtype, size, option and layout.
 
 
 def is_right(subject: Subject, case: Case) -> Finding:
@@ -29,25 +56,409 @@ VALUES = Check(
 OPTIONS = Check(
     "options",
     "outputs also match with other numbers, flags and strings",
-    each(scalars.options, is_right),
+    each(inputs.options, is_right),
     not_native,
 )
 NONE = Check(
     "none",
     "outputs also match if optional tensors are omitted",
-    each(scalars.without, is_right),
+    each(inputs.without, is_right),
     not_native,
 )
-LAYOUTS = Check(
+VALUES_LAYOUTS = Check(
     "layouts",
     "outputs also match with slices, strides, transposed and repeated rows; gaps are not read",
-    each(layouts.laid_out, is_right),
+    each(inputs.laid_out, is_right),
     not_native,
 )
 DTYPES = Check(
     "dtypes",
     "outputs also match if arguments have different dtypes",
-    each(dtypes.mixed, is_right),
+    each(inputs.mixed, is_right),
     not_native,
 )
 EMPTY = Check("empty", "a call with zero tokens works", each(inputs.empty, is_right))
+
+
+# Precision: an argument of a wider dtype than the others keeps its precision.
+#
+# A float32 weight that a kernel rounds to the bfloat16 of its activations is not visible in the
+# results: each stays within one rounding of the right one. So the argument itself is rounded,
+# which must change the bits of the kernel's results where it changes many of native's.
+
+
+_NARROW = (torch.bfloat16, torch.float16)
+_MANY = 16  # of fewer results, a right kernel that rounds otherwise may round all alike
+
+
+def _precision_cases(subject: Subject) -> Iterator[Case]:
+    yield from inputs.usual(subject)
+    yield from inputs.mixed(subject)
+
+
+def _keeps_precision(subject: Subject, case: Case) -> Finding:
+    narrow = next((t.dtype for t in tensors_in(case.values) if t.dtype in _NARROW), None)
+    if narrow is None:
+        return None
+    for i, value in enumerate(case.values):
+        if isinstance(value, Tensor) and value.dtype is torch.float32:
+            rounded = value.to(narrow).to(torch.float32)
+            values = [rounded if i == j else v for j, v in enumerate(case.values)]
+            name, other = case.op.schema.names[i], case.with_values("rounded", values)
+            if _is_ignored(subject, case, other):
+                dtype = str(narrow).removeprefix("torch.")
+                return f"rounds {name} to {dtype}: results are the same when it is rounded before"
+    return None
+
+
+def _is_ignored(subject: Subject, case: Case, other: Case) -> bool:
+    """Whether *other* gives the kernel the results of *case*, and native many others."""
+    if other.refusal is not None or _differing(case.native, other.native) < _MANY:
+        return False
+    one, two = (outputs_of(subject.run(copied(c.values))) for c in (case, other))
+    return all(same_bits(a, b) for a, b in zip(one, two, strict=True))
+
+
+def _differing(one: Outputs, other: Outputs) -> int:
+    """Return how many elements are not equal."""
+    pairs = zip(one, other, strict=True)
+    return sum(int((a.double() != b.double()).sum()) for a, b in pairs if a.shape == b.shape)
+
+
+PRECISION_CHECK = Check(
+    "precision",
+    "arguments of a wider dtype are not rounded to the dtype of the activations",
+    each(_precision_cases, _keeps_precision),
+    not_native,
+)
+
+
+# Rounding: implementations that round less often than the definition are more accurate.
+
+
+_LUCK = 1.05  # of few elements, the errors happen to be larger
+
+
+def _claims(subject: Subject) -> bool:
+    return subject.has(ROUNDS_LESS)
+
+
+def _rounding_cases(subject: Subject) -> Iterator[Case]:
+    yield from chain(inputs.usual(subject), inputs.few_and_many(subject))
+
+
+def _is_closer(subject: Subject, case: Case) -> Finding:
+    outputs = outputs_of(subject.run(copied(case.values)))
+    for i, parts in enumerate(zip(outputs, case.native, case.reference, strict=True)):
+        found, native, reference = parts
+        if found.dtype not in _NARROW:
+            continue
+        ours, theirs = _error(found, reference), _error(native, reference)
+        if ours > _LUCK * theirs:
+            return (
+                f"output {i} is not rounded less often than native's: its root-mean-square error "
+                f"is {ours:.2e}, native's is {theirs:.2e}"
+            )
+    return None
+
+
+def _error(found: Tensor, reference: Tensor) -> float:
+    return float((found.double() - reference.double()).square().mean().sqrt())
+
+
+ROUNDING_CHECK = Check(
+    "rounding",
+    "with the trait rounds_less: outputs are at least as accurate as those of native",
+    each(_rounding_cases, _is_closer),
+    _claims,
+)
+
+
+# Extreme numbers: zeros, other distributions, the smallest and largest, NaN and infinity.
+
+
+def _with_one(number: float, place: float = 1 / 3) -> Callable[[Tensor], Tensor]:
+    def change(t: Tensor) -> Tensor:
+        changed = t.clone()
+        changed.view(-1)[int(place * (t.numel() - 1))] = number
+        return changed
+
+    return change
+
+
+def _with_row(number: float) -> Callable[[Tensor], Tensor]:
+    def change(t: Tensor) -> Tensor:
+        changed = t.clone()
+        rows = changed.view(-1, t.shape[-1]) if t.ndim else changed
+        rows[len(rows) // 2 :][:1] = number
+        return changed
+
+    return change
+
+
+def _scaled_to(largest: Callable[[torch.dtype], float]) -> Callable[[Tensor], Tensor]:
+    return lambda t: t / t.abs().amax().clamp(min=1e-3) * largest(t.dtype)
+
+
+def _large(dtype: torch.dtype) -> float:
+    """Return a number whose square overflows in 16 bits, and of whose squares float32 adds many."""
+    return max(math.sqrt(torch.finfo(dtype).max) / 16, 1000.0)
+
+
+EXTREMES: dict[str, Callable[[Tensor], Tensor]] = {
+    "all zeros": torch.zeros_like,
+    "all equal": torch.ones_like,
+    "uniform": lambda t: torch.rand(t.shape, device=t.device).to(t.dtype) - 0.5,
+    "positive": lambda t: t.abs() + 0.5,
+    "mostly zeros": lambda t: torch.where(torch.rand(t.shape, device=t.device) < 0.9, 0.0, t),
+    "a NaN": _with_one(float("nan")),
+    "first a NaN": _with_one(float("nan"), 0),
+    "last a NaN": _with_one(float("nan"), 1),
+    "an infinity": _with_one(float("inf")),
+    "last an infinity": _with_one(float("inf"), 1),
+    "a negative infinity": _with_one(float("-inf")),
+    "a row of NaN": _with_row(math.nan),
+    "a row of infinity": _with_row(math.inf),
+    "a row of negative infinity": _with_row(-math.inf),
+    "tiny": _scaled_to(lambda dtype: torch.finfo(dtype).tiny / 4),
+    "up to a hundred": _scaled_to(lambda dtype: 100.0),
+    "large": _scaled_to(_large),
+}
+_OF_MANY = ("up to a hundred", "large")  # for which a large tensor may be treated otherwise
+_MANY_TOKENS = 257
+_SHAKES, _UNITS = 4, 8  # how often arguments are rounded otherwise, and by how much
+
+_INFINITE = (
+    "an infinity",
+    "last an infinity",
+    "a negative infinity",
+    "a row of infinity",
+    "a row of negative infinity",
+)
+
+# A fused softmax takes a query without a finite score for one without a key, and adds a mask to the
+# score of a key that is not seen: attention leaves it open what comes of NaN and infinity.
+_OPEN = ("a NaN", "first a NaN", "last a NaN", "a row of NaN", *_INFINITE)
+
+
+def _left_open(subject: Subject) -> tuple[str, ...]:
+    return _OPEN if "attention" in subject.op.name else ()
+
+
+def extreme(subject: Subject) -> Iterator[Case]:
+    """Yield cases with extreme numbers in one argument at a time."""
+    names = [name for name in EXTREMES if name not in _left_open(subject)]
+    for base in inputs.usual(subject):
+        yield from _changed(subject, base, names)
+    for base in inputs.of_tokens(subject, _MANY_TOKENS):
+        yield from inputs.while_fast(_changed(subject, base, _OF_MANY))
+
+
+def _changed(subject: Subject, base: Case, names: Sequence[str]) -> Iterator[Case]:
+    for i, value in enumerate(base.values):
+        if not isinstance(value, Tensor) or not value.numel() or value.dtype not in _FLOATS:
+            continue
+        for name in names:
+            values = [EXTREMES[name](v) if j == i else v for j, v in enumerate(base.values)]
+            yield base.with_values(f"{subject.op.schema.names[i]}: {name}", values)
+
+
+_FLOATS = inputs.DTYPES
+
+
+def _survives(subject: Subject, case: Case) -> Finding:
+    """Check that outputs are NaN where native is, and finite where native and the reference are."""
+    result = subject.run(copied(case.values))
+    problem = structure_problem(case.native, result)
+    if problem:
+        return problem
+    parts = zip(outputs_of(result), case.native, case.reference, strict=True)
+    for i, (found, native, reference) in enumerate(parts):
+        if not native.is_floating_point():
+            problem = near_problem(found, native, tolerance_of(case, native))
+        elif native.dtype.itemsize == 1:
+            problem = _of_codes(case, i, found)
+        else:
+            problem = _of_floats(case, found, native, reference)
+        if problem:
+            return f"output {i}: {problem}"
+    return None
+
+
+def _of_codes(case: Case, place: int, found: Tensor) -> Finding:
+    """Compare codes of 8 bits where they do not depend on the rounding of the arguments.
+
+    Where large terms cancel, an error that the terms justify may be any code.
+    """
+    native = case.native[place]
+    tolerance = tolerance_of(case, native)
+    stable = torch.ones_like(native, dtype=torch.bool)
+    for _ in range(_SHAKES):
+        shaken = case.with_values("shaken", [_shaken(v) for v in case.values]).native[place]
+        stable &= torch.isclose(
+            native.float(), shaken.float(), atol=tolerance.atol, rtol=tolerance.rtol, equal_nan=True
+        )
+    return near_problem(found[stable], native[stable], tolerance) if stable.any() else None
+
+
+def _shaken(value: Any) -> Any:
+    """Return numbers with an error of some units in the last place."""
+    if not isinstance(value, Tensor) or value.dtype not in _FLOATS:
+        return value
+    factors = 1 + _UNITS * torch.finfo(value.dtype).eps * (2 * torch.rand(value.shape) - 1)
+    return (value * factors.to(value.device, torch.float64)).to(value.dtype)
+
+
+def _of_floats(case: Case, found: Tensor, native: Tensor, reference: Tensor) -> Finding:
+    # Intermediate overflow and infinity times zero are up to the implementation: a result must be a
+    # number only if both definitions return one.
+    lost = native.isnan() & reference.isnan() & ~found.isnan()
+    is_infinite = case.label.endswith(_INFINITE)
+    if lost.any() and not is_infinite:
+        return f"{int(lost.sum())} NaN of native's {int(native.isnan().sum())} are lost"
+    rounded = reference.to(native.dtype)
+    kept = (native == rounded) & native.isinf()
+    if is_infinite and (found != native)[kept].any():
+        return f"not all of native's {int(kept.sum())} infinities are there"
+    agreed = native.isfinite() & rounded.isfinite()
+    if not agreed.any():
+        return None
+    # A sum of large terms is as inexact as they are large.
+    atol, rtol = tolerance_of(case, native)
+    scaled = Tolerance(atol * max(1.0, native[agreed].abs().amax().item()), rtol)
+    agreed &= torch.isclose(native.double(), rounded.double(), atol=scaled.atol, rtol=rtol)
+    return near_problem(found[agreed], native[agreed], scaled)
+
+
+EXTREMES_CHECK = Check(
+    "extremes",
+    "zeros, tiny and huge numbers, NaN and infinity give the results of native",
+    each(extreme, _survives),
+    not_native,
+)
+
+
+# Dimensions: zero, one or two token dimensions, if native supports them.
+
+
+_FORMS: Mapping[str, tuple[int, tuple[int, ...]]] = {
+    "rows in two dimensions": (6, (2, 3)),
+    "a batch of one": (3, (1, 3)),
+    "no rows in two dimensions": (0, (2, 0)),
+    "a row without its dimension": (1, ()),
+}
+"""How many tokens to ask for, and what to make of the dimension that counts them."""
+
+
+def _dimensions_cases(subject: Subject) -> Iterator[Case]:
+    tokens = tokens_of(subject)
+    if not isinstance(tokens, Tokens) or not tokens.are_rows:
+        return
+    for name, (count, sizes) in _FORMS.items():
+        for case in inputs.of_tokens(subject, count):
+            pairs = zip(case.values, tokens.inputs, strict=True)
+            yield case.with_values(
+                name, [v if a is None else _formed(v, a, sizes) for v, a in pairs]
+            )
+
+
+def _formed(t: Tensor, axis: int, sizes: tuple[int, ...]) -> Tensor:
+    return t.reshape((*t.shape[:axis], *sizes, *t.shape[axis + 1 :]))
+
+
+def _as_native(subject: Subject, case: Case) -> Finding:
+    return is_right(subject, case) or as_told(subject, case)
+
+
+DIMENSIONS_CHECK = Check(
+    "dimensions",
+    "activations without or with two token dimensions work, if native supports them",
+    each(_dimensions_cases, _as_native),
+)
+
+
+# Combinations: sizes, dtypes, options, omitted tensors and layouts, drawn together.
+#
+# The other checks vary one of them at a time, but a kernel may have a path for a combination.
+
+
+_CASES = 100
+_COSTLY = ("long_context",)  # options of generators that make a case slow: drawn seldom
+_SECONDS = 15.0  # of processor time; a slow op gets fewer cases
+_FEW = 64  # tokens
+_LARGE = 300  # from here on a size is large: one of them in a case is enough
+
+_T = TypeVar("_T")
+
+
+def _drawn(subject: Subject) -> Iterator[Case]:
+    start = time.process_time()
+    for _ in range(_CASES):
+        if time.process_time() - start > _SECONDS:
+            return
+        case = inputs.generated(subject, **_options(subject))
+        if case is not None:
+            case = _with_other_arguments(case)
+            yield _laid_out(case)
+
+
+def _options(subject: Subject) -> dict[str, Any]:
+    """Draw options of the input generator."""
+    known, found = inputs.options_of(subject), dict[str, Any]()
+    if "num_tokens" in known:
+        found["num_tokens"] = _one_of(inputs.TOKENS) if _chance(0.5) else _up_to(_FEW)
+    if "dtype" in known:
+        found["dtype"] = _one_of(inputs.DTYPES)
+    for name, default in known.items():
+        values = inputs.variants(name, default)
+        if any(isinstance(v, int) and v >= _LARGE for v in found.values()):
+            values = tuple(v for v in values if isinstance(v, torch.dtype) or v < _LARGE)
+        if values and _chance(0.05 if name in _COSTLY else 0.5):
+            is_width = type(default) is int and default >= inputs.WIDE
+            found[name] = _up_to(_LARGE) if is_width and _chance(0.3) else _one_of(values)
+    return found
+
+
+def _with_other_arguments(case: Case) -> Case:
+    """Draw scalars, and omit optional tensors."""
+    for i, param in enumerate(case.op.schema.params):
+        others: Sequence[Any]
+        if param.is_tensor:
+            others = [None] if param.is_optional else []
+        else:
+            others = [] if param.is_tensor_list else inputs.others(param, case.values[i])
+        if others and _chance(0.3):
+            changed = inputs.replaced(case, i, param.name, _one_of(others))
+            case = changed if changed.refusal is None else case
+    return case
+
+
+def _laid_out(case: Case) -> Case:
+    """Draw a layout for some of the tensors."""
+    values, labels = list(case.values), []
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor) and value.ndim and _chance(0.4):
+            name = _one_of(list(LAYOUTS))
+            values[i] = LAYOUTS[name](value)
+            labels.append(f"{case.op.schema.names[i]} {name}")
+    return case.with_values(", ".join(labels), values) if labels else case
+
+
+def _chance(probability: float) -> bool:
+    return bool(torch.rand(()) < probability)
+
+
+def _up_to(largest: int) -> int:
+    return int(torch.randint(1, largest + 1, ()))
+
+
+def _one_of(values: Sequence[_T]) -> _T:
+    return values[int(torch.randint(len(values), ()))]
+
+
+COMBINATIONS_CHECK = Check(
+    "combinations",
+    "outputs match native with random combinations of sizes, dtypes, options and layouts",
+    each(_drawn, is_right),
+    not_native,
+)

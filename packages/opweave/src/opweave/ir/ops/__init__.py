@@ -12,21 +12,22 @@ from opweave.ir.ops.activation import (
     fatrelu_and_mul,
     gelu_and_mul,
     gelu_and_mul_sparse,
+    gelu_fast,
+    gelu_new,
     mul_and_silu,
+    quick_gelu,
+    relu2,
     silu_and_mul,
     swigluoai_and_mul,
+    xielu,
 )
-from opweave.ir.ops.advance_step import advance_step_flashattn
 from opweave.ir.ops.attention import (
     bidirectional_attention,
     causal_attention,
     varlen_attention,
 )
-from opweave.ir.ops.causal_conv import causal_conv1d, causal_conv1d_update
-from opweave.ir.ops.collective import all_reduce_rms_norm
-from opweave.ir.ops.conv import conv_nd, patch_matmul
-from opweave.ir.ops.dual_chunk import dual_chunk_rotary_embedding
-from opweave.ir.ops.embedding import embedding
+from opweave.ir.ops.conv import causal_conv1d, causal_conv1d_update, conv_nd, patch_matmul
+from opweave.ir.ops.embedding import all_reduce_rms_norm, embedding, masked_embedding
 from opweave.ir.ops.fused_experts import fused_experts
 from opweave.ir.ops.fused_experts_quant import fused_experts_quant
 from opweave.ir.ops.fused_quant import (
@@ -41,18 +42,23 @@ from opweave.ir.ops.fused_quant import (
     silu_and_mul_per_token_group_quant_fp8,
     silu_and_mul_static_quant_fp8,
 )
-from opweave.ir.ops.gated_norm import rms_norm_gated
-from opweave.ir.ops.kv_cache import reshape_and_cache, rope_reshape_and_cache
-from opweave.ir.ops.layer_norm import layer_norm
-from opweave.ir.ops.linear import linear, linear_w8a16
-from opweave.ir.ops.linear_low_bit import linear_q, linear_w4a16
-from opweave.ir.ops.linear_w8a8 import linear_w8a8
-from opweave.ir.ops.masked_embedding import masked_embedding
+from opweave.ir.ops.kv_cache import (
+    advance_step_flashattn,
+    reshape_and_cache,
+    rope_reshape_and_cache,
+)
+from opweave.ir.ops.linear import linear, linear_w8a8, linear_w8a16
+from opweave.ir.ops.low_bit import linear_q, linear_w4a16
 from opweave.ir.ops.mla_attention import mla_attention_decode, mla_attention_prefill
-from opweave.ir.ops.moe_sum import moe_sum
-from opweave.ir.ops.norm import fused_add_rms_norm, rms_norm
+from opweave.ir.ops.moe_routing import (
+    grouped_topk,
+    moe_sum,
+    topk_sigmoid,
+    topk_softmax,
+    topk_sqrtsoftplus,
+)
+from opweave.ir.ops.norm import fused_add_rms_norm, layer_norm, rms_norm, rms_norm_gated
 from opweave.ir.ops.paged_attention import attention_quant, paged_attention
-from opweave.ir.ops.pointwise import gelu_fast, gelu_new, quick_gelu, relu2, xielu
 from opweave.ir.ops.quant import (
     dynamic_per_tensor_quant_fp8,
     dynamic_per_token_quant_fp8,
@@ -63,19 +69,13 @@ from opweave.ir.ops.quant import (
 )
 from opweave.ir.ops.rotary import (
     apply_rotary_emb,
+    dual_chunk_rotary_embedding,
     qk_norm_rope,
     rotary_embedding,
     rotary_embedding_single,
 )
-from opweave.ir.ops.routing import (
-    grouped_topk,
-    topk_sigmoid,
-    topk_softmax,
-    topk_sqrtsoftplus,
-)
-from opweave.ir.ops.selective_scan import selective_scan
-from opweave.ir.ops.selective_state_update import selective_state_update
 from opweave.ir.ops.ssd import ssd_chunk_scan
+from opweave.ir.ops.state_space import selective_scan, selective_state_update
 from opweave.ir.registry import find_op as _find_op
 
 __all__ = [

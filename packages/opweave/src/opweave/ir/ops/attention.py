@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opweave.ir.ops.sequences import boundaries, sequence_lengths
+from opweave.ir.ops.arguments import boundaries, sequence_lengths
 from opweave.ir.registry import register_op
 
 

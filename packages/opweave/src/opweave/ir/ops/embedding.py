@@ -1,11 +1,17 @@
-"""Embedding lookup."""
+"""Embedding lookup, and composites of a collective and the following op."""
+
+from __future__ import annotations
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from opweave import torch_compat
+from opweave.ir.ops.norm import fused_add_rms_norm
 from opweave.ir.registry import register_op
-from opweave.ir.traits import BATCH_INVARIANT
+from opweave.ir.rules import BATCH_INVARIANT
+
+# Embedding lookup.
 
 
 @register_op(native_traits={BATCH_INVARIANT})
@@ -35,3 +41,104 @@ def _embedding_inputs(
 ) -> tuple[Tensor, Tensor]:
     weight = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     return torch.randint(num_rows, (num_tokens,), device=device), weight
+
+
+# Embedding lookup in a shard of the vocabulary.
+
+
+@register_op(native_traits={BATCH_INVARIANT})
+def masked_embedding(
+    input_ids: Tensor,
+    weight: Tensor,
+    start: int,
+    end: int,
+    added_start: int = 0,
+    added_end: int = 0,
+    added_row: int = 0,
+) -> Tensor:
+    """Look up the rows of two ranges of ids; zeros for every other id.
+
+    The rows of *weight* for ids in ``[start, end)`` start at 0, those for ids in ``[added_start,
+    added_end)`` at *added_row*. The sum over the ranks of a vocabulary-parallel embedding, where
+    each id belongs to one rank, equals the lookup in the whole table bit for bit.
+
+    Args:
+        input_ids: any shape, int32 or int64, any values.
+        weight: ``(rows, hidden)``, at least one row.
+        start, end: the first range.
+        added_start, added_end: the second range, disjoint from the first; empty by default.
+        added_row: first row of the second range.
+
+    Returns:
+        ``(*input_ids.shape, hidden)`` in the dtype of *weight*.
+
+    Raises:
+        IndexError: a range does not fit *weight* (on the CPU; other devices assert).
+
+    Source: Megatron-LM, arXiv:1909.08053.
+    """
+    first = (input_ids >= start) & (input_ids < end)
+    second = (input_ids >= added_start) & (input_ids < added_end)
+    found = first | second
+    rows = torch.where(second, input_ids - (added_start - added_row), input_ids - start)
+    values = functional.embedding(torch.where(found, rows, 0), weight)
+    return torch.where(found.unsqueeze(-1), values, torch.zeros_like(values))
+
+
+@masked_embedding.register_input_generator
+def _masked_embedding_inputs(
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, int, int, int, int, int]:
+    weight = torch.randn(24, hidden_size, device=device).to(dtype)
+    return torch.randint(40, (num_tokens,), device=device), weight, 8, 22, 32, 36, 16
+
+
+# Composites of a collective and the following op, for kernels that overlap the two.
+
+
+@register_op(allow_inplace=True, composite=True)
+def all_reduce_rms_norm(
+    x: Tensor,
+    x_residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    group: str = "0",
+) -> tuple[Tensor, Tensor]:
+    """All-reduce, add a residual, then normalize.
+
+    ``fused_add_rms_norm(all_reduce(x), x_residual, weight, epsilon)``. A composite: it rounds where
+    the composition rounds. The collective decides the order in which ranks are summed.
+
+    Args:
+        x: ``(..., hidden)``, floating point: this rank's summand.
+        x_residual: the shape and dtype of ``x``, the same on every rank.
+        weight, epsilon: as in ``rms_norm``.
+        group: torch's name of the process group; ``"0"`` is the default group of all ranks.
+
+    Returns:
+        The normalized sum and the sum, both with the shape and dtype of ``x``.
+
+    Raises:
+        RuntimeError: this process does not belong to a group of that name.
+    """
+    reduced = torch_compat.all_reduce_sum(x, group)
+    normalized: tuple[Tensor, Tensor] = fused_add_rms_norm(reduced, x_residual, weight, epsilon)
+    return normalized
+
+
+@all_reduce_rms_norm.register_input_generator
+def _collective_inputs(
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, float, str]:
+    x, residual = torch.randn(2, num_tokens, hidden_size, device=device).to(dtype)
+    return x, residual, torch.randn(hidden_size, device=device).to(dtype), 1e-6, "0"
+
+
+# Kernels may round once less than native, and 1 ulp of float16 is large.
+all_reduce_rms_norm.override_tolerance(torch.float16, atol=1e-2, rtol=2e-3)

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from opweave.ir.op import IrOp
-from opweave.ir.ops.checks import misfit
-from opweave.ir.ops.expert_activation import bound_activation, expert_activation
-from opweave.ir.ops.fused_experts import combine, fused_experts, route
-from opweave.ir.ops.gguf_blocks import GGUF_BLOCKS, random_blocks
-from opweave.ir.ops.linear import linear_w8a16
-from opweave.ir.ops.linear_low_bit import linear_q, linear_w4a16
-from opweave.ir.ops.linear_w8a8 import linear_w8a8
+from opweave.ir.ops.arguments import misfit
+from opweave.ir.ops.fused_experts import (
+    bound_activation,
+    combine,
+    expert_activation,
+    fused_experts,
+    route,
+)
+from opweave.ir.ops.linear import linear_w8a8, linear_w8a16
+from opweave.ir.ops.low_bit import GGUF_BLOCKS, linear_q, linear_w4a16, random_blocks
 from opweave.ir.ops.quant import (
     dynamic_per_token_quant_fp8,
     dynamic_per_token_quant_int8,

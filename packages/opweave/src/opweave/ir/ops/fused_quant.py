@@ -22,7 +22,7 @@ from opweave.ir.ops.quant import (
     static_quant_fp8,
 )
 from opweave.ir.registry import register_op
-from opweave.ir.traits import BATCH_INVARIANT, ROWWISE
+from opweave.ir.rules import BATCH_INVARIANT, ROWWISE
 
 
 @register_op(composite=True, native_traits={BATCH_INVARIANT})

@@ -1,22 +1,25 @@
-"""Writes into the paged KV cache.
+"""Writes into the paged KV cache, and the update of inputs between two decode steps."""
 
-A cache is ``(blocks, kv_heads, block_size, head_size)``: a block holds ``block_size`` positions of
-one sequence, with the keys of each head contiguous. Slot ``s`` is position ``s % block_size`` of
-block ``s // block_size``.
-
-Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
-PagedAttention", arXiv:2309.06180.
-"""
+from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from opweave.ir.memory import empty_in_layout
-from opweave.ir.ops.checks import check_shape, misfit
+from opweave.ir.donation import empty_in_layout
+from opweave.ir.ops.arguments import check_shape, is_readable, misfit
 from opweave.ir.ops.rotary import _heads, rotary_embedding
 from opweave.ir.registry import register_op
-from opweave.ir.rule import plain
-from opweave.ir.traits import BATCH_INVARIANT
+from opweave.ir.rules import BATCH_INVARIANT, plain
+
+# Writes into the paged KV cache.
+#
+# A cache is ``(blocks, kv_heads, block_size, head_size)``: a block holds ``block_size``
+# positions of one sequence, with the keys of each head contiguous. Slot ``s`` is position ``s %
+# block_size`` of block ``s // block_size``.
+#
+# Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+# PagedAttention", arXiv:2309.06180.
 
 
 @register_op(
@@ -184,3 +187,194 @@ for _dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
 for _dtype in (torch.bfloat16, torch.float16):
     _atol, _rtol = rotary_embedding.get_tolerance(_dtype)  # the caches are copies
     rope_reshape_and_cache.override_tolerance(_dtype, atol=_atol, rtol=_rtol)
+
+
+# Update of the inputs between two decode steps, on the device of the model.
+
+
+_INDICES = (torch.int32, torch.int64)
+_PAD_SLOT = -1  # skipped by reshape_and_cache
+
+
+@register_op(
+    activations=["input_tokens", "input_positions", "seq_lens", "slot_mapping"],
+    allow_inplace=True,
+    native_traits={BATCH_INVARIANT},
+)
+def advance_step_flashattn(
+    input_tokens: Tensor,
+    sampled_token_ids: Tensor,
+    input_positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the inputs of the next decode step from the sampled tokens.
+
+    A sequence of length ``p`` gets its sampled token as input, position ``p``, length ``p + 1`` and
+    slot ``block_table[p // block_size] * block_size + p % block_size``. With ``q`` sampled tokens
+    for ``n`` sequences, the last ``n - q`` rows are padding: token 0, position 0, slot -1, length
+    unchanged.
+
+    Values are checked for plain CPU tensors in eager mode only. Under tracers and on other devices,
+    reading them would cost a graph break or a synchronization; torch's bounds checks remain.
+
+    Args:
+        input_tokens, input_positions, slot_mapping: ``(n,)``, int64. Their values are not read;
+            ``maybe_inplace`` donates their memory.
+        sampled_token_ids: ``(q,)`` or ``(q, 1)`` with ``q <= n``, int64.
+        seq_lens: ``(n,)``, int32 or int64: lengths before the step.
+        block_tables: ``(n, blocks)``, int32 or int64: the cache blocks of each sequence.
+        block_size: positions per block.
+
+    Returns:
+        The new ``input_tokens``, ``input_positions``, ``seq_lens`` and ``slot_mapping``, with the
+        shapes and dtypes that came in.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, ``block_size`` is not positive, or a sequence
+            cannot advance: its length is negative or the largest of its dtype, or its table has no
+            block for the position.
+    """
+    queries = _check_layout_advance_step(
+        input_tokens,
+        sampled_token_ids,
+        input_positions,
+        seq_lens,
+        slot_mapping,
+        block_tables,
+        block_size,
+    )
+    if is_readable(seq_lens) and is_readable(block_tables):
+        _check_values(seq_lens[:queries], block_tables[:queries], block_size)
+    positions = seq_lens[:queries].to(torch.int64)
+    columns = torch.div(positions, block_size, rounding_mode="floor")
+    blocks = block_tables[:queries].gather(1, columns.unsqueeze(1)).squeeze(1).to(torch.int64)
+    slots = blocks * block_size + positions % block_size
+    padding = (0, seq_lens.shape[0] - queries)
+    return (
+        pad(sampled_token_ids.reshape(queries), padding),
+        pad(positions, padding),
+        torch.cat((seq_lens[:queries] + 1, seq_lens[queries:])),
+        pad(slots, padding, value=_PAD_SLOT),
+    )
+
+
+@advance_step_flashattn.register_fake
+def _fake(
+    input_tokens: Tensor,
+    sampled_token_ids: Tensor,
+    input_positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    outputs = (input_tokens, input_positions, seq_lens, slot_mapping)
+    tokens, positions, lengths, slots = (t.new_empty(t.shape) for t in outputs)
+    return tokens, positions, lengths, slots
+
+
+def _check_layout_advance_step(
+    input_tokens: Tensor,
+    sampled_token_ids: Tensor,
+    input_positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> int:
+    """Check everything but values; return the number of queries."""
+    name, int64, count = "advance_step_flashattn", (torch.int64,), seq_lens.numel()
+    _check_vector("seq_lens", seq_lens, _INDICES, count)
+    _check_vector("input_tokens", input_tokens, int64, count)
+    _check_vector("input_positions", input_positions, int64, count)
+    _check_vector("slot_mapping", slot_mapping, int64, count)
+    is_column = sampled_token_ids.ndim == 2 and sampled_token_ids.shape[1] == 1
+    queries = sampled_token_ids.shape[0] if sampled_token_ids.ndim == 1 or is_column else -1
+    if sampled_token_ids.dtype != torch.int64 or not 0 <= queries <= count:
+        wanted = f"int64, (q,) or (q, 1) with q <= {count}"
+        raise misfit(name, "sampled_token_ids", sampled_token_ids, wanted)
+    if block_tables.dtype not in _INDICES or block_tables.shape[:-1] != (count,):
+        raise misfit(name, "block_tables", block_tables, f"int32 or int64, ({count}, blocks)")
+    if block_size < 1:
+        raise ValueError(f"advance_step_flashattn: block_size={block_size} is not positive.")
+    return queries
+
+
+def _check_vector(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], count: int) -> None:
+    if tensor.dtype not in dtypes or tensor.shape != (count,):
+        wanted = " or ".join(map(plain, dtypes))
+        raise misfit("advance_step_flashattn", name, tensor, f"{wanted}, ({count},)")
+
+
+def _check_values(seq_lens: Tensor, block_tables: Tensor, block_size: int) -> None:
+    """Raise ValueError for the first sequence that cannot advance."""
+    limit = min(block_tables.shape[1] * block_size, torch.iinfo(seq_lens.dtype).max)
+    positions = seq_lens.to(torch.int64)
+    if bool(((positions >= 0) & (positions < limit)).all()):
+        columns = torch.div(positions, block_size, rounding_mode="floor")
+        blocks = block_tables.gather(1, columns.unsqueeze(1)).to(torch.int64)
+        if bool(((blocks >= 0) & (blocks <= _last_block(block_size))).all()):
+            return
+    for sequence, position in enumerate(seq_lens.tolist()):
+        problem = _problem(sequence, position, seq_lens.dtype, block_tables[sequence], block_size)
+        if problem:
+            raise ValueError(f"advance_step_flashattn: sequence {sequence}: {problem}")
+
+
+def _problem(
+    sequence: int, position: int, dtype: torch.dtype, table: Tensor, block_size: int
+) -> str | None:
+    """Return why a sequence cannot advance, or None if it can."""
+    if position < 0:
+        return f"its length is {position}, and it is negative"
+    if position == torch.iinfo(dtype).max:
+        return f"its length is {position}, and seq_lens cannot count further; use int64"
+    column = position // block_size
+    if column >= len(table):
+        return (
+            f"position {position} needs block {column} of its table, which has {len(table)} blocks "
+            f"of {block_size} positions; allocate the block before the step"
+        )
+    block = int(table[column])
+    if not 0 <= block <= _last_block(block_size):
+        return (
+            f"block_tables[{sequence}, {column}] is {block}, which is not a valid block for "
+            f"position {position}"
+        )
+    return None
+
+
+def _last_block(block_size: int) -> int:
+    """Return the largest block whose slots fit into 64 bits."""
+    return int((torch.iinfo(torch.int64).max - (block_size - 1)) // block_size)
+
+
+@advance_step_flashattn.register_input_generator
+def _advance_step_inputs(
+    num_tokens: int = 8,
+    num_blocks: int = 4,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.int32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+    # Conformance also passes floating-point dtypes, which lengths and tables cannot have.
+    dtype = dtype if dtype in _INDICES else torch.int32
+    tokens = torch.randint(1000, (num_tokens,), device=device)
+    lengths = torch.randint(num_blocks * block_size, (num_tokens,), device=device).to(dtype)
+    tables = torch.randperm(num_tokens * num_blocks, device=device).to(dtype)
+    return (
+        tokens,
+        torch.randint(1000, (num_tokens - num_tokens // 4, 1), device=device),
+        torch.zeros_like(tokens),
+        lengths,
+        torch.zeros_like(tokens),
+        tables.view(num_tokens, num_blocks),
+        block_size,
+    )
+
+
+for _advance_step_dtype in _INDICES:
+    advance_step_flashattn.override_tolerance(_advance_step_dtype, atol=0, rtol=0)

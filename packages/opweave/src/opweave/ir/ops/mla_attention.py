@@ -16,14 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opweave.ir.ops.arguments import boundaries, misfit, sequence_lengths
 from opweave.ir.ops.attention import varlen_attention
-from opweave.ir.ops.checks import misfit
 from opweave.ir.ops.linear import linear
 from opweave.ir.ops.paged_attention import paged_attention
-from opweave.ir.ops.sequences import boundaries, sequence_lengths
 from opweave.ir.registry import register_op
-from opweave.ir.rule import plain
-from opweave.ir.traits import BATCH_INVARIANT
+from opweave.ir.rules import BATCH_INVARIANT, plain
 
 
 # Batch invariant because a required trait applies to linear and varlen_attention too.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opweave.ir.ops.arguments import boundaries, misfit, sequence_lengths
 from opweave.ir.ops.attention import (
     _attend,
     _visible,
@@ -19,11 +20,9 @@ from opweave.ir.ops.attention import (
     check_window,
     locate,
 )
-from opweave.ir.ops.checks import misfit
 from opweave.ir.ops.quant import static_quant_fp8
-from opweave.ir.ops.sequences import boundaries, sequence_lengths
 from opweave.ir.registry import register_op
-from opweave.ir.rule import plain
+from opweave.ir.rules import plain
 
 
 @register_op(autocast=False)

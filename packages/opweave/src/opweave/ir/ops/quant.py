@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opweave.ir.registry import register_op
-from opweave.ir.traits import BATCH_INVARIANT, ROWWISE
+from opweave.ir.rules import BATCH_INVARIANT, ROWWISE
 
 FP8_MAX = 448.0
 """The largest float8_e4m3fn."""

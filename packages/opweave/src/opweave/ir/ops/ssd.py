@@ -8,16 +8,21 @@ Source: Dao and Gu, "Transformers are SSMs", arXiv:2405.21060, section 6.
 import torch
 from torch import Tensor
 
-from opweave.ir.ops.attention import locate
-from opweave.ir.ops.checks import check_shape
-from opweave.ir.ops.recurrence import linear_recurrence, one_before
-from opweave.ir.ops.selective_scan import check_groups, finish, time_step
-from opweave.ir.ops.state_slots import (
+from opweave.ir.ops.arguments import (
     check_sequences,
+    check_shape,
     initial_states,
     is_computed,
     sequence_inputs,
     write_states,
+)
+from opweave.ir.ops.attention import locate
+from opweave.ir.ops.state_space import (
+    check_groups,
+    finish,
+    linear_recurrence,
+    one_before,
+    time_step,
 )
 from opweave.ir.registry import register_op
 

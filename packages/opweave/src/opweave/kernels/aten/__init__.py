@@ -1,5 +1,5 @@
 """Provider ``aten``: torch's own fused operators, and loops over sequences and experts."""
 
-from opweave.kernels.aten import attention, causal_conv, experts, norm, paged_attention, state_space
+from opweave.kernels.aten import attention, experts, norm, state_space
 
-__all__ = ["attention", "causal_conv", "experts", "norm", "paged_attention", "state_space"]
+__all__ = ["attention", "state_space", "experts", "norm"]

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from opweave.ir import ops
-from opweave.ir.ops.expert_activation import bound_activation
-from opweave.ir.ops.fused_experts import Routed, check_experts, combine, route
+from opweave.ir.ops.fused_experts import Routed, bound_activation, check_experts, combine, route
 from opweave.ir.ops.fused_experts_quant import (
     ExpertFunction,
     check_experts_quant,

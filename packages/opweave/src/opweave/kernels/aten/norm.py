@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from opweave.ir import ops, rules
-from opweave.ir.traits import DIFFERENTIABLE, ROUNDS_LESS
-from opweave.kernels.aten.aligned import aligned
+from opweave.ir.rules import DIFFERENTIABLE, ROUNDS_LESS
+from opweave.kernels.aten.attention import aligned
 
 # F.rms_norm multiplies by the weight in float32 and rounds once; the op's definition also rounds
 # before the product. In bfloat16, a quarter of the elements differ from native by one ulp. With a

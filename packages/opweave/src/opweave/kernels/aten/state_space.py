@@ -1,20 +1,133 @@
-"""State-space scans, one sequence at a time, with in-place updates of the states.
-
-The sequence boundaries are read on the host, so this cannot be traced: compiled code calls it as an
-opaque op, and calls that need gradients use native.
-"""
+"""Causal convolution and state-space scans, one sequence at a time."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from opweave.ir import ops
-from opweave.ir.ops.selective_scan import by_channel, check_scan, finish, time_step
-from opweave.ir.ops.selective_state_update import check_update, scan_step
+from opweave.ir import ops, rules
+from opweave.ir.ops.arguments import check_sequences, check_slots
+from opweave.ir.ops.conv import check_conv, conv_step, convolve
 from opweave.ir.ops.ssd import check_ssd, grouped, read_out, scan_chunks
-from opweave.ir.ops.state_slots import check_sequences
-from opweave.kernels.aten.state_slots import IN_PLACE, PACKED, own_slots, padded_slots, sequences
+from opweave.ir.ops.state_space import (
+    by_channel,
+    check_scan,
+    check_update,
+    finish,
+    scan_step,
+    time_step,
+)
+
+# Read the tokens and state slots of sequences on the host.
+
+
+# The state must be contiguous, because it is returned, and native returns a contiguous tensor.
+IN_PLACE = rules.contiguous("x_state") & rules.has_values("slot_idx")
+"""The rules of kernels with one slot per token that update the state in-place."""
+
+PACKED = IN_PLACE & rules.has_values("query_start_loc", "has_initial_state")
+"""The rules of kernels that also read the boundaries of packed sequences."""
+
+
+def own_slots(count: int, slot_idx: Tensor) -> list[int]:
+    """Return the slot of each sequence, -1 for padding.
+
+    Raises:
+        IndexError: a slot is out of range.
+    """
+    _check(count, slot_idx)
+    slots: list[int] = slot_idx.tolist()
+    return slots
+
+
+def sequences(
+    query_start_loc: Tensor, slots: list[int], has_initial_state: Tensor
+) -> Iterator[tuple[slice, int, bool]]:
+    """Yield (tokens, slot, has initial state) for each sequence that is not padding."""
+    starts, known = query_start_loc.tolist(), has_initial_state.tolist()
+    for i, slot in enumerate(slots):
+        if slot >= 0:
+            yield slice(starts[i], starts[i + 1]), slot, known[i]
+
+
+def padded_slots(count: int, slot_idx: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows that are not padding, and their slots, both int64.
+
+    Raises:
+        IndexError: a slot is out of range.
+    """
+    _check(count, slot_idx)
+    rows = (slot_idx >= 0).nonzero()[:, 0]
+    return rows, slot_idx[rows].long()
+
+
+def _check(count: int, slot_idx: Tensor) -> None:
+    # Reads values first: a tracer stops here, before it specializes on the number of slots.
+    outside = (slot_idx < -1) | (slot_idx >= count)
+    if outside.any():
+        slots = slot_idx[outside].tolist()
+        raise IndexError(f"slots {slots} are out of range: there are {count} slots, and -1 pads.")
+
+
+# Causal convolution, one sequence at a time, with in-place updates of the states.
+#
+# The sequence boundaries are read on the host, so this cannot be traced: compiled code calls it
+# as an opaque op, and calls that need gradients use native.
+
+
+@ops.causal_conv1d.register_impl("aten", supports_args=PACKED, inplace=True)
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_state: Tensor,
+    query_start_loc: Tensor,
+    slot_idx: Tensor,
+    has_initial_state: Tensor,
+    activation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    check_conv("causal_conv1d", x, weight, bias, x_state, activation)
+    check_sequences("causal_conv1d", query_start_loc, slot_idx, has_initial_state)
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    taps, history = weight.to(dtype), weight.shape[1] - 1
+    own = own_slots(x_state.shape[0], slot_idx)
+    for tokens, slot, known in sequences(query_start_loc, own, has_initial_state):
+        state, new = x_state[slot], x[tokens].to(dtype)
+        before = state.to(dtype).T if known else new.new_zeros(history, x.shape[1])
+        inputs, length = torch.cat((before, new)), new.shape[0]
+        shifted = [inputs[j : j + length] for j in range(history + 1)]
+        out[tokens] = convolve(shifted, taps, bias, activation)
+        state.copy_(inputs[length:].T)
+    return out, x_state
+
+
+@ops.causal_conv1d_update.register_impl("aten", supports_args=IN_PLACE, inplace=True)
+def causal_conv1d_update(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_state: Tensor,
+    slot_idx: Tensor,
+    activation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    check_conv("causal_conv1d_update", x, weight, bias, x_state, activation)
+    check_slots("causal_conv1d_update", slot_idx, x.shape[0])
+    rows, slots = padded_slots(x_state.shape[0], slot_idx)
+    y, inputs = conv_step(x[rows], weight, bias, x_state[slots], activation)
+    x_state[slots] = inputs.to(x_state.dtype)
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    out[rows] = y
+    return out, x_state
+
+
+# State-space scans, one sequence at a time, with in-place updates of the states.
+#
+# The sequence boundaries are read on the host, so this cannot be traced: compiled code calls it
+# as an opaque op, and calls that need gradients use native.
+
 
 _BLOCK = 32  # tokens whose gates and inputs are computed at once; small enough for the CPU cache
 

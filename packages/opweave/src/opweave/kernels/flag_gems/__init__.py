@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from opweave.adapters import Output, wrap
-from opweave.base.packages import is_installed
 from opweave.ir import ops, rules
-from opweave.ir.traits import ROUNDS_LESS
+from opweave.ir.rules import ROUNDS_LESS
 from opweave.kernels.arguments import residual, row
 from opweave.kernels.rotary_arguments import HEADS, angles, tokens
-from opweave.kernels.triton.arguments import LIBRARY_FLOATS, library_rows, on_device
-from opweave.kernels.triton.outputs import half_of
+from opweave.kernels.triton.launch import LIBRARY_FLOATS, half_of, library_rows, on_device
+from opweave.kernels.wrap import Output, wrap
+from opweave.packages import is_installed
 
 _X = library_rows("x")
 _NORM = _X & rules.is_none("variance_size") & row("weight") & rules.dtype("weight", *LIBRARY_FLOATS)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opweave.adapters import wrap
-from opweave.base.packages import is_installed
 from opweave.ir import ops, rules
-from opweave.ir.rule import Rule
+from opweave.ir.rules import Rule
 from opweave.kernels.arguments import NARROW_FLOATS, nvidia
-from opweave.kernels.aten.aligned import aligned
+from opweave.kernels.aten.attention import aligned
+from opweave.kernels.wrap import wrap
+from opweave.packages import is_installed
 
 _MAX_HEAD_SIZE = 256
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from opweave.adapters import FunctionByArgument, Output, wrap
-from opweave.base.packages import is_installed
 from opweave.ir import ops, rules
-from opweave.ir.traits import ROUNDS_LESS
+from opweave.ir.rules import ROUNDS_LESS
 from opweave.kernels.arguments import NARROW_FLOATS, aligned, nvidia, residual, row
 from opweave.kernels.rotary_arguments import HEADS, float32_angles, tokens
+from opweave.kernels.wrap import FunctionByArgument, Output, wrap
+from opweave.packages import is_installed
 
 # The kernels are instantiated for 16-bit floats. They copy asynchronously, as Ampere does, and load
 # the widest vectors that divide a row, of up to 16 bytes.

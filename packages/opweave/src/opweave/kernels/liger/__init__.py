@@ -6,11 +6,11 @@ call.
 
 from __future__ import annotations
 
-from opweave.adapters import wrap
-from opweave.base.packages import is_installed
 from opweave.ir import ops, rules
 from opweave.kernels.arguments import residual, row
-from opweave.kernels.triton.arguments import library_rows
+from opweave.kernels.triton.launch import library_rows
+from opweave.kernels.wrap import wrap
+from opweave.packages import is_installed
 
 # The kernels round the normalized rows to their dtype, multiply by the weight, and round again.
 _LLAMA = {"offset": 0.0, "casting_mode": lambda: "llama"}

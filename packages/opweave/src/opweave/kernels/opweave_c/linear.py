@@ -1,25 +1,39 @@
-"""Linear layers: kernels for few tokens, which are memory-bound, and for many.
-
-The scale of 8-bit weights multiplies the sum of the products instead of each weight, so the sum may
-overflow if activations are close to the largest float32.
-"""
+"""Linear layers: kernels for few tokens, which are memory-bound, and for many."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import SymBool, Tensor
 from torch.nn import functional
 
-from opweave.base import compat, plain_call
+from opweave import plain_call, torch_compat
 from opweave.ir import rules
-from opweave.ir.ops.linear import linear as op
+from opweave.ir.ops.linear import linear as linear_op
+from opweave.ir.ops.linear import linear_w8a8 as linear_w8a8_op
 from opweave.ir.ops.linear import linear_w8a16 as op_w8a16
-from opweave.ir.ops.linear import scales_rows
-from opweave.kernels.opweave_c.arguments import ROWS, SCALE
-from opweave.kernels.opweave_c.call_paths import STATUS, implements, native_op
-from opweave.kernels.opweave_c.outputs import new_rows
+from opweave.ir.ops.linear import scales_rows, spread_token_scales
+from opweave.ir.ops.low_bit import linear_q as op_q
+from opweave.ir.ops.low_bit import linear_w4a16 as op_w4a16
+from opweave.kernels.arguments import W4A16, W8A8, Q, group_of, q_fits, w4a16_fits, w8a8_fits
+from opweave.kernels.opweave_c.calls import (
+    HAS_DIMS,
+    ROWS,
+    SCALE,
+    STATUS,
+    implements,
+    native_op,
+    new_rows,
+)
+from opweave.kernels.wrap import opaque
+
+# Linear layers: kernels for few tokens, which are memory-bound, and for many.
+#
+# The scale of 8-bit weights multiplies the sum of the products instead of each weight, so the
+# sum may overflow if activations are close to the largest float32.
+
 
 _linear = native_op("linear")
 _linear_w8a16 = native_op("linear_w8a16")
@@ -35,15 +49,15 @@ _widen_rows = native_op("widen_rows")
 # batch-invariant; those of opweave_c_invariant are. torch computes in 16 bits only if the CPU does;
 # otherwise it widens the weights on every call.
 _BFLOAT16 = "avx512bf16" in STATUS.isa_levels
-_AMX, _TILE = compat.has_amx(), 32  # columns of a bfloat16 tile
+_AMX, _TILE = torch_compat.has_amx(), 32  # columns of a bfloat16 tile
 _MOST_TOKENS = {
     torch.float32: 32,
     torch.bfloat16: 6 if _AMX else 16 if _BFLOAT16 else None,
-    torch.float16: 16 if compat.multiplies_float16() else None,
+    torch.float16: 16 if torch_compat.multiplies_float16() else None,
 }
 # On other architectures than x86, our kernel has only the vector types of the compiler, and widens
 # 16 bits without instructions for it, which torch has.
-if not compat.is_x86():
+if not torch_compat.is_x86():
     _MOST_TOKENS.update({torch.bfloat16: 0, torch.float16: 0})
 # Measured with 512 to 4,096 columns, for int8 and float8; torch multiplies in float32.
 _MOST_TOKENS_W8 = {
@@ -61,7 +75,7 @@ _FEWEST_W8 = (
 )
 # torch uses oneDNN only for 16 bits. In float32, oneDNN is 4 % to 30 % faster than MKL, torch's
 # choice, for 33 to 512 tokens; the gain grows with the size of the weight.
-_HAS_ONEDNN = compat.has_onednn() and "avx512" in STATUS.isa_levels
+_HAS_ONEDNN = torch_compat.has_onednn() and "avx512" in STATUS.isa_levels
 
 # Weights per piece and thread: 4 MiB of float32, measured with 2,048 to 14,336 columns. Smaller
 # pieces, or fewer than 64 rows, slow torch down; larger ones do not fit into the CPU caches.
@@ -106,7 +120,7 @@ ACCEPTED_W8A16 = (
 )
 
 
-@implements(op, ACCEPTED, traits=(), tunable={"kernel": ("auto", "own", "torch")})
+@implements(linear_op, ACCEPTED, traits=(), tunable={"kernel": ("auto", "own", "torch")})
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, kernel: str = "auto"
 ) -> Tensor:
@@ -153,11 +167,11 @@ def _torchs_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         and torch.backends.mkldnn.enabled
         and not plain_call.kernels_are_traced()
     ):
-        return compat.onednn_linear(x, weight, bias)
+        return torch_compat.onednn_linear(x, weight, bias)
     return functional.linear(x, weight, bias)
 
 
-compat.trace_instead(_torchs_linear, functional.linear)
+torch_compat.trace_instead(_torchs_linear, functional.linear)
 
 
 @implements(op_w8a16, ACCEPTED_W8A16, traits=())
@@ -221,4 +235,262 @@ def _rows_of_piece(columns: int, tokens: int) -> int:
     return max(rows // _FEWEST_ROWS, 1) * _FEWEST_ROWS
 
 
-compat.trace_instead(_by_pieces, op_w8a16.native)
+torch_compat.trace_instead(_by_pieces, op_w8a16.native)
+
+
+# Linear layers with weights and activations of 8 bits, by the kernels for 8-bit weights.
+#
+# Activations are dequantized to float32, which is exact for their codes; weights stay narrow.
+
+
+# From here on, torch's product of integers is faster, where the CPU has instructions for it.
+_FEWEST_INTEGERS = 16
+_MULTIPLIES_INT8 = torch_compat.has_vnni()
+_MOST_COLUMNS = 1 << 17  # for which sums of products fit into 32 bits
+# The largest number of tokens to multiply block by block; others multiply widened weights.
+_LINEAR_W8A8_MOST_TOKENS = 16
+_LINEAR_W8A8_FEWEST_ROWS = 16  # of such a block
+
+
+LINEAR_W8A8_ACCEPTED = (
+    rules.cpu("x", "x_scale", "weight", "scale", "bias")
+    & HAS_DIMS
+    & W8A8
+    & rules.custom(w8a8_fits, "shapes do not fit")
+)
+
+
+@implements(linear_w8a8_op, LINEAR_W8A8_ACCEPTED, traits=())
+def linear_w8a8(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return ``(x * x_scale) @ (weight * scale).T + bias``."""
+    if is_blocked(scale, weight):
+        result: Tensor = _by_blocks(x, x_scale, weight, scale, bias, out_dtype)
+        return result
+    if _multiplies_integers(x, x_scale):
+        return _by_integers(x, x_scale, weight, scale, bias).to(out_dtype)
+    bias = None if bias is None else bias.float()
+    wide = widened(x, x_scale)
+    out: Tensor = linear_w8a16(wide, weight, scale.contiguous(), bias)
+    return out.to(out_dtype)
+
+
+def is_blocked(scale: Tensor, weight: Tensor) -> bool:
+    """Whether *scale* is not one for the whole *weight* or for each row."""
+    return scale.ndim == 2 and scale.numel() > 1 and scale.shape != (weight.shape[0], 1)
+
+
+def widened(x: Tensor, x_scale: Tensor) -> Tensor:
+    """Return the activations in float32."""
+    return (x.to(torch.float32) * spread_token_scales(x_scale, x)).contiguous()
+
+
+def _multiplies_integers(x: Tensor, x_scale: Tensor) -> bool:
+    """Return whether products of integers are faster, and each token has one scale at most."""
+    return (
+        _MULTIPLIES_INT8
+        and x.dtype is torch.int8
+        and x.shape[-1] <= _MOST_COLUMNS
+        and (x_scale.ndim != x.ndim or x_scale.shape[-1] == 1)
+        and is_known(x.numel() >= _FEWEST_INTEGERS * x.shape[-1])
+    )
+
+
+def _by_integers(
+    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Multiply codes as integers, which is exact, and scale the sums; float32."""
+    sums = torch_compat.multiply_int8(x.reshape(-1, x.shape[-1]).contiguous(), weight.t())
+    sums = sums.reshape(*x.shape[:-1], weight.shape[0])
+    out = sums.float() * spread_token_scales(x_scale, x) * scale.reshape(-1)
+    return out if bias is None else out + bias.float()
+
+
+@opaque(linear_w8a8_op, "opweave_c_blocks")
+def _by_blocks(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Multiply by blocks with a scale each."""
+    tokens = widened(x, x_scale)
+    rows = weight.shape[0] // scale.shape[0]
+    if x.numel() <= _LINEAR_W8A8_MOST_TOKENS * x.shape[-1] and rows >= _LINEAR_W8A8_FEWEST_ROWS:
+        return of_blocks(tokens, weight, scale, bias).to(out_dtype)
+    of_row = scale.repeat_interleave(rows, 0)
+    one = torch.ones(1)
+
+    def widen(wide: Tensor, piece: slice) -> None:
+        _widen_rows(wide, weight[piece], one)
+        torch.unflatten(wide, 1, (scale.shape[1], -1)).mul_(of_row[piece, :, None])
+
+    offsets = None if bias is None else bias.float()
+    pieces = multiply_by_pieces(tokens, weight.shape[0], torch.float32, widen, offsets)
+    return pieces.to(out_dtype)
+
+
+def of_blocks(tokens: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply rows of blocks by tokens times the scales of these blocks, in float32.
+
+    A row of blocks is contiguous in memory, unlike a column of them.
+    """
+    flat = tokens.reshape(-1, tokens.shape[-1])
+    groups = torch.unflatten(flat, 1, (scale.shape[1], -1))
+    parts = torch.unflatten(weight, 0, (scale.shape[0], -1))
+    out = tokens.new_empty((scale.shape[0], flat.shape[0], parts.shape[1]))
+    one: Any = torch.ones(1)
+    for part, factors, found in zip(parts, scale, out, strict=True):
+        _linear_w8a16(found, (groups * factors[:, None]).flatten(1), part, one, None)
+    joined = out.transpose(0, 1).reshape(*tokens.shape[:-1], weight.shape[0])
+    return joined if bias is None else joined + bias.float()
+
+
+# Linear layers with low-bit weights: kernels for few tokens and, with AMX, for many in bfloat16.
+#
+# Otherwise, many tokens are multiplied by torch, by pieces of the weight.
+
+
+NEEDS = ("linear_w4a16", "linear_w4a16_many", "widen_w4")
+NEEDS_Q = ("linear_gguf", "linear_gguf_many", "widen_gguf")
+
+_linear_w4a16 = native_op("linear_w4a16")
+_linear_w4a16_many = native_op("linear_w4a16_many")
+_widen_w4 = native_op("widen_w4")
+_linear_gguf = native_op("linear_gguf")
+_linear_gguf_many = native_op("linear_gguf_many")
+_widen_gguf = native_op("widen_gguf")
+
+# The largest number of tokens for which the kernel for few is faster, as measured with 2,048
+# columns. Graphs with a dynamic number of tokens use it too.
+_MULTIPLIES_BFLOAT16 = "avx512bf16" in STATUS.isa_levels
+_LINEAR_LOW_BIT_MOST_TOKENS = {
+    torch.float32: 24,
+    torch.bfloat16: 12 if _MULTIPLIES_BFLOAT16 else 32,
+    torch.float16: 32,
+}
+_MOST_TOKENS_Q = {
+    torch.float32: 12,
+    torch.bfloat16: 6 if _MULTIPLIES_BFLOAT16 else 12,
+    torch.float16: 12,
+}
+# The smallest number of tokens in bfloat16 for which the tiles of AMX are faster; None: there are
+# none. Like torch by pieces, they round the weights to bfloat16.
+_LINEAR_LOW_BIT_FEWEST = 7 if STATUS.isa == "amx" else None
+_MANY_GROUP = 32  # groups of such weights are a multiple of this
+FORMATS = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")  # in the order of the native op
+_GROUP = 8  # the kernel's sums are for so many columns
+
+
+def _linear_low_bit_fits(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> bool:
+    return w4a16_fits(x, weight, scale, offset, bias) and group_of(weight, scale) % _GROUP == 0
+
+
+ACCEPTED_W4A16 = (
+    ROWS
+    & rules.cpu("weight", "scale", "offset", "bias")
+    & W4A16
+    & rules.custom(
+        _linear_low_bit_fits, f"shapes do not fit, or a group is not a multiple of {_GROUP} columns"
+    )
+)
+
+
+@implements(op_w4a16, ACCEPTED_W4A16, traits=(), needs=NEEDS)
+def linear_w4a16(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return ``x @ (weight * scale + offset).T + bias``; 4-bit weights are widened on the fly."""
+    is_narrow = _LINEAR_LOW_BIT_FEWEST is not None and x.dtype is torch.bfloat16
+    if is_narrow and group_of(weight, scale) % _MANY_GROUP == 0:
+        out = new_rows(x, weight.shape[0])
+        _linear_w4a16_many(out, x, weight, scale, offset, bias, _LINEAR_LOW_BIT_FEWEST)
+        return out
+    if is_known(x.numel() > _LINEAR_LOW_BIT_MOST_TOKENS[x.dtype] * x.shape[-1]):
+        return _linear_low_bit_by_pieces(x, weight, scale, offset, bias)
+    out = new_rows(x, weight.shape[0])
+    _linear_w4a16(out, x, weight, scale, offset, bias)
+    return out
+
+
+def _linear_low_bit_by_pieces(
+    x: Tensor, weight: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Multiply by pieces of *weight*, like those of 8 bits.
+
+    Where the CPU multiplies bfloat16, weights for tokens in bfloat16 are rounded to it: their
+    errors average out, and the rounding of the result is as large.
+    """
+    if plain_call.kernels_are_traced():
+        result: Tensor = op_w4a16.native(x, weight, scale, offset, bias)
+        return result
+
+    def widen(wide: Tensor, piece: slice) -> None:
+        _widen_w4(wide, weight[piece], scale[piece], None if offset is None else offset[piece])
+
+    return multiply_by_pieces(x, weight.shape[0], _dtype_of_pieces(x, bias), widen, bias)
+
+
+torch_compat.trace_instead(_linear_low_bit_by_pieces, op_w4a16.native)
+
+
+def _dtype_of_pieces(x: Tensor, bias: Tensor | None) -> torch.dtype:
+    """Return the dtype to multiply in; a float32 bias must not be rounded to bfloat16."""
+    is_narrow = (
+        x.dtype is torch.bfloat16
+        and _MULTIPLIES_BFLOAT16
+        and has_whole_tiles(x)
+        and (bias is None or bias.dtype is torch.bfloat16)
+    )
+    return torch.bfloat16 if is_narrow else torch.float32
+
+
+ACCEPTED_Q = ROWS & rules.cpu("weight", "bias") & Q & rules.custom(q_fits, "shapes do not fit")
+
+
+@implements(op_q, ACCEPTED_Q, traits=(), needs=NEEDS_Q)
+def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> Tensor:
+    """Return ``x @ dequantized(weight).T + bias``; blocks are dequantized on the fly."""
+    if _LINEAR_LOW_BIT_FEWEST is not None and x.dtype is torch.bfloat16:
+        out = new_rows(x, weight.shape[0])
+        _linear_gguf_many(out, x, weight, bias, FORMATS.index(format), _LINEAR_LOW_BIT_FEWEST)
+        return out
+    if is_known(x.numel() > _MOST_TOKENS_Q[x.dtype] * x.shape[-1]):
+        return _by_pieces_q(x, weight, bias, format)
+    out = new_rows(x, weight.shape[0])
+    _linear_gguf(out, x, weight, bias, FORMATS.index(format))
+    return out
+
+
+def _by_pieces_q(x: Tensor, weight: Tensor, bias: Tensor | None, format: str) -> Tensor:
+    """Multiply by pieces of *weight*, like those of ``linear_w4a16``."""
+    if plain_call.kernels_are_traced():
+        result: Tensor = op_q.native(x, weight, bias, format)
+        return result
+    index = FORMATS.index(format)
+
+    def widen(wide: Tensor, piece: slice) -> None:
+        _widen_gguf(wide, weight[piece], index)
+
+    return multiply_by_pieces(x, weight.shape[0], _dtype_of_pieces(x, bias), widen, bias)
+
+
+torch_compat.trace_instead(_by_pieces_q, op_q.native)

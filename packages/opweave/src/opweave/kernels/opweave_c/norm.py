@@ -1,4 +1,4 @@
-"""RMS norms."""
+"""Norms: RMS, gated and layer norm."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from torch import Tensor
 
 from opweave import ir
 from opweave.ir import rules
+from opweave.ir.ops.norm import layer_norm as layer_norm_op
+from opweave.ir.ops.norm import rms_norm_gated as rms_norm_gated_op
 from opweave.kernels.arguments import FLOATS
-from opweave.kernels.opweave_c.arguments import HAS_DIMS
-from opweave.kernels.opweave_c.call_paths import implements, native_op
+from opweave.kernels.opweave_c.calls import HAS_DIMS, ROWS, implements, native_op
+
+# RMS norms.
+
 
 _empty_like = torch.empty_like  # saves an attribute lookup on every call
 
@@ -79,3 +83,70 @@ def fused_add_rms_norm(
     """Add *x* to *x_residual* in-place (both ``[..., h]``), and normalize the sum into *x*."""
     _fused_add_rms_norm(x, x_residual, weight, epsilon)
     return x, x_residual
+
+
+# Gated RMS norm.
+
+
+_rms_norm_gated = native_op("rms_norm_gated")
+
+
+def _groups_fit(x: Tensor, group_size: int | None) -> bool:
+    width = x.shape[-1]
+    return width > 0 if group_size is None else group_size > 0 and width % group_size == 0
+
+
+@implements(
+    rms_norm_gated_op,
+    ROWS
+    & rules.cpu("weight", "z")
+    & rules.per_last_dim("weight", "x")
+    & (rules.same_dtype("x", "weight") | rules.dtype("weight", torch.float32))
+    & rules.same_dtype("x", "z")
+    & rules.same_shape("x", "z")
+    & rules.unit_stride("weight", "z")
+    # With more dimensions, the strides of native's result depend on both x and z.
+    & (rules.ndim("x", 1, 2) | rules.contiguous("x", "z"))
+    & rules.one_of("activation", "silu", "swish", "sigmoid")
+    & rules.custom(_groups_fit, "group_size does not divide the last dimension of x"),
+)
+def rms_norm_gated(
+    x: Tensor,
+    weight: Tensor | None,
+    z: Tensor | None,
+    epsilon: float,
+    group_size: int | None = None,
+    norm_before_gate: bool = False,
+    activation: str = "silu",
+) -> Tensor:
+    """Normalize the rows of *x* (``[..., h]``) after or before multiplying with the gate."""
+    out = _empty_like(x)
+    size = x.shape[-1] if group_size is None else group_size
+    _rms_norm_gated(out, x, weight, z, epsilon, size, norm_before_gate, activation == "sigmoid")
+    return out
+
+
+# Layer norm.
+
+
+_contiguous = torch.contiguous_format
+_layer_norm = native_op("layer_norm")
+
+
+@implements(
+    layer_norm_op,
+    ROWS
+    & rules.cpu("weight", "bias")
+    & rules.per_last_dim("weight", "x")
+    & rules.per_last_dim("bias", "x")
+    & (
+        rules.same_dtype("x", "weight", "bias")
+        | (rules.dtype("weight", torch.float32) & rules.dtype("bias", torch.float32))
+    )
+    & rules.unit_stride("weight", "bias"),
+)
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+    """Normalize the rows of *x* (``[..., h]``) into a new tensor."""
+    out = _empty_like(x, memory_format=_contiguous)
+    _layer_norm(out, x, weight, bias, epsilon)
+    return out

@@ -1,19 +1,145 @@
-"""Attention over the paged cache.
-
-A sequence length or block number out of range raises RuntimeError.
-"""
+"""Attention over the paged cache, writes into it, and the inputs of the next decode step."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
+from opweave import _custom_ops
 from opweave.ir import rules
+from opweave.ir.donation import clone_in_layout
+from opweave.ir.ops.kv_cache import advance_step_flashattn as advance_step_flashattn_op
+from opweave.ir.ops.kv_cache import reshape_and_cache as reshape_and_cache_op
 from opweave.ir.ops.paged_attention import attention_quant as attention_quant_op
-from opweave.ir.ops.paged_attention import paged_attention as op
-from opweave.kernels.opweave_c.arguments import one_float32
-from opweave.kernels.opweave_c.call_paths import implements, native_op
-from opweave.kernels.paged import ATTENDS, attention_fits, has_whole_heads
+from opweave.ir.ops.paged_attention import paged_attention as paged_attention_op
+from opweave.ir.rules import ALIAS_SAFE, BATCH_INVARIANT
+from opweave.kernels.arguments import ATTENDS, WRITES, attention_fits, has_whole_heads
+from opweave.kernels.opweave_c.calls import implements, native_op, one_float32
+from opweave.kernels.wrap import mutating
+
+# Write keys and values into the paged cache, in-place.
+#
+# A slot out of range raises RuntimeError before anything is written.
+
+
+_write = native_op("reshape_and_cache")
+
+
+@implements(
+    reshape_and_cache_op,
+    rules.cpu("key", "value", "key_cache", "value_cache", "slot_mapping") & WRITES,
+    inplace=True,
+    traits={ALIAS_SAFE, BATCH_INVARIANT},
+)
+def reshape_and_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Write *key* and *value* into their slots of the caches, in-place."""
+    try:
+        _write(key, value, key_cache, value_cache, slot_mapping)
+    except RuntimeError:
+        pass  # a cache overlaps something, or the arguments are invalid and the next call raises
+    else:
+        return key_cache, value_cache
+    key_cache, value_cache = clone_in_layout(key_cache), clone_in_layout(value_cache)
+    _write(key, value, key_cache, value_cache, slot_mapping)
+    return key_cache, value_cache
+
+
+# Advance the decode inputs of all sequences by one token, in-place.
+
+
+_UPDATED = ("input_tokens", "input_positions", "seq_lens", "slot_mapping")
+_TENSORS = (*_UPDATED, "sampled_token_ids", "block_tables")
+
+
+def _separate(
+    input_tokens: Tensor,
+    sampled_token_ids: Tensor,
+    input_positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+) -> bool:
+    updated = (input_tokens, input_positions, seq_lens, slot_mapping)
+    others = (sampled_token_ids, block_tables)
+    return len({*map(id, updated), *map(id, others)}) == len(_TENSORS)
+
+
+@implements(
+    advance_step_flashattn_op,
+    rules.cpu(*_TENSORS)
+    & rules.ndim("seq_lens", 1)
+    & rules.ndim("sampled_token_ids", 1, 2)
+    & rules.contiguous(*_UPDATED)
+    & rules.unit_stride("block_tables")
+    & rules.custom(_separate, "one tensor is passed twice"),
+    inplace=True,
+    traits={ALIAS_SAFE, BATCH_INVARIANT},
+)
+def advance_step_flashattn(
+    input_tokens: Tensor,
+    sampled_token_ids: Tensor,
+    input_positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Advance every sequence in-place, and return the four updated tensors."""
+    updated = (input_tokens, input_positions, seq_lens, slot_mapping)
+    rest = (sampled_token_ids, block_tables, block_size)
+    sizes = (seq_lens.shape[0], sampled_token_ids.shape[0])
+    advance = _with_any_sizes if any(isinstance(s, SymInt) for s in sizes) else _with_sizes
+    try:
+        advance(*updated, *rest)
+    except RuntimeError:
+        pass  # tensors overlap, or the arguments are invalid and the next call raises
+    else:
+        return updated
+    tokens, positions, lengths, slots = (tensor.clone() for tensor in updated)
+    try:
+        advance(tokens, positions, lengths, slots, *rest)
+    except RuntimeError as error:  # native raises ValueError
+        raise ValueError(str(error)) from error
+    return tokens, positions, lengths, slots
+
+
+def _with_sizes(
+    input_tokens: Tensor,
+    input_positions: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    sampled_token_ids: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> None:
+    _custom_ops.advance_step_flashattn(
+        seq_lens.shape[0],
+        sampled_token_ids.shape[0],
+        block_size,
+        input_tokens,
+        sampled_token_ids,
+        input_positions,
+        seq_lens,
+        slot_mapping,
+        block_tables,
+    )
+
+
+# For dynamic shapes: the native op takes sizes as plain integers, which would be specialized.
+_with_any_sizes = mutating(
+    "opweave_c_sizes",
+    "advance_step(Tensor(a!) input_tokens, Tensor(b!) input_positions, Tensor(c!) seq_lens, "
+    "Tensor(d!) slot_mapping, Tensor sampled_token_ids, Tensor block_tables, int block_size) "
+    "-> ()",
+)(_with_sizes)
+
+
+# Attention over the paged cache.
+#
+# A sequence length or block number out of range raises RuntimeError.
+
 
 _BLOCK_STEP = 16
 
@@ -43,7 +169,7 @@ _COMMON = (
 )
 
 
-@implements(op, _COMMON)
+@implements(paged_attention_op, _COMMON)
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,

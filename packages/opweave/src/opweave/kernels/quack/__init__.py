@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from opweave.adapters import wrap
-from opweave.base.packages import is_installed
 from opweave.ir import ops, rules
-from opweave.ir.traits import ROUNDS_LESS
+from opweave.ir.rules import ROUNDS_LESS
 from opweave.kernels.arguments import FLOATS, aligned, nvidia, residual, row
+from opweave.kernels.wrap import wrap
+from opweave.packages import is_installed
 
 # The kernels are made for matrices, and for Hopper and later GPUs, whose clusters share long rows.
 _X = (

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from opweave.adapters import FunctionByArgument, Output, wrap
-from opweave.base.packages import is_installed
 from opweave.ir import ops, rules
-from opweave.ir.traits import ROUNDS_LESS
+from opweave.ir.rules import ROUNDS_LESS
 from opweave.kernels.arguments import FLOATS, NARROW_FLOATS, aligned, nvidia, residual, row
 from opweave.kernels.rotary_arguments import HEADS, angles, tokens
+from opweave.kernels.wrap import FunctionByArgument, Output, wrap
+from opweave.packages import is_installed
 
 _X = nvidia("x", 8, 0) & rules.contiguous("x") & aligned("x")
 # The norms are matrix kernels for 16-bit floats, and read the weight with the dtype of x.

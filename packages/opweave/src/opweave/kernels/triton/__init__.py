@@ -8,28 +8,6 @@ Reference: Tillet, Kung and Cox, "Triton: An Intermediate Language and Compiler 
 Network Computations", MAPL 2019.
 """
 
-from opweave.kernels.triton import (
-    activation,
-    advance_step,
-    fused_quant,
-    kv_cache,
-    linear_low_bit,
-    linear_w8a8,
-    norm,
-    paged_attention,
-    quant,
-    rotary,
-)
+from opweave.kernels.triton import attention, linear, rows
 
-__all__ = [
-    "activation",
-    "advance_step",
-    "fused_quant",
-    "kv_cache",
-    "linear_low_bit",
-    "linear_w8a8",
-    "norm",
-    "paged_attention",
-    "quant",
-    "rotary",
-]
+__all__ = ["rows", "attention", "linear"]

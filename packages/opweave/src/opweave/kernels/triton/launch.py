@@ -1,27 +1,218 @@
-"""Launch Triton kernels with little work on the host.
-
-``kernel[grid](...)`` costs the host tens of microseconds per call: Triton binds the arguments by
-name, and formats all options as text to find the compiled kernel. :func:`launch` does this once for
-each key of :func:`key_of`, and then calls the launcher of the compiled kernel.
-
-The first call with a key decides about ``TRITON_DEBUG``. While a profiler has registered launch
-hooks, calls go through Triton, which runs them.
-"""
+"""Launch Triton kernels with little work on the host: argument rules, outputs, registration."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import logging
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opweave.kernels.triton.registration import INTERPRETED
+from opweave.ir import IrOp, rules
+from opweave.ir.rules import BATCH_INVARIANT, Predicate, Rule, TensorRule
+from opweave.kernels.arguments import FLOATS, one_element
+from opweave.kernels.wrap import opaque
+from opweave.packages import is_installed
+
+# Register implementations in Triton.
+
+
+Function = Callable[..., Any]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton interprets kernels on CPU tensors."""
+
+NAMESPACE = "opweave_triton"
+_IS_THERE = is_installed("triton")
+
+
+def block_of(size: int) -> int:
+    """Return the smallest power of two that is at least *size*.
+
+    >>> [block_of(size) for size in (1, 64, 65)]
+    [1, 64, 128]
+    """
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def implements(
+    op: IrOp,
+    supports_args: Predicate,
+    *,
+    inplace: bool = False,
+    traits: Iterable[str] = (BATCH_INVARIANT,),
+) -> Callable[[Function], Function]:
+    """Register the decorated function as the Triton implementation of *op*.
+
+    The function becomes an opaque op, unless it is in-place. An in-place implementation must call
+    its kernels through :func:`opweave.kernels.wrap.mutating`.
+    """
+    register = op.register_impl(
+        "triton",
+        supported=_IS_THERE,
+        unsupported_reason=None if _IS_THERE else "Triton is not installed",
+        supports_args=supports_args,
+        inplace=inplace,
+        traits=traits,
+    )
+    make_opaque = opaque(op, NAMESPACE)
+    return register if inplace else lambda function: register(make_opaque(function))
+
+
+# The GPU that kernels are launched on: its limits, and how many programs keep it busy.
+
+
+MANY_BYTES = 128 * 1024
+"""The shared memory that large tiles need, with two prefetched ones."""
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Return the shared memory per program, in bytes."""
+    if INTERPRETED:
+        return MANY_BYTES
+    properties: Any = torch.cuda.get_device_properties(device)  # incompletely typed in torch
+    usual = properties.shared_memory_per_block  # all there is on AMD GPUs
+    return int(getattr(properties, "shared_memory_per_block_optin", usual))
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors or compute units."""
+    if INTERPRETED:
+        return 16  # so that kernels run with and without splits in tests
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def split_count(programs: int, wanted: int, most: int, where: torch.device) -> int:
+    """Return by how many programs each of *programs* is replaced, a power of two.
+
+    Args:
+        programs: the number of programs without splits.
+        wanted: the programs per multiprocessor that hide the latency of memory.
+        most: the largest useful number of splits.
+        where: the GPU.
+    """
+    splits = wanted * processors(where) // max(programs, 1)
+    return 1 << max(min(splits, most), 1).bit_length() - 1
+
+
+# Allocate outputs, which are contiguous like those of native.
+
+
+def new_rows(x: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an empty tensor ``(*x.shape[:-1], width)``, by default with the dtype of *x*."""
+    return x.new_empty((*x.shape[:-1], width), dtype=dtype)
+
+
+def half_of(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an empty tensor of shape ``(..., d)`` for *x* of shape ``(..., 2 * d)``."""
+    return new_rows(x, x.shape[-1] // 2, dtype)
+
+
+def codes_and_scales(
+    x: Tensor, width: int, dtype: torch.dtype, count: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Return empty tensors for ``(..., width)`` codes, and float32 ``(..., count)`` scales."""
+    return new_rows(x, width, dtype), new_rows(x, count, torch.float32)
+
+
+# Argument rules shared by several implementations.
+
+
+MAX_WIDTH = 65536
+"""The largest row, in elements, that one program holds in registers."""
+
+LIBRARY_FLOATS = (torch.float32, torch.float16) if INTERPRETED else FLOATS
+"""The dtypes that the kernels of other libraries support."""
+
+on_device = rules.cpu if INTERPRETED else rules.cuda
+"""Require that tensors are on a GPU, or on the CPU if Triton is interpreted."""
+
+
+def spaced_rows(name: str, *dtypes: torch.dtype) -> Rule:
+    """Require that *name* has one of *dtypes*, and is contiguous or a matrix of contiguous rows."""
+    return (
+        on_device(name)
+        & rules.dtype(name, *dtypes)
+        & rules.ndim(name, *range(1, 9))
+        & (rules.contiguous(name) | (rules.ndim(name, 2) & rules.unit_stride(name)))
+    )
+
+
+def rows(name: str) -> Rule:
+    """Require that *name* is a float tensor, contiguous or a matrix with contiguous rows.
+
+    The rows must have at most :data:`MAX_WIDTH` elements.
+    """
+    narrow = TensorRule(
+        (name,),
+        "{t}.shape[-1] <= {0}",
+        lambda n, t: f"{n}: rows of {t.shape[-1]} elements (supports up to {MAX_WIDTH})",
+        (MAX_WIDTH,),
+    )
+    return spaced_rows(name, *FLOATS) & narrow
+
+
+def library_rows(name: str) -> Rule:
+    """Require rows that the kernels of another library can read: contiguous, and as :func:`rows`.
+
+    These kernels compute with bfloat16 numbers, of which Triton's interpreter multiplies the bits.
+    """
+    contiguous = rows(name) & rules.contiguous(name)
+    return contiguous & rules.dtype(name, *LIBRARY_FLOATS)
+
+
+def has_float8(name: str) -> Rule:
+    """Require that *name* is on a device for which Triton supports float8_e4m3fn."""
+    return TensorRule(
+        (name,),
+        "{0}({t})",
+        lambda n, t: f"{n}: on {t.device} (float8_e4m3fn needs NVIDIA compute capability 8.9)",
+        (_has_float8,),
+    )
+
+
+def _has_float8(x: Tensor) -> bool:
+    if INTERPRETED:
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+def one_float32(name: str) -> Rule:
+    """Require that *name* is one float32 on the device, or None if it is optional."""
+    return on_device(name) & rules.dtype(name, torch.float32) & one_element(name)
+
+
+def row_count(x: Tensor) -> int:
+    """Return the number of rows of *x*.
+
+    >>> row_count(torch.empty(3, 5, 7)), row_count(torch.empty(0, 7)), row_count(torch.empty(7))
+    (15, 0, 1)
+    """
+    return x.shape[:-1].numel()
+
+
+def row_stride(x: Tensor) -> int:
+    """Return the row stride of *x*, in elements."""
+    return x.stride(-2) if x.ndim > 1 else 0
+
+
+# Launch Triton kernels with little work on the host.
+#
+# ``kernel[grid](...)`` costs the host tens of microseconds per call: Triton binds the arguments
+# by name, and formats all options as text to find the compiled kernel. :func:`launch` does this
+# once for each key of :func:`key_of`, and then calls the launcher of the compiled kernel.
+#
+# The first call with a key decides about ``TRITON_DEBUG``. While a profiler has registered
+# launch hooks, calls go through Triton, which runs them.
+
 
 Key = tuple[object, ...]
 

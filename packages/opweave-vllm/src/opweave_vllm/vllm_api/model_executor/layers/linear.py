@@ -10,7 +10,7 @@ from opweave.layers import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from opweave.layers.linear.method import UnquantizedLinearMethod
+from opweave.layers.linear_methods import UnquantizedLinearMethod
 from opweave_vllm.vllm_api.model_executor.layers.quantization.base_config import (
     QuantizeMethodBase,
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from opweave.layers import ParallelLMHead, VocabParallelEmbedding, vocab_shard
-from opweave.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from opweave.layers import ParallelLMHead, VocabParallelEmbedding, embedding
+from opweave.layers.embedding import UnquantizedEmbeddingMethod
 
 __all__ = [
     "DEFAULT_VOCAB_PADDING_SIZE",
@@ -18,4 +18,4 @@ DEFAULT_VOCAB_PADDING_SIZE = 64
 
 def pad_vocab_size(vocab_size: int, pad_to: int = DEFAULT_VOCAB_PADDING_SIZE) -> int:
     """Return *vocab_size*, rounded up to a multiple of *pad_to*."""
-    return vocab_shard.pad_vocab_size(vocab_size, pad_to)
+    return embedding.pad_vocab_size(vocab_size, pad_to)

@@ -7,9 +7,9 @@ multiply bfloat16 matrices, so this module computes the bits and multiplies in f
 import triton
 import triton.language as tl
 
-from opweave.kernels.triton import registration
+from opweave.kernels.triton import launch
 
-INTERPRETED = tl.constexpr(registration.INTERPRETED)
+INTERPRETED = tl.constexpr(launch.INTERPRETED)
 
 
 @triton.jit

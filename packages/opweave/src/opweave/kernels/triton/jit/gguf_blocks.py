@@ -1,4 +1,4 @@
-"""Dequantize tiles of the blocks of GGUF files, which ``opweave.ir.ops.gguf_blocks`` describes.
+"""Dequantize tiles of the blocks of GGUF files, which ``opweave.ir.ops.low_bit`` describes.
 
 Numbers are read byte by byte, because blocks have any alignment.
 """

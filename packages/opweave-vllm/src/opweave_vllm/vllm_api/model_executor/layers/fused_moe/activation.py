@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opweave.ir.ops.expert_activation import bound_activation, expert_activation
+from opweave.ir.ops.fused_experts import bound_activation, expert_activation
 
 __all__ = ["MoEActivation", "apply_moe_activation"]
 

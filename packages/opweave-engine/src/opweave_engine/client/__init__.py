@@ -1,1 +1,0 @@
-"""Engines for asyncio, and the interface that a server uses."""

@@ -1,1 +1,0 @@
-"""Encoder models: one vector per text."""

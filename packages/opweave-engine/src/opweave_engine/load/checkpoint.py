@@ -1,0 +1,463 @@
+"""A checkpoint: a directory in Hugging Face's layout, or a GGUF file that stands for one."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from opweave.layers.linear import LinearMethod
+from opweave_engine.errors import CheckpointError, SamplingParamsError, require
+from opweave_engine.load.gguf import is_gguf, read_gguf
+from opweave_engine.load.gguf_files import has_json, json_of
+from opweave_engine.models.config import Fields
+from opweave_engine.models.weights import shown_name
+from opweave_engine.sampling.params import SamplingParams
+
+# Where a model's weights come from: named tensors, some of them quantized.
+
+
+class TensorSource(Protocol):
+    """Named tensors, as the model's checkpoints in Hugging Face's format name them."""
+
+    @property
+    def file(self) -> Path:
+        """The file, for errors."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor, by name, without reading one."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor; a quantized one is dequantized."""
+
+
+@runtime_checkable
+class QuantizedSource(TensorSource, Protocol):
+    """Tensors of which some are quantized."""
+
+    @property
+    def methods(self) -> Mapping[str, LinearMethod]:
+        """How a linear layer keeps each quantized weight, by the name of the module."""
+
+    def parameters(self, module: str, method: LinearMethod) -> dict[str, Tensor]:
+        """Return the parameters of a module of ``methods``, by the names that *method* uses.
+
+        Args:
+            module: its name.
+            method: that of ``methods``, or the form of it that the layer keeps.
+        """
+
+
+# Dtypes and shapes of a checkpoint's tensors.
+
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def named_dtype(dtype: str, config: Mapping[str, Any]) -> torch.dtype | None:
+    """Return *dtype*, or the configuration's; None if neither says one."""
+    saved = Fields(config).dtype()
+    if dtype == "auto" and saved is None:
+        return None
+    if dtype == "auto" and saved not in DTYPES:
+        raise CheckpointError(
+            f"config.json has dtype {saved!r}, which dtype='auto' cannot follow. "
+            f"Choose one of: {', '.join(DTYPES)}."
+        )
+    return DTYPES[str(saved) if dtype == "auto" else dtype]
+
+
+def dtype_of(files: Iterable[TensorSource]) -> torch.dtype:
+    """Return the dtype of a tensor, where models can be loaded in it."""
+    for file in files:
+        for name in list(file.shapes())[:1]:
+            if (found := file.tensor(name).dtype) in DTYPES.values():
+                return found
+    return torch.float32
+
+
+def shapes_of(files: Iterable[TensorSource]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor, by name, if each is in one file only."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    holders: dict[str, Path] = {}
+    for file in files:
+        for name, shape in file.shapes().items():
+            if name in shapes:
+                raise CheckpointError(
+                    f"{holders[name]} and {file.file} both hold the tensor {shown_name(name)}; "
+                    "which one counts is not known. Download or copy the checkpoint again."
+                )
+            shapes[name], holders[name] = shape, file.file
+    return shapes
+
+
+# A checkpoint: a directory in Hugging Face's layout, or a GGUF file that stands for one.
+
+
+# Called with the number of tensors loaded so far and in total.
+Progress = Callable[[int, int], None]
+
+_log = logging.getLogger(__name__)
+
+_SHOWN = 8  # names in an error
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def checkpoint_path(path: object) -> Path:
+    """Return *path*.
+
+    Raises:
+        CheckpointError: *path* is not a path.
+    """
+    if not isinstance(path, str | PathLike):
+        raise CheckpointError(
+            f"The model is {path!r}; it must be the name of a checkpoint's directory or GGUF file."
+        )
+    return Path(path)
+
+
+class Checkpoint:
+    """The directory or GGUF file *path*.
+
+    Attributes:
+        path: of the directory or file.
+        gguf: the contents of the file; None for a directory.
+
+    Raises:
+        CheckpointError: there is no such directory, or the file is damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = checkpoint_path(path).expanduser()
+        self.gguf = read_gguf(self.path) if is_gguf(self.path) else None
+        if self.gguf is None and not self.path.is_dir():
+            raise CheckpointError(
+                f"{str(path)!r} is not a directory. Give the directory of a checkpoint, with "
+                "config.json, tokenizer.json and safetensors files; or a GGUF file."
+            )
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a file *name*, or a GGUF file that stands for it."""
+        if self.gguf is not None:
+            return has_json(self.gguf, name)
+        return (self.path / name).exists()
+
+    def json(self, name: str) -> dict[str, Any] | None:
+        """Return the object in file *name*, or None if there is no such file.
+
+        Raises:
+            CheckpointError: the file does not hold a JSON object.
+        """
+        if self.gguf is not None:
+            return json_of(self.gguf, name)
+        if not self._has(name):
+            return None
+        value = self._json(name)
+        if not isinstance(value, dict):
+            kind = "null" if value is None else type(value).__name__
+            raise CheckpointError(f"{self.path / name} must hold a JSON object, not {kind}.")
+        return value
+
+    def json_list(self, name: str) -> list[dict[str, Any]] | None:
+        """Return the list of objects in file *name*, or None if there is no such file.
+
+        Raises:
+            CheckpointError: the file does not hold a JSON list of objects.
+        """
+        if self.gguf is not None or not self._has(name):
+            return None
+        value = self._json(name)
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise CheckpointError(f"{self.path / name} must hold a JSON list of objects.")
+        return value
+
+    def config(self) -> dict[str, Any]:
+        """Return the object in ``config.json``.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        config = self.json("config.json")
+        if config is None:
+            files = sorted(self.path.glob("*.gguf"))
+            gguf = f" Give the GGUF file itself, such as {str(files[0])!r}." if files else ""
+            raise CheckpointError(
+                f"{self.path} has no config.json. It holds: {self._listing()}.{gguf}"
+            )
+        return config
+
+    def tensor_files(self) -> list[Path]:
+        """Return the safetensors files: the single one, or those that the index names.
+
+        Raises:
+            CheckpointError: no file exists, or the index is damaged or names a missing file.
+        """
+        if self._has(_SINGLE):
+            return [self.path / _SINGLE]
+        names = sorted(set(self._weight_map().values()))
+        missing = [name for name in names if not self._is_file(name)]
+        if missing:
+            raise CheckpointError(
+                f"{self.path / _INDEX} names files that are missing: {_some(missing)}."
+            )
+        return [self.path / name for name in names]
+
+    def check_index(self, tensors: Collection[str], *, optional: str | None = None) -> None:
+        """Check that the index, if it counts, names no other than *tensors*.
+
+        Args:
+            tensors: the names of those that the files hold.
+            optional: a tensor that the model can do without; that it is missing is logged.
+
+        Raises:
+            CheckpointError: it does.
+        """
+        if self.gguf is not None or self._has(_SINGLE):
+            return
+        lost = [name for name in self._weight_map() if name not in tensors]
+        if optional in lost:
+            lost.remove(optional)
+            _log.warning(
+                "%s names %s, which no file has; the model does not need it",
+                self.path / _INDEX, optional,
+            )  # fmt: skip
+        if lost:
+            raise CheckpointError(
+                f"{self.path / _INDEX} names tensors that no file has: {_some(lost)}. "
+                "Download or copy the checkpoint again."
+            )
+
+    def _weight_map(self) -> dict[str, str]:
+        """Return the file of each tensor, as the index says."""
+        index = self.json(_INDEX)
+        if index is None:
+            raise CheckpointError(
+                f"{self.path} has neither {_SINGLE} nor {_INDEX}. It holds: {self._listing()}."
+            )
+        files = index.get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+            raise CheckpointError(
+                f"{self.path / _INDEX} has no 'weight_map' from tensors to files."
+            )
+        for name in set(files.values()):
+            self.inside(name, _INDEX)
+        return files
+
+    def inside(self, name: str, source: str) -> Path:
+        """Return the path of *name*, which the file *source* names.
+
+        Links are followed: the cache of the hub consists of them.
+
+        Raises:
+            CheckpointError: it names a place outside of the checkpoint.
+        """
+        posix, windows = PurePosixPath(name), PureWindowsPath(name)
+        if posix.is_absolute() or windows.anchor or ".." in (*posix.parts, *windows.parts):
+            raise CheckpointError(
+                f"{self.path / source} names {shown_name(name)}, which is outside of the "
+                "checkpoint; names must be relative and without '..'. Copy the file into the "
+                "directory, and correct the name."
+            )
+        return self.path / name
+
+    def _is_file(self, name: str) -> bool:
+        try:
+            return (self.path / name).is_file()
+        except (OSError, ValueError):  # no file can have that name: it is too long
+            return False
+
+    def _has(self, name: str) -> bool:
+        """Return whether *name* exists; if it exists and is not a regular file, raise an error."""
+        file = self.path / name
+        if file.is_file():
+            return True
+        if file.exists():
+            kind = "a directory" if file.is_dir() else "something else"
+            raise CheckpointError(f"{file} must be a file, but is {kind}.")
+        if file.is_symlink():
+            raise CheckpointError(
+                f"{file} is a link to {str(file.readlink())!r}, which does not exist."
+            )
+        return False
+
+    def _json(self, name: str) -> Any:
+        file = self.path / name
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))
+        except RecursionError as error:
+            raise CheckpointError(
+                f"{file} is not readable JSON: it is nested too deeply."
+            ) from error
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file} is not readable JSON: {error}.") from error
+
+    def _listing(self) -> str:
+        return _some(sorted(file.name for file in self.path.iterdir())) or "nothing"
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first of *names* for an error."""
+    return ", ".join([*map(shown_name, names[:_SHOWN]), *["…"] * (len(names) > _SHOWN)])
+
+
+class TensorFile:
+    """One safetensors file, mapped into memory; use it as a context manager.
+
+    Raises:
+        CheckpointError: the file is truncated or damaged.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        safe_open = require("safetensors").safe_open
+        try:
+            self._handle = safe_open(file, framework="pt", device="cpu")
+        except Exception as error:
+            raise CheckpointError(
+                f"{file} is damaged or cut short ({error}). Download or copy it again."
+            ) from error
+
+    def __enter__(self) -> TensorFile:
+        self._handle.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._handle.__exit__(*exception)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor, by name; reads no tensor."""
+        names: list[str] = self._handle.keys()
+        return {name: tuple(self._handle.get_slice(name).get_shape()) for name in names}
+
+    def dtypes(self) -> dict[str, str]:
+        """Return the dtype of every tensor as the format calls it, by name; reads no tensor."""
+        return {name: self._handle.get_slice(name).get_dtype() for name in self.shapes()}
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor."""
+        tensor: Tensor = self._handle.get_tensor(name)
+        return tensor
+
+
+# Sampling defaults from ``generation_config.json``.
+
+
+FILE = "generation_config.json"
+# "vllm" is what vLLM calls its own defaults.
+_OFF = ("none", "vllm")
+# The names in the file, and those of SamplingParams.
+_FOLLOWED = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
+# Other fields that change what transformers generates, and the values that do not.
+_NOT_FOLLOWED: Mapping[str, tuple[object, ...]] = {
+    "do_sample": (True,),
+    "num_beams": (1,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "top_h": (),
+    "penalty_alpha": (0,),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "bad_words_ids": ([],),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ({}, []),
+    "stop_strings": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+}
+
+
+def generation_folder(checkpoint: Checkpoint, source: str) -> Checkpoint:
+    """Return the directory whose ``generation_config.json`` counts.
+
+    Args:
+        checkpoint: of the model.
+        source: ``EngineConfig.generation_config``.
+
+    Raises:
+        CheckpointError: *source* is not a directory with that file.
+    """
+    if source == "auto" or source in _OFF:
+        return checkpoint
+    folder = Checkpoint(source)
+    if folder.json(FILE) is None:
+        raise CheckpointError(
+            f"generation_config={source!r} has no {FILE}. Give a directory that has it, 'auto' for "
+            "the checkpoint's, or 'none'."
+        )
+    return folder
+
+
+def sampling_defaults(checkpoint: Checkpoint, source: str = "auto") -> dict[str, Any]:
+    """Return the sampling parameters that ``generation_config.json`` sets, by their name.
+
+    Args:
+        checkpoint: of the model.
+        source: ``"auto"`` for the file in *checkpoint*, ``"none"`` for no defaults, or a directory
+            with another such file.
+
+    Raises:
+        CheckpointError: the file is damaged or missing, or a value is out of range.
+    """
+    if source in _OFF:
+        return {}
+    folder = generation_folder(checkpoint, source)
+    fields = folder.json(FILE) or {}
+    given = {
+        ours: fields[theirs] for theirs, ours in _FOLLOWED.items() if fields.get(theirs) is not None
+    }
+    try:
+        SamplingParams(**given)
+    except SamplingParamsError as error:
+        raise CheckpointError(
+            f"{folder.path / FILE} has a wrong value: {error} Correct it, or do without the file's "
+            "defaults (--generation-config none)."
+        ) from error
+    return given
+
+
+def log_defaults(checkpoint: Checkpoint, source: str, defaults: Mapping[str, Any]) -> None:
+    """Log the sampling defaults, and what ``generation_config.json`` asks for in vain."""
+    if source in _OFF:
+        return
+    folder = generation_folder(checkpoint, source)
+    # Defaults of SamplingParams change nothing.
+    neutral = SamplingParams()
+    changed = {k: v for k, v in defaults.items() if v != getattr(neutral, k)}
+    if changed:
+        _log.warning(
+            "sampling defaults from %s: %s; requests override them, and "
+            "generation_config='none' (--generation-config none) disables them",
+            folder.path / FILE, _listed(changed),
+        )  # fmt: skip
+    fields = folder.json(FILE) or {}
+    ignored = {
+        name: fields[name]
+        for name, neutral_values in _NOT_FOLLOWED.items()
+        if fields.get(name) is not None and fields[name] not in neutral_values
+    }
+    if ignored:
+        _log.warning("%s: not followed: %s", folder.path / FILE, _listed(ignored))
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())

@@ -1,0 +1,928 @@
+"""GGUF files: configuration, chat template and weights of a model in one file."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import struct
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from opweave.ir.ops.low_bit import GGUF_BLOCKS
+from opweave.layers.linear import LinearMethod
+from opweave.layers.linear_methods import BlockMethod
+from opweave_engine.errors import CheckpointError, require
+from opweave_engine.models import CheckpointModel, UnsupportedModelError
+from opweave_engine.models.weights import shown_name
+
+# The metadata keys of GGUF files: those that are read, change nothing, or are refused.
+#
+# Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and what llama.cpp does with
+# the keys of each architecture. Keys of an architecture are without its name.
+
+
+READ = frozenset((
+    "general.alignment", "general.architecture", "general.type",
+    "general.sampling.min_p", "general.sampling.penalty_repeat", "general.sampling.temp",
+    "general.sampling.top_k", "general.sampling.top_p",
+    "split.count",
+    *(f"tokenizer.ggml.{key}" for key in (
+        "add_bos_token", "add_eos_token", "add_space_prefix", "bos_token_id", "eom_token_id",
+        "eos_token_id", "eot_token_id", "merges", "model", "padding_token_id", "pre", "scores",
+        "token_type", "tokens", "unknown_token_id",
+    )),
+    "tokenizer.chat_template", "tokenizer.chat_templates",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length",
+    "attention.layer_norm_rms_epsilon", "block_count", "context_length", "embedding_length",
+    "feed_forward_length",
+    "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.attn_factor",
+    "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.type",
+    "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_ext_factor",
+))  # fmt: skip
+"""Keys that are read for every architecture."""
+
+_EXPERTS = frozenset(("expert_count", "expert_used_count"))
+READ_BY: Mapping[str, frozenset[str]] = {
+    "llama": _EXPERTS,
+    "qwen3moe": _EXPERTS | {"expert_feed_forward_length"},
+    "gemma3": frozenset((
+        "attention.sliding_window", "attention.sliding_window_pattern",
+        "final_logit_softcapping", "rope.freq_base_swa",
+    )),
+}  # fmt: skip
+"""Keys that are read for one architecture and refused for the others."""
+
+HARMLESS = frozenset((
+    "general.author", "general.basename", "general.description", "general.doi",
+    "general.file_type", "general.finetune", "general.languages", "general.license",
+    "general.name", "general.organization", "general.quantized_by", "general.repo_url",
+    "general.size_label", "general.tags", "general.url", "general.uuid", "general.version",
+    "general.base_model.", "general.dataset.", "general.license.", "general.source.",
+    "general.parameter_count",
+    *(f"tokenizer.ggml.{key}" for key in (
+        "add_sep_token", "fim_mid_token_id", "fim_pad_token_id", "fim_pre_token_id",
+        "fim_rep_token_id", "fim_sep_token_id", "fim_suf_token_id", "mask_token_id",
+        "middle_token_id", "prefix_token_id", "seperator_token_id", "suffix_token_id",
+        "token_type_count",
+    )),
+    "tokenizer.chat_template.", "tokenizer.huggingface.json",
+    "classifier.output_labels", "decoder_start_token_id", "pooling_type", "tensor_data_layout",
+    "vocab_size",
+    # Norms of these architectures have their epsilon under another key.
+    "attention.group_norm_epsilon", "attention.group_norm_groups", "attention.layer_norm_epsilon",
+    "rope.scaling.finetuned",
+))  # fmt: skip
+"""Keys that do not change what a model computes; those that end with a dot are prefixes."""
+
+REFUSED = frozenset((
+    "general.quantization_version",
+    "tokenizer.ggml.precompiled_charsmap", "tokenizer.ggml.remove_extra_whitespaces",
+    "tokenizer.rwkv.world",
+    "activation_sparsity_scale", "altup.active_idx", "altup.num_inputs", "attn_logit_softcapping",
+    "decoder_block_count", "embedding_length_out", "embedding_length_per_layer_input",
+    "embedding_scale", "expert_chunk_feed_forward_length", "expert_gating_func",
+    "expert_group_count", "expert_group_scale", "expert_group_used_count", "expert_shared_count",
+    "expert_shared_feed_forward_length", "expert_weights_norm", "expert_weights_scale",
+    "experts_per_group", "features_length", "full_attention_interval",
+    "interleave_moe_layer_step", "leading_dense_block_count", "logit_scale",
+    "moe_every_n_layers", "moe_latent_size", "n_deepstack_layers", "nextn_predict_layers",
+    "rescale_every_n_layers", "residual_scale", "router_logit_softcapping", "swiglu_clamp_exp",
+    "swiglu_clamp_shexp", "swin_norm", "time_decay_extra_dim", "time_mix_extra_dim",
+    "token_shift_count", "use_parallel_residual", "{dense}_feat_in", "{dense}_feat_out",
+    *(f"attention.{key}" for key in (
+        "causal", "clamp_kqv", "decay_lora_rank", "gate_lora_rank", "iclr_lora_rank",
+        "indexer.head_count", "indexer.key_length", "indexer.top_k", "key_length_mla",
+        "key_length_swa", "kv_lora_rank", "max_alibi_bias", "output_scale", "q_lora_rank",
+        "relative_buckets_count", "scale", "shared_kv_layers", "temperature_length",
+        "temperature_scale", "value_length", "value_length_mla", "value_length_swa",
+        "value_residual_mix_lora_rank",
+    )),
+    "convnext.block_count", "convnext.embedding_length", "kda.head_dim",
+    "posnet.block_count", "posnet.embedding_length", "shortconv.l_cache",
+    "ssm.conv_kernel", "ssm.dt_b_c_rms", "ssm.group_count", "ssm.inner_size", "ssm.state_size",
+    "ssm.time_step_rank", "wkv.head_size",
+    "rope.dimension_count_swa", "rope.dimension_sections", "rope.scaling.alpha",
+    "rope.scaling.yarn_log_multiplier",
+))  # fmt: skip
+"""Keys that change what a model computes, unless the value is zero or what is computed anyway."""
+
+# Sections in which a key that is not listed is an error, since it changes what a model computes.
+_STRICT = ("attention.", "rope.")
+
+
+def refused_keys(
+    architecture: str, metadata: Mapping[str, Any], implied: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the keys of a file with values that change what the model computes.
+
+    Args:
+        architecture: of the model.
+        metadata: of the file.
+        implied: the value that is computed with, for keys where zero does not stand for it.
+    """
+    accepted = READ.union(HARMLESS, READ_BY.get(architecture, ()))
+    listed = REFUSED.union(*READ_BY.values())
+    refused = {}
+    for key, value in metadata.items():
+        short = key.removeprefix(f"{architecture}.")
+        is_strict = short != key and short.startswith(_STRICT)
+        if _is_listed(short, accepted) or not (is_strict or short in listed):
+            continue
+        if not _agrees(value, implied.get(short)):
+            refused[key] = value
+    return refused
+
+
+def unread_keys(architecture: str, metadata: Mapping[str, Any]) -> list[str]:
+    """Return the keys of the file's and the model's own sections that are not on any list."""
+    prefix = f"{architecture}."
+    lists = READ.union(HARMLESS, REFUSED, *READ_BY.values())
+    return [
+        key
+        for key in metadata
+        if key.startswith(("general.", "tokenizer.", prefix))
+        and not _is_listed(key.removeprefix(prefix), lists)
+        and not key.removeprefix(prefix).startswith(_STRICT)
+    ]
+
+
+def _is_listed(key: str, keys: Collection[str]) -> bool:
+    parts = key.split(".")
+    return key in keys or any(".".join([*parts[:n], ""]) in keys for n in range(1, len(parts)))
+
+
+def _agrees(value: Any, implied: Any) -> bool:
+    """Return whether *value* is zero, empty or *implied*."""
+    if isinstance(implied, bool) or isinstance(value, str):
+        return bool(value == implied)
+    if isinstance(value, list):
+        return not value
+    is_close = implied is not None and np.allclose(value, implied, rtol=1e-5, atol=0)
+    return not np.any(value) or bool(np.size(value) and is_close)
+
+
+# A GGUF file: metadata and tensors, mapped into memory.
+#
+# Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The checks are those of
+# llama.cpp's reader.
+
+
+_log = logging.getLogger(__name__)
+
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)
+# Types of values by their number in the file, as struct and numpy name them.
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q",
+            12: "d"}  # fmt: skip
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_MAX_DIMENSIONS = 4
+_LENGTH = struct.Struct("<Q")  # of a text, before its bytes
+_FILE_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+_KINDS = {int: "an integer", float: "a number", str: "a text"}
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether *path* is a GGUF file, by its name or its first bytes."""
+    if not path.is_file():
+        return False
+    if path.suffix == ".gguf":
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of a file.
+
+    Attributes:
+        kind: the library's ``GGMLQuantizationType``.
+        shape: rows first, as in torch.
+        data: the values, mapped into memory; the bytes of each row for other types than F16, F32
+            and F64.
+    """
+
+    kind: Any
+    shape: tuple[int, ...]
+    data: NDArray[Any]
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """The contents of a file.
+
+    Attributes:
+        path: of the file.
+        metadata: values by key: a list for an array of texts, a numpy array for one of numbers.
+        tensors: by name.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        """The architecture as the file names it: also the prefix of the keys of its sizes."""
+        name: str = self.get("general.architecture", str)
+        return name
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        """Return the number *key* of the architecture, such as ``rope.freq_base``.
+
+        Raises:
+            CheckpointError: it is not a finite number, or it is missing without a default.
+        """
+        value = self.get(f"{self.architecture}.{key}", float, default)
+        if not math.isfinite(value):
+            raise CheckpointError(f"{self.path} has {self.architecture}.{key}={value}.")
+        return value
+
+    def size(self, key: str, default: int | None = None, *, per_layer: bool = False) -> int:
+        """Return the integer *key* of the architecture, such as ``block_count``.
+
+        Args:
+            key: without the prefix.
+            default: for files without the key.
+            per_layer: whether the file may have an array with an integer for each layer.
+
+        Raises:
+            CheckpointError: it is not an integer, or it is missing without a default.
+            UnsupportedModelError: layers have different integers.
+        """
+        name = f"{self.architecture}.{key}"
+        values = self.metadata.get(name)
+        if not per_layer or not isinstance(values, np.ndarray):
+            size: int = self.get(name, int, default)
+            return size
+        layers = self.size("block_count")
+        if values.dtype.kind not in "iu" or len(values) != layers or not layers:
+            raise CheckpointError(
+                f"{self.path} has an array {name} of {len(values)} values of type {values.dtype}; "
+                f"it must have an integer for each of the {layers} layers."
+            )
+        if (values != values[0]).any():
+            raise UnsupportedModelError(
+                f"{self.path} has {name} with different values for different layers, from "
+                f"{values.min()} to {values.max()}, which is not supported."
+            )
+        return int(values[0])
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """Return the value of *key*, which must have the type *kind*; an integer is a float, too.
+
+        Raises:
+            CheckpointError: it has another type, or it is missing and there is no default.
+        """
+        value = self.metadata.get(key, default)
+        kinds = int | float if kind is float else kind
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            problem = f"has {key}={str(value)[:80]!r}" if value is not None else f"has no {key}"
+            raise CheckpointError(f"{self.path} {problem}; it must be {_KINDS[kind]}.")
+        return value
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read the metadata and the table of tensors; a file that did not change is read once.
+
+    Raises:
+        CheckpointError: the file is damaged, cut short, or one of several parts.
+        MissingDependencyError: the library ``gguf`` is not installed.
+    """
+    require("gguf", "gguf")
+    state = path.stat()
+    return _read(path.resolve(), state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=2)
+def _read(path: Path, changed: int, size: int) -> GgufFile:
+    try:
+        file = _contents(path)
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{path} is damaged, cut short, or not a GGUF file ({why}). Download or copy it again."
+        ) from error
+    if (parts := file.get("split.count", int, 1)) > 1:
+        raise CheckpointError(
+            f"{path} is one of {parts} parts of a model, which are not supported. Merge them "
+            "with: llama-gguf-split --merge."
+        )
+    if unread := unread_keys(file.architecture, file.metadata):
+        _log.warning(
+            "%s: these keys are not supported and are ignored, although they may change what the "
+            "model computes: %s",
+            path, ", ".join([*map(shown_name, unread[:8]), *["…"] * (len(unread) > 8)]),
+        )  # fmt: skip
+    return file
+
+
+def _contents(path: Path) -> GgufFile:
+    """Read the file.
+
+    Raises:
+        ValueError: it is not valid.
+        CheckpointError: it is of a kind that is not supported.
+    """
+    cursor = _Cursor(np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray))
+    if bytes(cursor.numbers("B", len(_MAGIC))) != _MAGIC:
+        raise ValueError("it does not begin with 'GGUF'")
+    version = cursor.number("I")
+    if version and version & 0xFFFF == 0:
+        raise CheckpointError(
+            f"{path} is big-endian, which is not supported. Convert it with: "
+            f"gguf-convert-endian {path} little."
+        )
+    if version not in _VERSIONS:
+        raise CheckpointError(
+            f"{path} has version {version} of the format. Supported: 2, 3. Convert the model again."
+        )
+    tensor_count, key_count = cursor.number("Q"), cursor.number("Q")
+    metadata: dict[str, Any] = {}
+    for _ in range(key_count):
+        key = cursor.text()
+        if key in metadata:
+            raise ValueError(f"it has the key {key!r} twice")
+        metadata[key] = cursor.value(key)
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"general.alignment={str(alignment)[:80]} is not a power of two")
+    return GgufFile(path, metadata, _tensors(cursor, tensor_count, alignment))
+
+
+class _Cursor:
+    """Reads values one after the other, and none past the end of the file.
+
+    Attributes:
+        data: the bytes of the file.
+        at: the position of the next byte.
+    """
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        self.data, self.at = data, 0
+        self._bytes = data.data
+
+    def numbers(self, form: str, count: int) -> NDArray[Any]:
+        """Return an array that is mapped into memory."""
+        dtype = np.dtype(form).newbyteorder("<")
+        end = self.at + count * dtype.itemsize
+        if end > len(self.data):
+            raise ValueError(f"a value at byte {self.at} is not complete")
+        values = self.data[self.at : end].view(dtype)
+        self.at = end
+        return values
+
+    def number(self, form: str) -> Any:
+        return self.numbers(form, 1)[0].item()
+
+    def texts(self, count: int) -> list[str]:
+        at, end, source, texts = self.at, len(self.data), self._bytes, []
+        if count * _LENGTH.size > end - at:
+            raise ValueError(f"a value at byte {at} is not complete")
+        for _ in range(count):
+            start = at + _LENGTH.size
+            if start > end or (at := start + _LENGTH.unpack_from(source, at)[0]) > end:
+                raise ValueError(f"a value at byte {start} is not complete")
+            texts.append(str(source[start:at], "utf-8"))
+        self.at = at
+        return texts
+
+    def text(self) -> str:
+        return self.texts(1)[0]
+
+    def value(self, key: str) -> Any:
+        kind = self.number("I")
+        is_array = kind == _ARRAY
+        kind, count = (self.number("I"), self.number("Q")) if is_array else (kind, 1)
+        if kind == _STRING:
+            return self.texts(count) if is_array else self.text()
+        if kind not in _NUMBERS:
+            subject = "an array of type" if is_array else "the type"
+            raise ValueError(f"{key!r} has {subject} {kind}, which is unknown or not supported")
+        values = self.numbers(_NUMBERS[kind], count)
+        if kind == _BOOL:
+            values = values != 0  # any other byte is true
+        return values if is_array else values[0].item()
+
+
+def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GgufTensor]:
+    """Read the table of tensors, which lie in its order, each at the next aligned position."""
+    gguf = require("gguf", "gguf")
+    places: dict[str, tuple[Any, tuple[int, ...], int, int]] = {}
+    end = 0
+    for _ in range(count):
+        name, dimensions = cursor.text(), cursor.number("I")
+        if name in places:
+            raise ValueError(f"it has the tensor {name!r} twice")
+        if dimensions > _MAX_DIMENSIONS:
+            raise ValueError(f"the tensor {name!r} has {dimensions} dimensions")
+        shape = tuple(reversed(cursor.numbers("Q", dimensions).tolist()))
+        number, offset = cursor.number("I"), cursor.number("Q")
+        try:
+            kind = gguf.GGMLQuantizationType(number)
+        except ValueError:
+            raise ValueError(f"the tensor {name!r} has the unknown type {number}") from None
+        values, size = gguf.GGML_QUANT_SIZES[kind]
+        if shape and shape[-1] % values:
+            raise ValueError(
+                f"rows of {shape[-1]} values in {name!r} are not blocks of {kind.name}"
+            )
+        start = -(-end // alignment) * alignment
+        if offset != start:
+            raise ValueError(
+                f"the tensor {name!r} is at byte {offset} of the data, but must be at {start}: "
+                "where the one before it ends, aligned"
+            )
+        end = start + math.prod(shape) // values * size
+        places[name] = (kind, shape, start, end)
+    begin = -(-cursor.at // alignment) * alignment
+    if begin + end > len(cursor.data) and places:
+        raise ValueError(f"its tensors end at byte {begin + end}, but it has {len(cursor.data)}")
+    tensors = {}
+    for name, (kind, shape, start, end) in places.items():
+        data = cursor.data[begin + start : begin + end]
+        if kind.name in _FILE_FLOATS:
+            data = data.view(_FILE_FLOATS[kind.name]).reshape(shape)
+        else:
+            data = data.reshape(*shape[:-1], -1) if data.size else data
+        tensors[name] = GgufTensor(kind, shape, data)
+    return tensors
+
+
+# The ``config.json`` that a GGUF file's metadata stands for.
+#
+# Source: the keys of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and what
+# llama.cpp computes from them.
+
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
+_LARGEST_GEMMA3 = 62  # layers of Gemma 3 27B, whose scores have a scale of their own
+_EMBEDDING, _OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_CONFIG_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_YARN = "rope.scaling.yarn_"
+
+
+def config_of(file: GgufFile) -> dict[str, Any]:
+    """Return the object of a ``config.json``.
+
+    Raises:
+        CheckpointError: the metadata lacks a size, or the tensors have other sizes.
+        UnsupportedModelError: an architecture, rope scaling or another key that is not supported.
+    """
+    kind = file.architecture
+    if (content := file.get("general.type", str, "model")) != "model":
+        raise UnsupportedModelError(
+            f"{file.path} has general.type={content!r}: it is not a model. Give the model's file."
+        )
+    if kind not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{file.path} has the architecture {kind!r}, which is not supported for GGUF files. "
+            f"Supported: {', '.join(ARCHITECTURES)}."
+        )
+    experts = file.size("expert_count", 0) if kind in ("llama", "qwen3moe") else 0
+    heads, hidden = file.size("attention.head_count", per_layer=True), file.size("embedding_length")
+    if heads < 1:
+        raise CheckpointError(f"{file.path} has {kind}.attention.head_count={heads}.")
+    head_size = file.size("attention.key_length", hidden // heads)
+    if head_size < 1:
+        raise CheckpointError(f"{file.path} has heads of {head_size} values.")
+    if (rotated := file.size("rope.dimension_count", head_size)) != head_size:
+        raise UnsupportedModelError(
+            f"{file.path} rotates {rotated} of the {head_size} values of a head; heads that are "
+            "rotated whole are supported."
+        )
+    config: dict[str, Any] = {
+        "architectures": ["MixtralForCausalLM" if kind == "llama" and experts else
+                          ARCHITECTURES[kind]],
+        "vocab_size": _shape(file, _EMBEDDING)[0],
+        "hidden_size": hidden,
+        "intermediate_size": file.size(
+            "feed_forward_length", 0 if experts else None, per_layer=True
+        ),
+        "num_hidden_layers": file.size("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.size("attention.head_count_kv", heads, per_layer=True),
+        "head_dim": head_size,
+        "max_position_embeddings": file.size("context_length"),
+        "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": _OUTPUT not in file.tensors,
+        "dtype": _dtype(file),
+        **{
+            f"{name}_token_id": file.get(key, int)
+            for name in ("bos", "eos")
+            if (key := f"tokenizer.ggml.{name}_token_id") in file.metadata
+        },
+    }  # fmt: skip
+    if experts:
+        config |= _experts(file, kind)
+    _check_sizes(file, config, experts)
+    if kind == "gemma3":
+        config |= _gemma3(file, config)
+    else:
+        config["rope_parameters"] = _rope(file, config)
+    if kind == "llama":
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+        config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
+    _check_keys(file, config)
+    return config
+
+
+def _check_keys(file: GgufFile, config: dict[str, Any]) -> None:
+    """Raise UnsupportedModelError if a key changes what the model computes and is not read."""
+    length, head_size = config["max_position_embeddings"], config["head_dim"]
+    sliding = file.metadata.get(f"{file.architecture}.attention.sliding_window", 0)
+    implied = {
+        "general.quantization_version": 2,
+        "attention.causal": True,
+        "attention.key_length_swa": head_size,
+        "attention.scale": config.get("query_pre_attn_scalar", head_size) ** -0.5,
+        # A window that is as long as the context masks nothing.
+        "attention.sliding_window": max(length, sliding) if isinstance(sliding, int) else length,
+        "attention.value_length": head_size,
+        "attention.value_length_swa": head_size,
+        "embedding_length_out": config["hidden_size"],
+        "expert_feed_forward_length": config["intermediate_size"],
+        "expert_gating_func": 1,  # softmax
+        "expert_weights_norm": True,
+        "expert_weights_scale": 1,
+        "logit_scale": 1,
+        "residual_scale": 1,
+        "rope.dimension_count_swa": head_size,
+        "rope.freq_base_swa": file.number("rope.freq_base", 10_000.0),
+    }
+    if refused := refused_keys(file.architecture, file.metadata, implied):
+        values = ", ".join(
+            f"{shown_name(key)}={' '.join(str(value).split())[:80]}"
+            for key, value in islice(refused.items(), 8)
+        )
+        raise UnsupportedModelError(
+            f"{file.path} has metadata that changes what the model computes and is not supported: "
+            f"{values}."
+        )
+
+
+def _check_sizes(file: GgufFile, config: dict[str, Any], experts: int) -> None:
+    """Raise CheckpointError if the metadata has other sizes than the tensors of the first layer."""
+    head_size = config["head_dim"]
+    sizes = [
+        (_EMBEDDING, 1, "embedding_length", config["hidden_size"]),
+        ("blk.0.attn_q.weight", 0, "attention.head_count x key_length",
+         config["num_attention_heads"] * head_size),
+        ("blk.0.attn_k.weight", 0, "attention.head_count_kv x key_length",
+         config["num_key_value_heads"] * head_size),
+    ]  # fmt: skip
+    last = f"blk.0.ffn_down.{experts - 1}.weight"
+    if not experts:
+        sizes.append(
+            ("blk.0.ffn_down.weight", 1, "feed_forward_length", config["intermediate_size"])
+        )
+    elif last not in file.tensors:  # files of early 2024 have a tensor for each expert
+        sizes.append(("blk.0.ffn_down_exps.weight", 0, "expert_count", experts))
+    for name, dimension, key, size in sizes:
+        if (shape := _shape(file, name))[dimension] != size:
+            raise CheckpointError(
+                f"{file.path} has {file.architecture}.{key}={size}, but the tensor {name} has the "
+                f"shape {list(shape)}."
+            )
+
+
+def _shape(file: GgufFile, name: str) -> tuple[int, ...]:
+    """Return the shape of a matrix.
+
+    Raises:
+        CheckpointError: the tensor is missing, or not a matrix or several.
+    """
+    if name not in file.tensors:
+        raise CheckpointError(f"{file.path} has no tensor {name}.")
+    shape = file.tensors[name].shape
+    if len(shape) < 2:
+        raise CheckpointError(f"{file.path} has the tensor {name} of shape {list(shape)}.")
+    return shape
+
+
+def _dtype(file: GgufFile) -> str:
+    """Return the dtype of activations: that of the matrices, bfloat16 if they are quantized."""
+    kinds = {t.kind.name for t in file.tensors.values() if len(t.shape) > 1}
+    return (
+        _CONFIG_FLOATS[kinds.pop()]
+        if len(kinds) == 1 and kinds <= _CONFIG_FLOATS.keys()
+        else "bfloat16"
+    )
+
+
+def _experts(file: GgufFile, kind: str) -> dict[str, Any]:
+    used = file.size("expert_used_count")
+    if kind == "llama":
+        return {
+            "num_local_experts": file.size("expert_count"),
+            "num_experts_per_tok": used,
+            "sliding_window": None,
+        }
+    return {
+        "num_experts": file.size("expert_count"),
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": file.size("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    layers = config["num_hidden_layers"]
+    if layers == _LARGEST_GEMMA3:
+        scalar = config["hidden_size"] / config["num_attention_heads"]
+    else:
+        scalar = config["head_dim"]
+    window = file.size("attention.sliding_window", 0)
+    pattern = file.metadata.get("gemma3.attention.sliding_window_pattern")
+    types = None
+    if isinstance(pattern, np.ndarray) and window:
+        types = [f"{'sliding' if slides else 'full'}_attention" for slides in pattern.tolist()]
+        period = 6
+    else:
+        # Without a window, all layers see everything. Where the period is 0, none does.
+        period = file.size("attention.sliding_window_pattern", 6) or layers + 1 if window else 1
+    magnitude = _positive(file, "rope.scaling.attn_factor", 1.0)
+    sliding: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": file.number("rope.freq_base_swa", 10_000.0),
+    }
+    if magnitude != 1:
+        sliding = _stretched(file, sliding, np.ones(config["head_dim"] // 2), magnitude)
+    return {
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": window or 1,  # of no layer, where the file has no window
+        "layer_types": types,
+        "sliding_window_pattern": period,
+        "rope_parameters": {"full_attention": _rope(file, config), "sliding_attention": sliding},
+        "final_logit_softcapping": file.number("final_logit_softcapping", 0.0) or None,
+    }
+
+
+def _positive(file: GgufFile, key: str, default: float) -> float:
+    value: float = file.number(key, default)
+    if value <= 0:
+        raise CheckpointError(
+            f"{file.path} has {file.architecture}.{key}={value}; it must be positive."
+        )
+    return value
+
+
+def _stretched(
+    file: GgufFile, plain: dict[str, Any], divisors: Any, magnitude: float
+) -> dict[str, Any]:
+    """Return ``rope_parameters`` with a divisor for the frequency of each pair."""
+    return {
+        **plain,
+        "rope_type": "longrope",
+        "short_factor": divisors.tolist(),
+        "long_factor": divisors.tolist(),
+        "attention_factor": magnitude,
+        "factor": 1.0,
+        "original_max_position_embeddings": file.size("context_length"),
+    }
+
+
+def _rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return ``rope_parameters`` of layers without a window.
+
+    llama.cpp takes a scaling without a type as linear, and one without a factor as none.
+    """
+    rope = {"rope_type": "default", "rope_theta": file.number("rope.freq_base", 10_000.0)}
+    kind = file.get(f"{file.architecture}.rope.scaling.type", str, "linear")
+    if kind not in ("none", "linear", "yarn"):
+        raise UnsupportedModelError(
+            f"{file.path} has {file.architecture}.rope.scaling.type={kind!r}, which is not "
+            "supported. Supported: none, linear, yarn."
+        )
+    # Before there were types, a linear scale stood alone.
+    scale = file.number("rope.scaling.factor", file.number("rope.scale_linear", 0.0)) or 1.0
+    if scale < 0:
+        raise CheckpointError(
+            f"{file.path} has {file.architecture}.rope.scaling.factor={scale}; it must be positive."
+        )
+    magnitude = _positive(file, "rope.scaling.attn_factor", 1.0)
+    factors = _factors(file, config["head_dim"])
+    if kind == "yarn":
+        if factors is not None:
+            raise UnsupportedModelError(
+                f"{file.path} has both the tensor {ROPE_FACTORS} and "
+                f"{file.architecture}.rope.scaling.type='yarn', which is not supported."
+            )
+        return rope | _yarn(file, scale, magnitude)
+    _refuse_yarn(file, kind)
+    if kind == "none":
+        scale = 1.0
+    if factors is None and magnitude == 1:
+        return rope if scale == 1 else {**rope, "rope_type": "linear", "factor": scale}
+    ones = np.ones(config["head_dim"] // 2)
+    return _stretched(file, rope, scale * (ones if factors is None else factors), magnitude)
+
+
+def _factors(file: GgufFile, head_size: int) -> Any:
+    """Return the divisors of frequencies that Llama 3's converter writes, or None."""
+    if ROPE_FACTORS not in file.tensors or file.architecture != "llama":
+        return None
+    tensor = file.tensors[ROPE_FACTORS]
+    if tensor.kind.name != "F32" or tensor.shape != (head_size // 2,):
+        raise CheckpointError(
+            f"{file.path} has the tensor {ROPE_FACTORS} of type {tensor.kind.name} and shape "
+            f"{list(tensor.shape)}; it must be F32 with {head_size // 2} values."
+        )
+    return tensor.data.astype(np.float64)
+
+
+def _yarn(file: GgufFile, factor: float, magnitude: float) -> dict[str, Any]:
+    extrapolated = file.number(f"{_YARN}ext_factor", 1.0)
+    # The magnitude that llama.cpp and transformers take if the file has none.
+    default = 0.1 * math.log(max(factor, 1.0)) + 1
+    attention = file.number(f"{_YARN}attn_factor", default)
+    # A negative factor stands for the default, which is 1.
+    if (extrapolated >= 0 and extrapolated != 1) or not math.isclose(
+        attention, default, rel_tol=1e-4
+    ):
+        raise UnsupportedModelError(
+            f"{file.path} has {file.architecture}.{_YARN}ext_factor={extrapolated:g} and "
+            f"yarn_attn_factor={attention:g}; supported are 1 and {default:g}, which llama.cpp "
+            "computes with."
+        )
+    original = "rope.scaling.original_context_length"
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": file.size(original, 0) or file.size("context_length"),
+        "beta_fast": _positive(file, f"{_YARN}beta_fast", 32.0),
+        "beta_slow": _positive(file, f"{_YARN}beta_slow", 1.0),
+        "attention_factor": default * magnitude,
+    }
+
+
+def _refuse_yarn(file: GgufFile, kind: str) -> None:
+    keys = [key for key in file.metadata if key.startswith(f"{file.architecture}.{_YARN}")]
+    if keys:
+        raise UnsupportedModelError(
+            f"{file.path} has {', '.join(map(shown_name, keys[:8]))} with "
+            f"rope.scaling.type={kind!r}, which is not supported. They belong to the type 'yarn'."
+        )
+
+
+# The tensors of a GGUF file under the names that Hugging Face's checkpoints give them.
+
+
+_PLAIN = ("F32", "F16", "BF16", "F64")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+# Of the arithmetic of the file's q and k, whose rows llama.cpp wants in another order.
+_PERMUTED = ("llama",)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor of the model is: a tensor of the file, and the expert's index in it."""
+
+    name: str
+    expert: int | None = None
+
+
+class GgufTensors:
+    """The weights of a file: a :class:`~opweave_engine.load.checkpoint.QuantizedSource`.
+
+    Args:
+        contents: the file.
+        model: the model that it is for, without memory for its weights.
+
+    Raises:
+        CheckpointError: a tensor has a name that the model does not know.
+    """
+
+    def __init__(self, contents: GgufFile, model: CheckpointModel) -> None:
+        self._contents = contents
+        self._places = dict(self._find(model))
+        used = {place.name for place in self._places.values()}
+        factors = {ROPE_FACTORS} if contents.architecture == "llama" else set()
+        if unknown := sorted(contents.tensors.keys() - used - factors):
+            more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+            raise CheckpointError(
+                f"{contents.path} has tensors that {type(model).__name__} does not use: "
+                f"{', '.join(map(shown_name, unknown[:8]))}{more}."
+            )
+        self._check_kinds()
+        self.methods = dict(self._methods())
+        self._log_formats()
+
+    @property
+    def file(self) -> Path:
+        return self._contents.path
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            name: self._entry(name).shape[place.expert is not None :]
+            for name, place in self._places.items()
+        }
+
+    def tensor(self, name: str) -> Tensor:
+        entry, data = self._entry(name), self._data(name)
+        kind = entry.kind.name
+        if kind not in _PLAIN or kind == "BF16":
+            data = require("gguf.quants").dequantize(data, entry.kind)
+        found = torch.from_numpy(np.array(data))
+        if kind == "BF16":
+            found = found.bfloat16()
+        # The file has the weight of a norm as it is multiplied by; Gemma's is one less.
+        is_gemma = self._contents.architecture == "gemma3"
+        return found - 1 if is_gemma and name.endswith("norm.weight") else found
+
+    def parameters(self, module: str, method: LinearMethod) -> dict[str, Tensor]:
+        return {"weight": torch.from_numpy(np.array(self._data(f"{module}.weight")))}
+
+    def _entry(self, name: str) -> GgufTensor:
+        return self._contents.tensors[self._places[name].name]
+
+    def _data(self, name: str) -> Any:
+        """Return the values of a tensor as the file has them, rows in the model's order."""
+        entry, place = self._entry(name), self._places[name]
+        data = entry.data if place.expert is None else entry.data[place.expert]
+        if self._contents.architecture in _PERMUTED:
+            heads = {"attn_q.": "head_count", "attn_k.": "head_count_kv"}
+            for part, key in heads.items():
+                if part in place.name:
+                    default = self._contents.size("attention.head_count", per_layer=True)
+                    count = self._contents.size(f"attention.{key}", default, per_layer=True)
+                    return _halves(data, count)
+        return data
+
+    def _find(self, model: CheckpointModel) -> Iterator[tuple[str, _Place]]:
+        gguf, tensors = require("gguf", "gguf"), self._contents.tensors
+        kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+        names = gguf.get_tensor_name_map(
+            kinds[self._contents.architecture], self._contents.size("block_count")
+        )
+        for name in model.places():
+            found = _EXPERT.search(name)
+            shared = name if found is None else _EXPERT.sub(".experts.", name)
+            theirs = names.get_name(shared, (".weight", ".bias"))
+            expert = None if found is None else int(found[1])
+            if theirs in tensors:
+                yield name, _Place(theirs, expert)
+            elif theirs is not None and expert is not None:  # files of early 2024
+                single = theirs.replace("_exps.", f".{expert}.")
+                if single in tensors:
+                    yield name, _Place(single)
+
+    def _check_kinds(self) -> None:
+        """Raise CheckpointError for a type that is neither floating-point nor dequantized."""
+        gguf, quants = require("gguf", "gguf"), require("gguf.quants")
+        kinds = {
+            place.name: self._contents.tensors[place.name].kind for place in self._places.values()
+        }
+        for kind in sorted({kind for kind in kinds.values() if kind.name not in _PLAIN}):
+            try:
+                quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+            except NotImplementedError as error:
+                name = next(name for name in kinds if kinds[name] == kind)
+                raise CheckpointError(
+                    f"{self.file} has the tensor {name} of type {kind.name}, which is not "
+                    "supported for weights."
+                ) from error
+
+    def _methods(self) -> Iterator[tuple[str, LinearMethod]]:
+        for name in self._places:
+            format = self._entry(name).kind.name.lower()
+            if name.endswith(".weight") and format in GGUF_BLOCKS:
+                yield name.removesuffix(".weight"), BlockMethod(format)
+
+    def _log_formats(self) -> None:
+        kinds = Counter(self._entry(name).kind.name for name in self._places)
+        kept = {*_PLAIN, *map(str.upper, GGUF_BLOCKS)}
+        if others := {k: n for k, n in kinds.items() if k not in kept}:
+            _log.warning(
+                "%s: %s are dequantized while they are loaded: no kernel reads their format",
+                self.file, ", ".join(f"{n} tensors of {k}" for k, n in others.items()),
+            )  # fmt: skip
+
+
+def _halves(data: Any, heads: int) -> Any:
+    """Return the rows of queries or keys in the order of the two halves of a head.
+
+    llama.cpp rotates neighboring values, and its converter interleaves the halves for that.
+    """
+    pairs = data.reshape(heads, data.shape[0] // heads // 2, 2, *data.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(data.shape)

@@ -1,1 +1,0 @@
-"""Checkpoints, and the models that are loaded from them."""

@@ -1,1 +1,0 @@
-"""GGUF files: configuration, tokenizer, chat template and weights of a model in one file."""

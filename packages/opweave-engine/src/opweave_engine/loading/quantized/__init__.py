@@ -1,1 +1,0 @@
-"""Quantized safetensors checkpoints: their formats, converted to what linear layers keep."""

@@ -1,1 +1,0 @@
-"""Engine statistics, stat loggers and the kernel selection report."""

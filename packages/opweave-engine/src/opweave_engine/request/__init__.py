@@ -1,1 +1,0 @@
-"""A request from its prompt to its outputs."""

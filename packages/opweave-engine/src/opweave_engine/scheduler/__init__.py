@@ -1,5 +1,0 @@
-"""Continuous batching: chooses the tokens that each step computes."""
-
-from opweave_engine.scheduler.scheduler import Scheduled, Scheduler
-
-__all__ = ["Scheduled", "Scheduler"]

@@ -1,0 +1,867 @@
+"""Parses a model's output while it arrives: reasoning, tool calls and text."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+from opweave_engine import StructuredOutputsParams
+from opweave_engine.structured.grammar_text import enforceable, grammar_text
+
+__all__ = [
+    "AnswerParser",
+    "ArgumentsDelta",
+    "CallStart",
+    "ContentDelta",
+    "Event",
+    "ReasoningDelta",
+]
+
+
+# The formats in which a model writes tool calls and reasoning.
+
+
+ToolCallParser = Literal[
+    "auto", "none", "hermes", "llama3_json", "mistral", "deepseek", "deepseek_v3", "deepseek_v31"
+]
+ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1"]
+
+
+# Events of an output: deltas of content, reasoning and tool calls.
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """Text that the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call of a function begins."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsDelta:
+    """More of the arguments of the call that began last."""
+
+    text: str
+
+
+Event = ContentDelta | ReasoningDelta | CallStart | ArgumentsDelta
+
+
+# Incremental text source for parsers that are written as coroutines.
+
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]  # yields where it must wait for more text
+
+
+class MalformedError(Exception):
+    """The text does not follow the format."""
+
+
+class TextSource:
+    """The text so far, and the read position. Parsers must depend on the text alone.
+
+    Attributes:
+        text: the text that has arrived.
+        position: the number of characters that are read.
+        is_complete: whether the text is complete.
+    """
+
+    def __init__(self) -> None:
+        self.text, self.position, self.is_complete = "", 0, False
+
+    def peek(self) -> Steps[str]:
+        """Return the next character, or "" at the end."""
+        while self.position >= len(self.text) and not self.is_complete:
+            yield
+        return self.text[self.position : self.position + 1]
+
+    def skip_spaces(self) -> Steps[str]:
+        """Skip whitespace, and return the character after it."""
+        while (character := (yield from self.peek())) and character.isspace():
+            self.position += 1
+        return character
+
+    def take(self, literal: str) -> Steps[bool]:
+        """Read *literal*, and return True, if it comes next."""
+        while True:
+            found = self.text[self.position : self.position + len(literal)]
+            if not literal.startswith(found):
+                return False
+            if len(found) == len(literal):
+                self.position += len(literal)
+                return True
+            if self.is_complete:
+                return False
+            yield
+
+    def expect(self, literal: str) -> Steps[None]:
+        """Read *literal*.
+
+        Raises:
+            MalformedError: something else comes next.
+        """
+        if not (yield from self.take(literal)):
+            raise MalformedError
+
+    def until(self, markers: Sequence[str], emit: Callable[[str], None]) -> Steps[str | None]:
+        """Read and emit text up to the first of *markers*; return that, or None at the end.
+
+        The marker is read, too, and not emitted. Text that may be the beginning of one is held
+        back until that is decided.
+        """
+        while True:
+            rest = self.text[self.position :]
+            places = [(rest.find(marker), marker) for marker in markers]
+            found = min((each for each in places if each[0] >= 0), default=None)
+            if found is not None:
+                emit(rest[: found[0]])
+                self.position += found[0] + len(found[1])
+                return found[1]
+            held = 0 if self.is_complete else max((_overlap(rest, m) for m in markers), default=0)
+            emit(rest[: len(rest) - held])
+            self.position += len(rest) - held
+            if self.is_complete:
+                return None
+            yield
+
+    def json_value(self, emit: Callable[[str], None]) -> Steps[None]:
+        """Read a JSON value, and emit its text as it arrives.
+
+        Raises:
+            MalformedError: no JSON value comes next.
+        """
+        first = yield from self.skip_spaces()
+        if first and first in "{[":
+            yield from self._nested(emit)
+        else:
+            emit((yield from self._scalar(first)))
+
+    def json_string(self) -> Steps[str]:
+        """Read a JSON string, and return its value.
+
+        Raises:
+            MalformedError: no string comes next, or it is unterminated.
+        """
+        text = yield from self._scalar((yield from self.skip_spaces()))
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise MalformedError from error
+        if not isinstance(value, str):
+            raise MalformedError
+        return value
+
+    def _nested(self, emit: Callable[[str], None]) -> Steps[None]:
+        """Read an object or a list; what is inside is not checked."""
+        depth, in_string, escaped = 0, False, False
+        while True:
+            start = self.position
+            while self.position < len(self.text):
+                character = self.text[self.position]
+                self.position += 1
+                if in_string:
+                    in_string = escaped or character != '"'
+                    escaped = character == "\\" and not escaped
+                elif character == '"':
+                    in_string = True
+                elif character in "{[":
+                    depth += 1
+                elif character in "}]":
+                    depth -= 1
+                    if not depth:
+                        emit(self.text[start : self.position])
+                        return
+            emit(self.text[start : self.position])
+            if self.is_complete:
+                return
+            yield
+
+    def _scalar(self, first: str) -> Steps[str]:
+        start, escaped = self.position, False
+        if first == '"':
+            self.position += 1
+            while (character := (yield from self.peek())) and (escaped or character != '"'):
+                escaped = character == "\\" and not escaped
+                self.position += 1
+            yield from self.expect('"')
+        else:
+            while (character := (yield from self.peek())) and (
+                character.isalnum() or character in "+-."
+            ):
+                self.position += 1
+        if start == self.position:
+            raise MalformedError
+        return self.text[start : self.position]
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Return the length of the longest end of *text* that *marker* begins with."""
+    lengths = range(min(len(text), len(marker) - 1), 0, -1)
+    return next((n for n in lengths if marker.startswith(text[-n:])), 0)
+
+
+# Base class of tool call formats: separates calls from text.
+
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True)
+class CallLayout:
+    """The texts around the arguments of calls, for a model that must call a function.
+
+    Attributes:
+        head: returns the text before the arguments of a call, with the name of the function.
+        tail: the text after the arguments.
+        opening: the text before the first call.
+        separator: the text between two calls.
+        closing: the text after the last call.
+    """
+
+    head: Callable[[str], str]
+    tail: str = ""
+    opening: str = ""
+    separator: str = ""
+    closing: str = ""
+
+
+class CallFormat(ABC):
+    """A format in which a model writes tool calls.
+
+    Text that looks like a call but is not one is content. Whitespace around calls belongs to the
+    format. A call is emitted as soon as its name is known, and its arguments as they arrive.
+
+    Args:
+        source: the text that the model writes.
+        emit: receives the events.
+        names: the names of the functions that may be called.
+
+    Attributes:
+        opener: the marker that calls begin with.
+        closers: markers that are removed from the text after a call.
+        markers: all texts of the format that may be special tokens.
+    """
+
+    opener: ClassVar[str]
+    closers: ClassVar[Sequence[str]] = ()
+    markers: ClassVar[Sequence[str]] = ()
+
+    def __init__(
+        self, source: TextSource, emit: Callable[[Event], None], names: Collection[str] = ()
+    ) -> None:
+        self._source, self._emit, self._names = source, emit, names
+        self._spaces, self._calls = "", 0
+        self._resume: int | None = None  # where text goes on that did not become a call
+
+    @classmethod
+    @abstractmethod
+    def layout(cls, template: str) -> CallLayout:
+        """Return the texts around the arguments, as the source of a chat template has them."""
+
+    @classmethod
+    def new_id(cls) -> str:
+        """Return an identifier for a call."""
+        return f"call_{uuid.uuid4().hex[:24]}"
+
+    def parse(self) -> Steps[None]:
+        """Parse the text to its end."""
+        source = self._source
+        yield from self._begin()
+        while True:
+            markers = (self.opener, *(self.closers if self._calls else ()))
+            marker = yield from source.until(markers, self._content)
+            if marker is None:
+                break
+            if marker == self.opener:
+                yield from self._attempt(source.position - len(marker), source.position)
+        if self._spaces and not self._calls:
+            self._emit(ContentDelta(self._spaces))
+
+    def _begin(self) -> Steps[None]:
+        """Parse calls at the beginning of the text that have no marker."""
+        yield from ()
+
+    @abstractmethod
+    def _parse_calls(self) -> Steps[None]:
+        """Parse what follows the opener.
+
+        Raises:
+            MalformedError: the text does not follow the format.
+        """
+
+    def _attempt(self, start: int, behind: int) -> Steps[None]:
+        """Parse calls; without any, the text from *start* to *behind* is content."""
+        source, calls = self._source, self._calls
+        self._resume = behind
+        try:
+            yield from self._parse_calls()
+        except MalformedError:
+            if self._resume is not None:
+                source.position = self._resume
+            if self._calls == calls:
+                self._content(source.text[start:behind])
+
+    def _content(self, text: str) -> None:
+        """Emit text, without the whitespace at its end, which a call may follow."""
+        text = self._spaces + text
+        kept = text.rstrip()
+        self._spaces = text[len(kept) :]
+        if kept:
+            self._emit(ContentDelta(kept))
+
+    def _start(self, name: str) -> None:
+        self._spaces, self._resume = "", None
+        self._calls += 1
+        self._emit(CallStart(name))
+
+    def _arguments(self, text: str) -> None:
+        if text:
+            self._emit(ArgumentsDelta(text))
+
+    def _end(self) -> None:
+        """Note that a call is complete."""
+        self._resume = self._source.position
+
+    def _call_object(self, *, is_strict: bool = False) -> Steps[None]:
+        """Parse an object with a name, arguments, and perhaps more.
+
+        Args:
+            is_strict: it is a call only if it names a known function and has arguments.
+
+        Raises:
+            MalformedError: it is not a call, or does not go on like one.
+        """
+        source, name, early, is_started, has_arguments = self._source, "", "", False, False
+        yield from source.skip_spaces()
+        yield from source.expect("{")
+        while (yield from source.skip_spaces()) != "}":
+            key = yield from source.json_string()
+            yield from source.skip_spaces()
+            yield from source.expect(":")
+            is_arguments = key in _ARGUMENTS and not has_arguments
+            if key == "name" and not name:
+                name = yield from source.json_string()
+                if not name or (is_strict and name not in self._names):
+                    raise MalformedError
+            has_arguments = has_arguments or is_arguments
+            if name and not is_started and (has_arguments or not is_strict):
+                is_started = True
+                self._start(name)
+                self._arguments(early)
+            if is_arguments and is_started:
+                yield from self._value(self._arguments)
+            elif is_arguments:
+                parts: list[str] = []
+                yield from self._value(parts.append)
+                early = "".join(parts)
+            elif key != "name":
+                yield from source.json_value(_ignore)
+            if (yield from source.skip_spaces()) != "}":
+                yield from source.expect(",")
+        source.position += 1
+        if not is_started:
+            raise MalformedError
+        if not has_arguments:
+            self._arguments("{}")
+        self._end()
+
+    def _value(self, emit: Callable[[str], None]) -> Steps[None]:
+        """Parse arguments: an object, or a string that holds one."""
+        source = self._source
+        first = yield from source.skip_spaces()
+        if first and first in "{[":
+            yield from source.json_value(emit)
+            return
+        start = source.position
+        try:
+            if first == '"':
+                emit((yield from source.json_string()))
+                return
+            parts: list[str] = []
+            yield from source.json_value(parts.append)
+        except MalformedError:
+            emit(source.text[start : source.position])
+            raise
+        text = "".join(parts)
+        emit("{}" if text == "null" else text)
+
+
+def _ignore(text: str) -> None:
+    """Ignore text that is not part of a call."""
+
+
+# The formats in which models write tool calls.
+
+
+class Hermes(CallFormat):
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen write."""
+
+    opener = "<tool_call>"
+    closers = ("</tool_call>",)
+    markers = (opener, *closers)
+
+    @classmethod
+    def layout(cls, template: str) -> CallLayout:
+        return CallLayout(
+            head=lambda name: f'{cls.opener}\n{{"name": {json.dumps(name)}, "arguments": ',
+            tail=f"}}\n{cls.closers[0]}",
+            separator="\n",
+        )
+
+    def _parse_calls(self) -> Steps[None]:
+        yield from self._call_object()
+
+
+class LlamaJson(CallFormat):
+    """``{"name": ..., "parameters": {...}}``, alone or separated by semicolons, as of Llama 3.
+
+    An answer that begins with an object is a call only if it names a function of the request.
+    """
+
+    opener = "<|python_tag|>"
+    markers = (opener,)
+
+    @classmethod
+    def layout(cls, template: str) -> CallLayout:
+        return CallLayout(
+            head=lambda name: f'{{"name": {json.dumps(name)}, "parameters": ',
+            tail="}",
+            separator="; ",
+        )
+
+    def _begin(self) -> Steps[None]:
+        if (yield from self._source.skip_spaces()) == "{":
+            yield from self._attempt(0, 0)
+        else:
+            self._source.position = 0
+
+    def _parse_calls(self) -> Steps[None]:
+        source = self._source
+        yield from self._call_object(is_strict=True)
+        while (yield from source.skip_spaces()) == ";":
+            source.position += 1
+            yield from self._call_object(is_strict=True)
+
+
+class Mistral(CallFormat):
+    """``[TOOL_CALLS]`` and a list of calls, or ``[TOOL_CALLS]name[ARGS]{...}``."""
+
+    opener = "[TOOL_CALLS]"
+    markers = (opener, "[CALL_ID]", "[ARGS]")
+
+    @classmethod
+    def layout(cls, template: str) -> CallLayout:
+        if "[ARGS]" in template:
+            return CallLayout(head=lambda name: f"{cls.opener}{name}[ARGS]")
+        return CallLayout(
+            opening=f"{cls.opener}[",
+            head=lambda name: f'{{"name": {json.dumps(name)}, "arguments": ',
+            tail="}",
+            separator=", ",
+            closing="]",
+        )
+
+    @classmethod
+    def new_id(cls) -> str:
+        return uuid.uuid4().hex[:9]  # Mistral's templates take nothing else
+
+    def _parse_calls(self) -> Steps[None]:
+        source = self._source
+        first = yield from source.skip_spaces()
+        if first == "[":
+            source.position += 1
+            yield from self._call_object()
+            while (yield from source.skip_spaces()) == ",":
+                source.position += 1
+                yield from self._call_object()
+            yield from source.expect("]")
+        elif first == "{":
+            yield from self._call_object()
+        else:
+            yield from self._named()
+
+    def _named(self) -> Steps[None]:
+        source = self._source
+        name = yield from self._word()
+        if (yield from source.take("[CALL_ID]")):
+            yield from self._word()
+        yield from source.take("[ARGS]")
+        if not name or (yield from source.skip_spaces()) != "{":
+            raise MalformedError
+        self._start(name)
+        yield from self._value(self._arguments)
+        self._end()
+
+    def _word(self) -> Steps[str]:
+        source = self._source
+        start = source.position
+        while (character := (yield from source.peek())) and (
+            character.isalnum() or character in "_-."
+        ):
+            source.position += 1
+        return source.text[start : source.position]
+
+
+class DeepSeek(CallFormat):
+    """Calls between DeepSeek's markers: with the word ``function`` and a code block, or bare."""
+
+    opener = "<｜tool▁calls▁begin｜>"
+    begin, separator = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+    closers = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+    markers = (opener, begin, separator, *closers)
+
+    @classmethod
+    def layout(cls, template: str) -> CallLayout:
+        is_block = "```json" in template
+        before, after = f"{cls.begin}function{cls.separator}", "\n```json\n"
+        return CallLayout(
+            opening=cls.opener,
+            head=lambda name: (
+                f"{before}{name}{after}" if is_block else f"{cls.begin}{name}{cls.separator}"
+            ),
+            tail=("\n```" if is_block else "") + cls.closers[0],
+            separator="\n" if is_block else "",
+            closing=cls.closers[1],
+        )
+
+    def _parse_calls(self) -> Steps[None]:
+        source = self._source
+        yield from source.skip_spaces()
+        yield from source.expect(self.begin)
+        is_call = True
+        while is_call:
+            yield from self._call()
+            yield from source.skip_spaces()
+            is_call = yield from source.take(self.begin)
+        yield from source.take(self.closers[1])
+
+    def _call(self) -> Steps[None]:
+        source = self._source
+        name = yield from self._text_before(self.separator)
+        if (yield from source.skip_spaces()) != "{":  # what came first is the kind of the tool
+            name = yield from self._text_before("\n")
+            yield from source.skip_spaces()
+            yield from source.take("```json")
+        if not name or (yield from source.skip_spaces()) != "{":
+            raise MalformedError
+        self._start(name)
+        yield from self._value(self._arguments)
+        yield from source.skip_spaces()
+        yield from source.take("```")
+        yield from source.skip_spaces()
+        yield from source.take(self.closers[0])
+        self._end()
+
+    def _text_before(self, marker: str) -> Steps[str]:
+        parts: list[str] = []
+        if (yield from self._source.until([marker], parts.append)) is None:
+            raise MalformedError
+        return "".join(parts).strip()
+
+
+# Reasoning: text between ``<think>`` and ``</think>`` at the beginning of an answer.
+
+
+BEGIN, END = "<think>", "</think>"
+
+
+def split_reasoning(
+    source: TextSource,
+    emit: Callable[[Event], None],
+    rest: Callable[[str], None],
+    *,
+    is_inside: bool,
+) -> Steps[None]:
+    """Emit the reasoning in *source*, and pass the text after it to *rest*.
+
+    Whitespace around the reasoning is part of the format.
+
+    Args:
+        source: the text that the model writes.
+        emit: takes the reasoning.
+        rest: takes the text after it, or all of the text if there is no reasoning.
+        is_inside: whether the prompt has begun the reasoning.
+    """
+    yield from source.skip_spaces()
+    is_inside = (yield from source.take(BEGIN)) or is_inside
+    if is_inside:
+        spaces = [""]
+
+        def think(text: str) -> None:
+            text = spaces[0] + text
+            kept = text.rstrip()
+            spaces[0] = text[len(kept) :]
+            if kept:
+                emit(ReasoningDelta(kept))
+
+        yield from source.skip_spaces()
+        yield from source.until([END], think)
+        yield from source.skip_spaces()
+    else:
+        source.position = 0
+    yield from source.until((), rest)
+
+
+def is_thinking(prompt: str) -> bool:
+    """Whether *prompt* ends inside of the reasoning of the answer."""
+    return prompt.rfind(BEGIN) > prompt.rfind(END) and prompt.rstrip().endswith(BEGIN)
+
+
+# The output formats of a model, configured or detected from its chat template.
+
+
+_log = logging.getLogger(__name__)
+
+_FORMATS: dict[str, type[CallFormat] | None] = {
+    "none": None,
+    "hermes": Hermes,
+    "llama3_json": LlamaJson,
+    "mistral": Mistral,
+    "deepseek": DeepSeek,
+    "deepseek_v3": DeepSeek,
+    "deepseek_v31": DeepSeek,
+}
+# In the source of a template, the first of them that it holds.
+_MARKS = {
+    DeepSeek.opener: DeepSeek,
+    Mistral.opener: Mistral,
+    Hermes.opener: Hermes,
+    LlamaJson.opener: LlamaJson,
+    '"parameters": ': LlamaJson,
+}
+# Calls that are not JSON, though between the marks of Hermes.
+_UNKNOWN = ("<function=", "<arg_key>")
+
+
+@dataclass(frozen=True)
+class OutputStyle:
+    """The formats that a model writes.
+
+    Attributes:
+        template: the source of its chat template.
+        calls: the format of tool calls; None: tool calls stay text.
+        has_reasoning: whether answers may begin with reasoning.
+    """
+
+    template: str
+    calls: type[CallFormat] | None
+    has_reasoning: bool
+
+    @classmethod
+    def of(
+        cls, template: str, tool_call_parser: ToolCallParser, reasoning_parser: ReasoningParser
+    ) -> OutputStyle:
+        """Return the configured style, or the one detected from the template."""
+        if tool_call_parser == "auto":
+            calls: type[CallFormat] | None = _detected(template)
+        else:
+            calls = _FORMATS[tool_call_parser]
+        if reasoning_parser == "auto":
+            has_reasoning = END in template
+        else:
+            has_reasoning = reasoning_parser != "none"
+        return cls(template, calls, has_reasoning)
+
+
+def _detected(template: str) -> type[CallFormat]:
+    found = next((kind for mark, kind in _MARKS.items() if mark in template), None)
+    is_known = found is not None and not any(mark in template for mark in _UNKNOWN)
+    if not is_known and "tools" in template:
+        _log.warning(
+            "the format in which the model writes tool calls is not known from its chat template; "
+            "assuming hermes (<tool_call> with JSON): calls in another format stay text, unless "
+            "tool_choice requires one. Choose with --tool-call-parser"
+        )
+    return found or Hermes
+
+
+# The grammar of an answer with required calls, or with reasoning before a constrained form.
+
+
+Function = tuple[str, Mapping[str, Any] | bool]  # a name, and the JSON schema of the arguments
+_SPACES = " ?"  # in arguments: no run of whitespace without an end
+
+
+def answer_grammar(
+    *,
+    layout: CallLayout | None = None,
+    functions: Sequence[Function] = (),
+    is_parallel: bool = True,
+    form: StructuredOutputsParams | None = None,
+    reasoning: str | None = None,
+    special: Mapping[str, int] = {},
+) -> StructuredOutputsParams:
+    """Return the constraint for an answer that consists of calls, has a given form, or either.
+
+    Args:
+        layout: the texts around calls; None: calls are not possible.
+        functions: the functions that may be called.
+        is_parallel: whether there may be several calls.
+        form: the form of an answer without calls.
+        reasoning: ``"may"``: the answer may begin with reasoning; ``"inside"``: the prompt has
+            begun it; None: the output has no reasoning.
+        special: the special tokens of the formats, by their text.
+
+    Raises:
+        MissingDependencyError: llguidance is not installed.
+        ValueError: the notation of a grammar in *form* is unknown, or a schema is nested too
+            deeply.
+    """
+    rules, grammars, bodies = [], [], []
+    if layout is not None:
+        rules += _calls(layout, functions, is_parallel, special)
+        bodies.append("calls")
+    if form is not None:
+        text = grammar_text(form)
+        known = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+        grammars.append({**known, "name": "form"})
+        bodies.append("@form")
+    rules += [f"body: {' | '.join(bodies)}"]
+    rules += _start(reasoning, special)
+    main = {"name": "main", "lark_grammar": "\n".join(rules)}
+    return StructuredOutputsParams(grammar=json.dumps({"grammars": [main, *grammars]}))
+
+
+def _calls(
+    layout: CallLayout,
+    functions: Sequence[Function],
+    is_parallel: bool,
+    special: Mapping[str, int],
+) -> list[str]:
+    rules = []
+    for number, (name, schema) in enumerate(functions):
+        options = {"x-guidance": {"whitespace_pattern": _SPACES}}
+        spaced = {**options, **(enforceable(schema) if isinstance(schema, dict) else {})}
+        head, tail = _literal(layout.head(name), special), _literal(layout.tail, special)
+        rules += [
+            f"call_{number}: {head} arguments_{number} {tail}",
+            f"arguments_{number}: %json {json.dumps(spaced)}",
+        ]
+    more = f"({_literal(layout.separator, special)} call)*" if is_parallel else ""
+    opening, closing = (_literal(text, special) for text in (layout.opening, layout.closing))
+    return [
+        *rules,
+        "call: " + " | ".join(f"call_{number}" for number in range(len(functions))),
+        f"calls: {opening} call {more} {closing}",
+    ]
+
+
+def _start(reasoning: str | None, special: Mapping[str, int]) -> list[str]:
+    if reasoning is None:
+        return ["start: body"]
+    if END in special:
+        thinking = [f"thinking: TEXT {_literal(END, special)}", "TEXT: /(.|\\n)*/"]
+    else:
+        end = re.escape(END).replace("/", "\\/")
+        thinking = [f"thinking[lazy]: /(.|\\n)*{end}/"]
+    before = "thinking SPACES"
+    if reasoning == "may":
+        before = f"({_literal(BEGIN, special)} {before})?"
+    return [*thinking, "SPACES: /\\n{0,2}/", f"start: {before} body"]
+
+
+def _literal(text: str, special: Mapping[str, int]) -> str:
+    """Return *text* in Lark: strings, and special tokens by their ids."""
+    if not text:
+        return '""'
+    names = sorted((name for name in special if name in text), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+    return " ".join(
+        f"<[{special[part]}]>" if part in names else json.dumps(part) for part in parts if part
+    )
+
+
+# Parses an output incrementally.
+
+
+class AnswerParser:
+    """Turns the growing text of one output into events.
+
+    The events do not depend on how the text was split into deltas.
+
+    Args:
+        calls: the format of tool calls; None: tool calls are not parsed.
+        names: of the functions that may be called.
+        has_reasoning: whether the answer may begin with reasoning.
+        is_thinking: whether the prompt has begun the reasoning.
+        is_parallel: whether calls after the first one are kept.
+    """
+
+    def __init__(
+        self,
+        calls: type[CallFormat] | None = None,
+        *,
+        names: Collection[str] = (),
+        has_reasoning: bool = False,
+        is_thinking: bool = False,
+        is_parallel: bool = True,
+    ) -> None:
+        self._events: list[Event] = []
+        self._answer, self._text = TextSource(), TextSource()
+        self._is_parallel, self._calls = is_parallel, 0
+        self._reading: Steps[None] | None = None
+        if has_reasoning:
+            self._reading = split_reasoning(
+                self._text, self._events.append, self._add, is_inside=is_thinking
+            )
+        self._calling: Steps[None] | None = None
+        if calls is not None:
+            self._calling = calls(self._answer, self._events.append, names).parse()
+
+    def push(self, text: str) -> list[Event]:
+        """Return the events that *text* adds."""
+        if self._reading is None:
+            self._add(text)
+        else:
+            self._text.text += text
+            next(self._reading, None)
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        """Return the events that were held back, because the text is complete."""
+        if self._reading is not None:
+            self._text.is_complete = True
+            next(self._reading, None)
+        if self._calling is not None:
+            self._answer.is_complete = True
+            next(self._calling, None)
+        return self._take()
+
+    def _add(self, text: str) -> None:
+        if self._calling is None:
+            self._events += [ContentDelta(text)] if text else []
+        elif text:
+            self._answer.text += text
+            next(self._calling, None)
+
+    def _take(self) -> list[Event]:
+        events, self._events[:] = list(self._events), []
+        return list(self._allowed(events))
+
+    def _allowed(self, events: Iterable[Event]) -> Iterable[Event]:
+        for event in events:
+            self._calls += isinstance(event, CallStart)
+            is_call = isinstance(event, CallStart | ArgumentsDelta)
+            if self._is_parallel or self._calls < 2 or not is_call:
+                yield event

@@ -1,1 +1,0 @@
-"""Text to token ids, and token ids back to text while they arrive."""

@@ -1,0 +1,522 @@
+"""Sequence parallelism: shard row-wise ops that follow an all-reduce over tokens."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from opweave.compile import compat, fingerprint
+from opweave.compile.graph import GraphInfo, computed_fake, fake_of, ir_call, operands, tensors_of
+from opweave.compile.plan import Context
+from opweave.compile.rowwise import RESHAPES, Size, is_view, keeps_rows, known_equal, row_operands
+from opweave.compile.tracing import Tracer
+
+# Functional collectives in graphs, and their process groups.
+
+
+_NAMESPACE = "_c10d_functional"
+_SUFFIX = re.compile(r"(_tensor|_into_tensor)$")  # reduce_scatter_tensor, all_gather_into_tensor
+WAIT = "wait_tensor"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group, seen from this process.
+
+    Attributes:
+        name: its name in graphs.
+        size: the number of ranks.
+        rank: the rank of this process.
+    """
+
+    name: Any
+    size: int
+    rank: int
+
+
+def find_group(name: Any) -> Group | None:
+    """Return the process group *name*, or None if it does not exist or excludes this process."""
+    try:
+        group = cast("Any", distributed.distributed_c10d)._resolve_process_group(name)
+    except (RuntimeError, ValueError, LookupError):
+        return None
+    rank = distributed.get_rank(group)
+    return Group(name, distributed.get_world_size(group), rank) if rank >= 0 else None
+
+
+def collective(node: Node) -> str:
+    """Return the functional collective that *node* calls, or an empty string.
+
+    ``reduce_scatter_tensor`` and ``all_gather_into_tensor`` are called ``reduce_scatter`` and
+    ``all_gather``; the wait is ``wait_tensor``.
+    """
+    target = node.target
+    if not isinstance(target, compat.OpOverload) or target.namespace != _NAMESPACE:
+        return ""
+    name = str(target).split(".")[1]
+    return name if name == WAIT else _SUFFIX.sub("", name)
+
+
+def count_collectives(graph: Graph) -> dict[str, int]:
+    """Return the number of collectives in *graph* by name, without waits."""
+    names = Counter(filter(None, map(collective, graph.nodes)))
+    del names[WAIT]
+    return dict(sorted(names.items()))
+
+
+def overload(name: str) -> Any:
+    """Return the op ``torch.ops._c10d_functional.<name>``."""
+    return getattr(getattr(torch.ops, _NAMESPACE), name).default
+
+
+def _groups() -> str:
+    """Return every group, its size and this process's rank, which a graph may be specialized to."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return ""
+    return repr(
+        sorted(
+            (str(name), distributed.get_world_size(group), distributed.get_rank(group))
+            for group, name in compat.process_groups().items()
+        )
+    )
+
+
+fingerprint.contribute(_groups)
+
+
+# Sharding analysis for sequence parallelism: which nodes can be sharded over tokens.
+#
+# Each rank of a group gets some rows of the result of an ``all_reduce``, and computes the
+# row-wise nodes that follow for these rows only. Other operands must be replicated, that is, the
+# same on every rank:
+#
+# ============================  ==================================================================
+# replicated                    graph inputs, by convention; results of all-reduce, all-gather and
+#                               broadcast; row-wise nodes, lookups and new tensors computed from
+#                               replicated operands
+# assumed to differ by rank     all other results (matrix products, attention, ...), because their
+#                               weights may differ
+# never sharded                 nodes from which only row-wise nodes lead to another collective:
+#                               they are partial sums, which differ even if they look replicated
+# ============================  ==================================================================
+
+
+aten = torch.ops.aten
+# Tokens per rank. With fewer, much of the traffic is padding. Besides, compilers specialize on a
+# size of 1, so a rank must have more rows, and "fewer than this" must include more than one size,
+# or they would specialize on that size.
+MIN_ROWS = 3
+_PER_BYTE = 1 << 20  # price per byte; a collective costs 1, so fewer collectives break ties
+_REPLICATING = {"all_reduce", "all_gather", "broadcast"}
+_MADE_OF_INPUTS = {
+    aten.arange.default,
+    aten.arange.start_step,
+    aten.embedding.default,
+    aten.empty.memory_format,
+    aten.full.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.ones.default,
+    aten.scalar_tensor.default,
+    aten.zeros.default,
+}
+_LOOKUPS = {"embedding"}  # IR ops
+
+
+@dataclass(eq=False)
+class Shard:
+    """A number of rows that is sharded over the ranks of a group."""
+
+    group: Group
+    tokens: Size
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the number of rows is always a multiple of the number of ranks."""
+        return known_equal(self.tokens % self.group.size, 0)
+
+
+@dataclass
+class Region:
+    """A connected set of sharded nodes.
+
+    Attributes:
+        shard: how their rows are sharded.
+        sources: the waits of the ``all_reduce`` nodes where the region begins.
+        nodes: the other nodes, in graph order.
+        gathered: the nodes whose results must be gathered.
+    """
+
+    shard: Shard
+    sources: list[Node]
+    nodes: list[Node]
+    gathered: list[Node]
+
+    @property
+    def refusal(self) -> str:
+        """Why the region should not be sharded, or an empty string.
+
+        For a dynamic number of tokens, this adds a guard on the minimum number of tokens.
+        """
+        if all(map(is_view, self.nodes)):
+            return "no row-wise op follows that could be sharded"
+        if guard_or_false(self.shard.tokens >= MIN_ROWS * self.shard.group.size):
+            return ""
+        return f"fewer than {MIN_ROWS} tokens for each of {self.shard.group.size} ranks"
+
+
+class Sharding:
+    """The sharded nodes of a graph, and the operands of which each needs only its rows."""
+
+    def __init__(self, info: GraphInfo, tracer: Tracer) -> None:
+        self.shards: dict[Node, Shard] = {}  # in graph order
+        self.rows: dict[Node, set[Node]] = {}  # the operands of a node that have rows
+        self.obstacles: dict[Node, str] = {}
+        self._tracer = tracer
+        self.order = info.order
+        self._summed = _summed(info)
+        self._replicated: set[Node] = set()
+        for node in info.nodes:
+            if self._is_replicated(node):
+                self._replicated.add(node)
+            shard = self._source(node) or self._spread(node)
+            if shard is not None:
+                self.shards[node] = shard
+        self._gather_early()
+
+    def regions(self) -> list[Region]:
+        """Return the connected sets of sharded nodes."""
+        found, left = [], dict(self.shards)
+        while left:
+            nodes = self._connected(next(iter(left)))
+            for node in nodes:
+                del left[node]
+            nodes.sort(key=self.order.__getitem__)
+            sources = [node for node in nodes if node not in self.rows]
+            others = [node for node in nodes if node in self.rows]
+            gathered = [node for node in nodes if self.whole_users(node)]
+            found.append(Region(self.shards[nodes[0]], sources, others, gathered))
+        return found
+
+    def whole_users(self, node: Node) -> list[Node]:
+        """Return the users that need all rows of *node*."""
+        return [user for user in node.users if user not in self.shards]
+
+    def drop(self, nodes: Iterable[Node]) -> None:
+        """Do not shard *nodes*."""
+        for node in nodes:
+            del self.shards[node]
+
+    def _source(self, node: Node) -> Shard | None:
+        if collective(node) != WAIT:
+            return None
+        reduced = node.all_input_nodes[0]
+        if collective(reduced) != "all_reduce" or len(reduced.users) > 1:
+            return None
+        summand, how, name = operands(reduced)
+        value, group = fake_of(node), find_group(name)
+        if group is None or group.size < 2 or how not in ("sum", "avg"):
+            return None
+        if not _has_tokens(value) or not fake_of(summand).is_contiguous():
+            return None
+        for shard in self.shards.values():
+            if shard.group == group and known_equal(shard.tokens, value.shape[0]):
+                return shard
+        return Shard(group, value.shape[0])
+
+    def _spread(self, node: Node) -> Shard | None:
+        """Return the shard of *node*, from those of its operands."""
+        found = {self.shards[n] for n in node.all_input_nodes if n in self.shards}
+        if len(found) != 1 or node in self._summed or node.op != "call_function":
+            return None
+        (shard,) = found
+        rows = row_operands(node, shard.tokens, self._tracer)
+        if rows is None or _is_used_as_tuple(node):
+            return None
+        for operand in node.all_input_nodes:
+            if node.target is aten.copy.default and operand is node.args[0]:
+                continue  # its values are overwritten
+            if operand in self.shards and operand not in rows:
+                return None
+            if operand not in self.shards and operand not in self._replicated:
+                self.obstacles[node] = f"{operand.name} may differ between ranks"
+                return None
+        self.rows[node] = rows
+        return shard
+
+    def _is_replicated(self, node: Node) -> bool:
+        if node.op in ("placeholder", "get_attr"):
+            return True
+        if collective(node) == WAIT:
+            return collective(node.all_input_nodes[0]) in _REPLICATING
+        if not tensors_of(node):
+            return node.op == "call_function"  # a size
+        if node in self._summed or not self._replicated.issuperset(node.all_input_nodes):
+            return False
+        call = ir_call(node)
+        if call is not None and call.op.name in _LOOKUPS:
+            return True
+        return node.target in _MADE_OF_INPUTS or keeps_rows(node)
+
+    def _gather_early(self) -> None:
+        """Choose the nodes after which to gather by a minimum cut, and unshard the nodes behind.
+
+        On ties, as many nodes as possible stay sharded. Gathering right after the sources is always
+        possible, and transfers as many bytes as ``all_reduce``.
+        """
+        import networkx  # type: ignore[import-untyped]  # slow to import; a dependency of torch
+
+        flow = self._flow(networkx.DiGraph())
+        _, (_, whole) = networkx.minimum_cut(flow, "sharded", "whole")  # "whole" is minimal
+        early = [node for node in self.shards if node in whole]
+        for node in early:
+            self.obstacles[node] = "its result would cost more to gather"
+        self.drop(early)
+
+    def _flow(self, flow: Any) -> Any:
+        """Return a flow network from "sharded" to "whole", in which a cut is a set of gathers.
+
+        The edge from node to (node,) is cut if the node is sharded and gathered. Edges without a
+        capacity cannot be cut: they force the nodes of a connected region onto a consistent side.
+        """
+        flow.add_nodes_from(["sharded", "whole"])
+        for node in self.shards:
+            after: Any = (node,) if isinstance(fake_of(node), Tensor) else node
+            if after != node:
+                flow.add_edge(node, after, **_price(node))
+            if node not in self.rows:
+                flow.add_edge("sharded", node)
+            if self.whole_users(node):
+                flow.add_edge(after, "whole")
+            for user in node.users.keys() & self.shards.keys():
+                flow.add_edge(after, user)
+                flow.add_edge(user, node)
+        return flow
+
+    def _connected(self, start: Node) -> list[Node]:
+        found, waiting = {start: None}, [start]
+        while waiting:
+            node = waiting.pop()
+            before = self.rows.get(node, set())
+            for other in [*before, *node.users]:
+                linked = other in before or node in self.rows.get(other, set())
+                if linked and other in self.shards and other not in found:
+                    found[other] = None
+                    waiting.append(other)
+        return list(found)
+
+
+def _is_used_as_tuple(node: Node) -> bool:
+    parts = all(user.target is operator.getitem for user in node.users)
+    return not isinstance(fake_of(node), Tensor) and not parts
+
+
+def _summed(info: GraphInfo) -> set[Node]:
+    """Return the nodes that lead to a collective through row-wise nodes only."""
+    found: set[Node] = set()
+    for node in reversed(info.nodes):
+        for user in node.users:
+            into = collective(user) not in ("", WAIT)
+            if into or (user in found and (keeps_rows(user) or collective(user) == WAIT)):
+                found.add(node)
+    return found
+
+
+def _has_tokens(value: Tensor) -> bool:
+    return value.ndim > 1 and all(isinstance(size, int) and size for size in value.shape[1:])
+
+
+def _price(node: Node) -> dict[str, int]:
+    """Return the capacity of gathering *node*; empty if gathering would change its layout."""
+    value = fake_of(node)
+    if not all(isinstance(size, int) for size in value.shape[1:]) or not value.is_contiguous():
+        return {}
+    row_bytes = math.prod(value.shape[1:]) * value.element_size()
+    return {"capacity": row_bytes * _PER_BYTE + 1}
+
+
+# Sequence parallelism: shard row-wise ops that follow an all-reduce over tokens.
+#
+# After an ``all_reduce``, every rank has all tokens and computes the same norms. If
+# :mod:`opweave.compile.sequence` decides that it pays, the tokens stay sharded until a node
+# needs all of them:
+#
+# =============================  =============================================================
+# node                           is replaced with
+# =============================  =============================================================
+# ``all_reduce``                 ``reduce_scatter``, with the rows padded to a multiple of the
+#                                number of ranks if necessary
+# row-wise node                  the same node on the rank's rows
+# unsharded row operand          a view of the rank's rows
+# sizes of a reshape             the same sizes with the rank's number of rows
+# use of all rows                ``all_gather`` without the padding; 8-bit floats are sent as bytes
+# unused ``all_reduce``          nothing (fusion leaves some, and dead code elimination keeps them)
+# =============================  =============================================================
+#
+# The graph is only changed if the number of transferred bytes does not grow, apart from padding
+# of less than one row per rank.
+
+
+def shard_tokens(info: GraphInfo, context: Context) -> None:
+    """Shard the tokens over the ranks between collectives, where that pays."""
+    if not any(collective(node) == "all_reduce" for node in info.nodes):
+        return
+    graph = info.graph
+    _drop_unused(info)
+    sharding = Sharding(info.current(), context.tracer)
+    for region in sharding.regions():
+        reason = region.refusal
+        if reason:
+            sharding.drop([*region.sources, *region.nodes])
+        context.notes.append(_refused(region, reason, sharding) if reason else _done(region))
+        if not reason:
+            _Rewriter(graph, region, sharding).run()
+    context.report.collectives = count_collectives(graph)
+
+
+def _drop_unused(info: GraphInfo) -> None:
+    for node in reversed(info.nodes):
+        if not node.users and collective(node) in (WAIT, "all_reduce"):
+            info.graph.erase_node(node)
+
+
+def _refused(region: Region, reason: str, sharding: Sharding) -> str:
+    near = [
+        f"{user.name}: {sharding.obstacles[user]}"
+        for source in region.sources
+        for user in source.users
+        if user in sharding.obstacles
+    ]
+    reduced = [source.all_input_nodes[0] for source in region.sources]
+    return f"{_names(reduced)} left: {'; '.join([reason, *near])}"
+
+
+def _done(region: Region) -> str:
+    ops = _names([node for node in region.nodes if not is_view(node)])
+    return (
+        f"{len(region.sources)} all_reduce become {len(region.sources)} reduce_scatter and "
+        f"{len(region.gathered)} all_gather over {region.shard.group.size} ranks, around {ops}"
+    )
+
+
+def _names(nodes: Sequence[Node]) -> str:
+    return ", ".join(node.name for node in nodes)
+
+
+class _Rewriter:
+    """Rewrites one region, node by node in the order of the graph."""
+
+    def __init__(self, graph: Graph, region: Region, sharding: Sharding) -> None:
+        self._graph, self._region, self._sharding = graph, region, sharding
+        self._group, self._is_even = region.shard.group, region.shard.is_even
+        self._mode = fake_of(region.sources[0]).fake_mode
+        self._origin = region.sources[0].all_input_nodes[0]
+        self._own: dict[Node, Node] = {}
+        with graph.inserting_before(self._origin):
+            self._tokens, self._rows, self._padding = self._sizes()
+
+    def run(self) -> None:
+        nodes = [*self._region.sources, *self._region.nodes]
+        for node in sorted(nodes, key=self._sharding.order.__getitem__):
+            self._origin = node
+            users, whole = self._sharding.whole_users(node), fake_of(node)
+            part = self._scatter(node) if node in self._region.sources else self._divide(node)
+            if users:
+                gathered = self._gather(part, whole)
+                for user in users:
+                    user.replace_input_with(node, gathered)
+            if part is not node:
+                self._erase(node, part)
+
+    def _sizes(self) -> tuple[Any, Any, Any]:
+        """Return the numbers of tokens, rows per rank and padding rows, as numbers or nodes."""
+        tokens, ranks = self._region.shard.tokens, self._group.size
+        if isinstance(tokens, int):
+            rows = -(-tokens // ranks)
+            return tokens, rows, rows * ranks - tokens
+        size = self._emit(aten.sym_size.int, self._origin.all_input_nodes[0], 0)
+        if self._is_even:
+            return size, self._emit(operator.floordiv, size, ranks), 0
+        more = self._emit(operator.add, size, ranks - 1)
+        share = self._emit(operator.floordiv, more, ranks)
+        total = self._emit(operator.mul, share, ranks)
+        return size, share, self._emit(operator.sub, total, size)
+
+    def _scatter(self, wait: Node) -> Node:
+        """Replace the all-reduce that *wait* waits for with a reduce-scatter."""
+        reduced = wait.all_input_nodes[0]
+        value, how, name = operands(reduced)
+        with self._graph.inserting_before(reduced):
+            padded = self._padded(value)
+            target = overload("reduce_scatter_tensor")
+            scattered = self._emit(target, padded, how, self._group.size, name)
+        with self._graph.inserting_before(wait):
+            return self._emit(overload("wait_tensor"), scattered)
+
+    def _divide(self, node: Node) -> Node:
+        """Change *node* to compute this rank's rows."""
+        whole = self._sharding.rows[node] - self._sharding.shards.keys()
+        with self._graph.inserting_before(node):
+            for operand in node.all_input_nodes:
+                if operand in whole:
+                    node.replace_input_with(operand, self._own_rows(operand))
+        if node.target in RESHAPES:
+            if node.target is not aten.expand.default:
+                node.target = aten.reshape.default  # the shard may have other strides
+            node.args = (node.args[0], [self._rows, *fake_of(node).shape[1:]])
+            node.kwargs = {}
+        for stale in ("tensor_meta", "eager_input_vals"):
+            node.meta.pop(stale, None)
+        node.meta["val"] = computed_fake(node, self._mode)
+        return node
+
+    def _own_rows(self, whole: Node) -> Node:
+        """Return this rank's rows of a tensor that is the same on every rank."""
+        if whole not in self._own:
+            shape = [self._group.size, self._rows, *fake_of(whole).shape[1:]]
+            blocks = self._emit(aten.reshape.default, self._padded(whole), shape)
+            self._own[whole] = self._emit(aten.select.int, blocks, 0, self._group.rank)
+        return self._own[whole]
+
+    def _gather(self, part: Node, whole: Tensor) -> Node:
+        """Return the rows of all ranks, without padding."""
+        small_float = part.meta["val"].is_floating_point() and whole.element_size() == 1
+        with self._graph.inserting_before(part.next):
+            sent = self._emit(aten.view.dtype, part, torch.uint8) if small_float else part
+            target = overload("all_gather_into_tensor")
+            gathered = self._emit(target, sent, self._group.size, self._group.name)
+            gathered = self._emit(overload("wait_tensor"), gathered)
+            if small_float:
+                gathered = self._emit(aten.view.dtype, gathered, whole.dtype)
+            if self._padding != 0:
+                gathered = self._emit(aten.slice.Tensor, gathered, 0, 0, self._tokens, value=whole)
+        return gathered
+
+    def _padded(self, value: Any) -> Any:
+        if self._padding == 0:
+            return value
+        before = [0, 0] * (fake_of(value).ndim - 1)
+        return self._emit(aten.constant_pad_nd.default, value, [*before, 0, self._padding])
+
+    def _erase(self, wait: Node, part: Node) -> None:
+        reduced = wait.all_input_nodes[0]
+        wait.replace_all_uses_with(part)
+        self._graph.erase_node(wait)
+        self._graph.erase_node(reduced)
+
+    def _emit(self, target: Any, *args: Any, value: Any = None) -> Node:
+        node = self._graph.call_function(target, args)
+        node.meta["val"] = computed_fake(node, self._mode) if value is None else value
+        if self._origin.stack_trace:
+            node.meta["stack_trace"] = self._origin.stack_trace
+        return node

@@ -1,0 +1,281 @@
+"""Declarations: predicates, keywords and gradients hold what the op promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opweave.conformance import inputs
+from opweave.conformance.compare import near_problem, outputs_problem
+from opweave.conformance.compat import fake_values
+from opweave.conformance.memory import Values, copied
+from opweave.conformance.subject import (
+    FAILURES,
+    Case,
+    Check,
+    Finding,
+    Findings,
+    Subject,
+    each,
+    natively,
+    outputs_of,
+    raised,
+)
+from opweave.ir.codegen import functional
+from opweave.ir.rules import DIFFERENTIABLE
+from opweave.ir.spec import Tolerance
+
+# Predicates: they are correct, and depend only on shapes and dtypes.
+
+
+_COUNTS = (2, 3, 5, 8, 33, 257)  # 0 and 1 have fewer strides
+
+
+def _has_one(subject: Subject) -> bool:
+    return not subject.impl.supports_all_args
+
+
+def _predicate_cases(subject: Subject) -> Iterator[Case]:
+    yield from chain(
+        inputs.empty(subject),
+        inputs.options(subject),
+        inputs.without(subject),
+        inputs.mixed(subject),
+        inputs.laid_out(subject),
+    )
+
+
+def misfits(subject: Subject) -> Iterator[Case]:
+    """Yield cases in which one tensor is too short, or has a dimension more."""
+    for base in inputs.usual(subject):
+        for i, value in enumerate(base.values):
+            if isinstance(value, Tensor) and value.ndim:
+                for what, other in {
+                    "shorter rows": value[..., :-1],
+                    "a row less": value[:-1],
+                    "another dimension": value[None],
+                }.items():
+                    values = [other if i == j else v for j, v in enumerate(base.values)]
+                    yield base.with_values(f"{subject.op.schema.names[i]}: {what}", values)
+
+
+def _honest(subject: Subject) -> Findings:
+    for case in _predicate_cases(subject):
+        yield _said(_answer_problem(subject, case), case)
+        yield _said(_runs(subject, case), case)
+    yield from _sizes(subject)
+
+
+def _said(problem: Finding, case: Case) -> Finding:
+    return f"{problem}: {case}" if problem else None
+
+
+def _answer_problem(subject: Subject, case: Case) -> Finding:
+    """The predicate answers, always the same, and the same of tensors without numbers."""
+    try:
+        answer = subject.impl.rejection(case.values)
+        again = subject.impl.rejection(copied(case.values))
+    except FAILURES as error:
+        return raised(error)
+    if (answer is None) != (again is None):
+        return "asked twice, the predicate answers differently"
+    try:
+        of_fakes = subject.impl.rejection(fake_values(case.values))
+    except FAILURES as error:
+        return f"of fake tensors, which have no numbers, the predicate {raised(error)}"
+    if answer is not None and of_fakes is None:
+        return "the predicate accepts fake tensors, and not the same with numbers"
+    return None
+
+
+def _runs(subject: Subject, case: Case) -> Finding:
+    """Accepted arguments run."""
+    try:
+        if case.refusal or not subject.accepts(case.values):
+            return None
+    except FAILURES:
+        return None  # said already
+    try:
+        subject.run(copied(case.values))
+    except FAILURES as error:
+        return f"accepts what it fails on: it {raised(error)}"
+    return None
+
+
+def _sizes(subject: Subject) -> Findings:
+    """The answer does not depend on the number of tokens."""
+    answers = {}
+    for count in _COUNTS:
+        case = inputs.generated(subject, num_tokens=count)
+        if case is not None and case.refusal is None:
+            answers[count] = subject.accepts(case.values)
+    if len(set(answers.values())) > 1:
+        told = ", ".join(f"{n}: {'yes' if yes else 'no'}" for n, yes in answers.items())
+        yield (
+            f"the predicate depends on the number of tokens ({told}); leave that to priorities, "
+            "and to the option compile_ranges of compiled code"
+        )
+    elif answers:
+        yield None
+
+
+def _refuses(subject: Subject) -> Findings:
+    for case in chain(misfits(subject), inputs.options(subject)):
+        # A ValueError is native's own; other errors are those of what it happens to call.
+        if isinstance(case.refusal, ValueError) and _may_run(subject, case):
+            yield _said(_refusal_problem(subject, case), case)
+
+
+def _may_run(subject: Subject, case: Case) -> bool:
+    """Whether a kernel that takes what native refuses does no more than compute nonsense.
+
+    On a GPU, an index out of range ends CUDA for the process: there, what native refuses without
+    looking at numbers has to do.
+    """
+    if subject.device == "cpu":
+        return True
+    fakes = fake_values(case.values)
+    args, kwargs = case.op.schema.split(fakes)
+    try:
+        case.op.native(*args, **kwargs)
+    except Exception:
+        return True
+    return False
+
+
+def _refusal_problem(subject: Subject, case: Case) -> Finding:
+    try:
+        if not subject.accepts(case.values):
+            return None
+        subject.run(copied(case.values))
+    except Exception:
+        return None
+    return f"computes what native refuses: native {raised(case.refusal)}"
+
+
+PREDICATE = Check(
+    "predicate",
+    "the predicate needs only shapes and dtypes, and the arguments that it accepts work",
+    _honest,
+    _has_one,
+)
+MISFITS = Check(
+    "misfits",
+    "arguments that native rejects are rejected by the predicate or the implementation",
+    _refuses,
+)
+
+
+# Keywords: the implementation accepts arguments by name, and has the op's defaults.
+
+
+def _keywords_cases(subject: Subject) -> Iterator[Case]:
+    yield from inputs.usual(subject)
+    for base in inputs.usual(subject):
+        values = [
+            p.default if p.has_default else v
+            for p, v in zip(subject.op.schema.params, base.values, strict=True)
+        ]
+        yield base.with_values("defaults", values)
+
+
+def _by_name(subject: Subject, case: Case) -> Finding:
+    ways: list[tuple[str, Callable[..., Any]]] = [
+        ("the op", subject.call),
+        ("the implementation", functional(subject.impl)),
+    ]
+    for what, function in ways:
+        for how, (args, kwargs) in _calls(case).items():
+            with torch.no_grad():
+                problem = outputs_problem(case, function(*copied(args), **_copied(kwargs)))
+            if problem:
+                return f"{what}, {how}: {problem}"
+    return None
+
+
+def _calls(case: Case) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return the ways to write one call."""
+    params = case.op.schema.params
+    named = dict(zip(case.op.schema.names, case.values, strict=True))
+    needed = {
+        p.name: named[p.name] for p in params if not p.has_default or named[p.name] != p.default
+    }
+    first = next(iter(named))
+    rest = {name: value for name, value in named.items() if name != first}
+    return {
+        "all by name": ((), named),
+        "the first by position": ((named[first],), rest),
+        "backwards": ((), dict(reversed(named.items()))),
+        "defaults left out": ((), needed),
+    }
+
+
+def _copied(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip(kwargs, copied(tuple(kwargs.values())), strict=True))
+
+
+KEYWORDS_CHECK = Check(
+    "keywords",
+    "positional, keyword and default arguments give the same result",
+    each(_keywords_cases, _by_name),
+)
+
+
+# Gradients: autograd through the implementation gives the op's gradient.
+
+
+# Sums over all rows, in another order.
+_TOLERANCE = Tolerance(1e-4, 1e-3)
+
+
+def _claims(subject: Subject) -> bool:
+    return subject.has(DIFFERENTIABLE) and not subject.is_native
+
+
+def _gradients_cases(subject: Subject) -> list[Case]:
+    found = [*inputs.usual(subject), *inputs.without(subject)]
+    return [case for case in found if _differentiated(case.values)]
+
+
+def _same(subject: Subject, case: Case) -> Finding:
+    with natively(subject.op):
+        expected = _gradients(subject.op.native, case)
+    found = _gradients(functional(subject.impl), case)
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        if (a is None) != (b is None):
+            return f"gradient {i} is {'missing' if a is None else 'not that of native: None'}"
+        problem = near_problem(a, b, _TOLERANCE) if a is not None and b is not None else None
+        if problem:
+            return f"gradient {i}: {problem}"
+    return None
+
+
+def _gradients(function: object, case: Case) -> tuple[Tensor | None, ...]:
+    assert callable(function)
+    values = copied(case.values)
+    leaves = [t.requires_grad_() for t in _differentiated(values)]
+    args, kwargs = case.op.schema.split(values)
+    with torch.enable_grad():
+        outputs = outputs_of(function(*args, **kwargs))
+        smooth = [out for out in outputs if out.requires_grad]
+        total = sum(out.double().square().sum() for out in smooth)
+        assert isinstance(total, Tensor), "no output requires a gradient"
+        return torch.autograd.grad(total, leaves, allow_unused=True)
+
+
+def _differentiated(values: Values) -> list[Tensor]:
+    """Return the tensors that have gradients: in the dtypes that are exact enough to compare."""
+    wide = (torch.float32, torch.float64)
+    return [v for v in values if isinstance(v, Tensor) and v.dtype in wide]
+
+
+GRADIENTS_CHECK = Check(
+    "gradients",
+    "with the trait differentiable: autograd gives the gradient of native",
+    each(_gradients_cases, _same),
+    _claims,
+)

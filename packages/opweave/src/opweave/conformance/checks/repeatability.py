@@ -1,0 +1,423 @@
+"""Repeatability: the same bits for the same call, in any thread, batch, mode and process."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, combinations, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opweave.config.child_process import ChildProcess
+from opweave.conformance import inputs
+from opweave.conformance.checks.memory import takes
+from opweave.conformance.checks.values import is_right
+from opweave.conformance.compare import bits_problem, near_problem, outputs_problem, tolerance_of
+from opweave.conformance.find import names_by_file
+from opweave.conformance.inputs import Packed, Tokens, tokens_of
+from opweave.conformance.memory import GlobalState, copied, overlap
+from opweave.conformance.subject import (
+    Case,
+    Check,
+    Finding,
+    Findings,
+    Outputs,
+    Subject,
+    accepted,
+    each,
+    not_native,
+    outputs_of,
+    raised,
+)
+from opweave.ir import require
+from opweave.ir.rules import BATCH_INVARIANT, ROWWISE
+
+# Determinism: the same call gives the same bits, regardless of stale output memory.
+#
+# A later call must not write into the results of an earlier one.
+
+
+_TIMES = 4
+_MANY_TIMES = 20  # for results of at most _SMALL elements: memory may be used again in turn
+_SMALL = 4096
+
+
+def _repeats(subject: Subject, case: Case) -> Finding:
+    first = outputs_of(subject.run(copied(case.values)))
+    alive = [first]  # or the memory of a result would rightly serve the next one
+    is_small = sum(t.numel() for t in first) <= _SMALL
+    for _ in range(_MANY_TIMES if is_small else _TIMES):
+        alive.append(outputs_of(subject.run(copied(case.values))))
+        problem = bits_problem(first, alive[-1])
+        if problem:
+            return f"a second call differs: {problem}".replace("native has", "the first had")
+    if _share_memory(alive):
+        return "a later call writes over the result of an earlier one; return new memory each time"
+    with _new_memory_filled():
+        problem = bits_problem(first, outputs_of(subject.run(copied(case.values))))
+    return f"not all of the result is written: {problem}" if problem else None
+
+
+def _share_memory(results: list[Outputs]) -> bool:
+    """Whether the results of two calls lie in the same memory.
+
+    Each call had a copy of the arguments, so that a result which is an argument is its own.
+    """
+    pairs = combinations(results, 2)
+    return any(overlap(a, b) for one, other in pairs for a in one for b in other)
+
+
+@contextmanager
+def _new_memory_filled() -> Iterator[None]:
+    """Fill new memory with NaN, or the largest integer, as torch's deterministic mode does."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+DETERMINISM_CHECK = Check(
+    "determinism",
+    "repeated calls give the same bits, write every element, and keep earlier results",
+    each(inputs.of_several_sizes, _repeats),
+)
+
+
+# Repetition: a call has the same result after thousands of other calls, and some time later.
+#
+# It runs last, so that all other checks run between the first call and this one.
+
+
+_REPETITION_SECONDS = 0.5  # for each case
+_FEWEST = 3  # calls
+_CASES = 2
+
+
+def _cases(subject: Subject) -> Iterator[Case]:
+    found = chain(inputs.usual(subject), inputs.few_and_many(subject))
+    usable = (c for c in found if c.refusal is None and subject.accepts(c.values))
+    return islice(usable, _CASES)
+
+
+def _stays(subject: Subject, case: Case) -> Finding:
+    problem = is_right(subject, case)
+    if problem:
+        return problem
+    first = outputs_of(subject.run(copied(case.values)))
+    start, calls = time.perf_counter(), 1
+    while calls < _FEWEST or time.perf_counter() - start < _REPETITION_SECONDS:
+        calls += 1
+        problem = bits_problem(first, outputs_of(subject.run(copied(case.values))))
+        if problem:
+            problem = problem.replace("native has", "the first had")
+            passed = time.perf_counter() - start
+            return f"call {calls}, {passed:.2f} s after the first, differs: {problem}"
+    return None
+
+
+REPETITION_CHECK = Check(
+    "repetition",
+    "a call gives the same bits after thousands of other calls, and some time later",
+    each(_cases, _stays),
+    not_native,
+)
+
+
+# Threads: calls at the same time, and with another number of threads inside a call.
+
+
+_CALLS = 16  # of each thread
+_INSIDE = (1, 3)  # threads
+
+
+def _threads_findings(subject: Subject) -> Findings:
+    others = inputs.few_and_many(subject)
+    for case, other in zip(inputs.few_and_many(subject), others, strict=True):
+        yield from accepted(subject, case, partial(_at_once, other=other))
+        yield from accepted(subject, case, _with_other_numbers)
+
+
+def _at_once(subject: Subject, case: Case, other: Case) -> Finding:
+    """Call with two sets of arguments at the same time, since one could not tell a mixture."""
+    for one in (case, other):
+        _ = one.native, one.reference  # computed once, before the threads
+    with ThreadPoolExecutor(2) as pool, _frequent_switches():
+        found = list(pool.map(partial(_repeated, subject), (case, other)))
+    return next((f"with another call at the same time: {each}" for each in found if each), None)
+
+
+def _repeated(subject: Subject, case: Case) -> Finding:
+    for _ in range(_CALLS):
+        problem = is_right(subject, case)
+        if problem:
+            return problem
+    return None
+
+
+def _with_other_numbers(subject: Subject, case: Case) -> Finding:
+    before = torch.get_num_threads()
+    try:
+        for count in _INSIDE:
+            torch.set_num_threads(count)
+            problem = is_right(subject, case)
+            if problem:
+                return f"with {count} threads: {problem}"
+    finally:
+        torch.set_num_threads(before)
+    return None
+
+
+@contextmanager
+def _frequent_switches() -> Iterator[None]:
+    """Let Python change between threads as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+THREADS_CHECK = Check(
+    "threads",
+    "two concurrent calls, and any number of intra-op threads, give the results of native",
+    _threads_findings,
+)
+
+
+# Batch invariance and row-wise ops: rows must not depend on the rest of the batch.
+
+
+_SAMPLES = (1, 2, 3, 5, 16)
+_LARGE = (257, 1031)  # tokens, for which a kernel may choose another way to add up
+
+
+def _claims_invariance(subject: Subject) -> bool:
+    return subject.has(BATCH_INVARIANT)
+
+
+def _claims_rows(subject: Subject) -> bool:
+    return subject.has(ROWWISE)
+
+
+def _batches(subject: Subject) -> Iterator[Tokens | Packed]:
+    """Yield batches of each dtype, large ones, and of rows with tails, that are accepted."""
+    known = inputs.options_of(subject)
+    sizes: list[dict[str, Any]] = [{}, *({"count": n} for n in _LARGE)]
+    sizes += [{"hidden_size": n} for n in (7, 1031) if "hidden_size" in known]
+    dtypes = [{"dtype": d} for d in inputs.DTYPES] if "dtype" in known else [{}]
+    for options in ({**dtype, **size} for dtype in dtypes for size in sizes):
+        tokens = tokens_of(subject, **options)
+        if tokens is not None and subject.accepts(tokens.case.values):
+            yield tokens
+
+
+def _invariant(subject: Subject) -> Findings:
+    if _is_exact(subject):
+        yield None  # then equal values are equal bits
+        return
+    found = False
+    for tokens in _batches(subject):
+        found = True
+        try:
+            with require(BATCH_INVARIANT):  # what a composite calls must be, too
+                yield from _in_other_batches(subject, tokens)
+        except Exception as error:
+            yield f"{raised(error)}: {tokens.case}"
+    if not found and inputs.accepts_any(subject):
+        yield (
+            f"claims {BATCH_INVARIANT}, and no batch shows it: its input generator needs "
+            "num_tokens, or the op an entry in opweave.conformance.inputs"
+        )
+
+
+def _in_other_batches(subject: Subject, tokens: Tokens | Packed) -> Findings:
+    whole = outputs_of(subject.run(copied(tokens.case.values)))
+    for which in _choices(tokens.count):
+        part = tokens.of_some(outputs_of(subject.run(tokens.some(which))), which)
+        problem = bits_problem(tokens.of(whole, which), part)
+        if problem:
+            problem = problem.replace("native has", "the whole batch had")
+            yield f"rows {which[:4]} alone: {problem}: {tokens.case}"
+        else:
+            yield None
+
+
+def _choices(count: int) -> Iterator[list[int]]:
+    for i in range(0, count, max(5, count // 8)):
+        yield [i]
+    for size in _SAMPLES:
+        yield torch.randperm(count)[:size].tolist()
+
+
+def _is_exact(subject: Subject) -> bool:
+    """Whether every output must equal native's: integers, or a tolerance of zero."""
+    usual = (case for case in inputs.usual(subject) if case.refusal is None)
+    cases = [case for case in usual if subject.accepts(case.values)]
+    return bool(cases) and all(
+        sum(tolerance_of(case, out)) == 0 for case in cases for out in case.native
+    )
+
+
+def _by_rows(subject: Subject) -> Findings:
+    for tokens in _batches(subject):
+        if isinstance(tokens, Tokens):
+            try:
+                yield _row_problem(subject, tokens)
+            except Exception as error:
+                yield f"{raised(error)}: {tokens.case}"
+
+
+def _row_problem(subject: Subject, tokens: Tokens) -> Finding:
+    row, op = [tokens.count // 2], subject.op
+    whole = outputs_of(subject.run(copied(tokens.case.values)))
+    expected = tokens.of(whole, row)
+    if len(expected) < len(whole):
+        return f"an output has no row for each token: {tokens.case}"
+    values = [
+        _only(v, row[0]) if i in op.activation_indices else v
+        for i, v in enumerate(copied(tokens.case.values))
+    ]
+    among_others = tokens.of(outputs_of(subject.run(tuple(values))), row)
+    alone = outputs_of(subject.run(tokens.some(row)))
+    for found in (among_others, alone):
+        problem = _near(tokens, expected, found)
+        if problem:
+            return f"row {row[0]} depends on others: {problem}: {tokens.case}"
+    return None
+
+
+def _only(t: Tensor, row: int) -> Tensor:
+    """Return *t* with NaN in every other row."""
+    changed = torch.full_like(t, float("nan"))
+    changed[row] = t[row]
+    return changed
+
+
+def _near(tokens: Tokens, expected: Outputs, found: Outputs) -> Finding:
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        problem = near_problem(a, b, tolerance_of(tokens.case, b))
+        if problem:
+            return f"output {i}: {problem.replace('native has', 'the whole had')}"
+    return None
+
+
+INVARIANCE = Check(
+    "batch_invariance",
+    "with the trait batch_invariant: a row has the same bits in any batch",
+    _invariant,
+    _claims_invariance,
+)
+ROWS = Check(
+    "rowwise",
+    "with the trait rowwise: an output row depends only on that row of the activations",
+    _by_rows,
+    _claims_rows,
+)
+
+
+# Inference mode, in which models run: tensors do not have version counters.
+
+
+def _in_inference_mode(subject: Subject, case: Case) -> Finding:
+    with torch.inference_mode():
+        problem = is_right(subject, case)
+        if problem or not subject.op.allow_inplace:
+            return problem
+        return takes(subject, case)
+
+
+INFERENCE_MODE_CHECK = Check(
+    "inference_mode",
+    "results are the same under torch.inference_mode, with inference tensors",
+    each(inputs.usual, _in_inference_mode),
+)
+
+
+# Global state: a call does not change the global state of the process.
+
+
+def _leaves_alone(subject: Subject, case: Case) -> Finding:
+    args, kwargs = subject.op.schema.split(copied(case.values))
+    with torch.no_grad():
+        before = GlobalState()  # in here: grad mode is a part of it
+        subject.call(*args, **kwargs)
+        changed = before.restore()
+    return f"changed {' and '.join(changed)}" if changed else None
+
+
+GLOBAL_STATE_CHECK = Check(
+    "global_state",
+    "torch settings, random state, the environment and the working directory do not change",
+    each(inputs.of_several_sizes, _leaves_alone),
+)
+
+
+# Unobserved: results are the same in a process that does not verify.
+#
+# Arguments are recorded here, and the implementation runs on them in a process that has not
+# imported the conformance kit, and where none of its functions is on the call stack. Results are
+# compared here.
+
+
+_PROGRAM = "opweave.ir.replay"
+_UNOBSERVED_SECONDS = 120.0
+
+
+def _unobserved_findings(subject: Subject) -> Findings:
+    module = names_by_file().get(subject.impl.site.file)
+    if module is None or module == "__main__":
+        return  # another process cannot import it
+    found = chain(inputs.usual(subject), inputs.few_and_many(subject))
+    cases = [c for c in found if c.refusal is None and subject.accepts(c.values)]
+    # The providers of opweave are registered when an op is first used.
+    modules = [] if module.startswith("opweave.") else [module]
+    results = _replayed(subject, modules, cases)
+    for case, result in zip(cases, results, strict=False):
+        problem = f"raised {result}" if isinstance(result, str) else outputs_problem(case, result)
+        yield f"in a process that does not verify: {problem}: {case}" if problem else None
+
+
+def _replayed(subject: Subject, modules: list[str], cases: list[Case]) -> list[Any]:
+    """Return the results of the cases; none where the module does not register *subject*."""
+    file = io.BytesIO()
+    calls = [copied(case.values) for case in cases]
+    torch.save((modules, subject.op.name, subject.provider, calls), file)
+    process = ChildProcess(_PROGRAM)
+    try:
+        process.connection.send_bytes(file.getvalue())
+        if not process.connection.poll(_UNOBSERVED_SECONDS):
+            raise TimeoutError(
+                f"a process without the verifier took more than {_UNOBSERVED_SECONDS:g} s"
+            )
+        answer = process.connection.recv_bytes()
+    except EOFError:
+        code = process.wait(1.0)
+        raise RuntimeError(f"a process without the verifier ended with {code}") from None
+    finally:
+        process.kill()
+        process.wait(1.0)
+        process.connection.close()
+    results: list[Any] = torch.load(io.BytesIO(answer), weights_only=False)
+    return results
+
+
+UNOBSERVED_CHECK = Check(
+    "unobserved",
+    "results are the same in a process that does not import the verifier",
+    _unobserved_findings,
+    not_native,
+)

@@ -1,0 +1,508 @@
+"""Provider ``batch_invariant``: applies the native definition to each row separately."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from opweave.ir import IrOp, ops, require
+from opweave.ir.ops.arguments import check_sequences, check_slots
+from opweave.ir.ops.attention import check_attention, check_varlen
+from opweave.ir.ops.conv import check_conv, check_patches, patches
+from opweave.ir.ops.fused_experts import Routed, bound_activation, check_experts, combine, route
+from opweave.ir.ops.fused_experts_quant import check_experts_quant, low_bit_product
+from opweave.ir.ops.linear import scales_tokens
+from opweave.ir.ops.mla_attention import check_decode
+from opweave.ir.ops.paged_attention import check_tables
+from opweave.ir.ops.ssd import check_ssd
+from opweave.ir.ops.state_space import check_scan, check_update
+from opweave.ir.rules import BATCH_INVARIANT, DIFFERENTIABLE
+from opweave.kernels.aten.experts import dense_products, of_each_expert
+from opweave.kernels.aten.state_space import IN_PLACE, PACKED, own_slots, sequences
+from opweave.kernels.wrap import opaque as opaque_in
+
+# Opaque ops for loops over rows, which tracers would unroll and specialize on the batch size.
+
+
+opaque = partial(opaque_in, namespace="opweave_rows")
+
+
+# Call a function with one row at a time.
+
+
+_T = TypeVar("_T")
+
+
+def of_rows(function: Callable[..., _T], *tensors: Tensor) -> list[_T]:
+    """Return the results of *function* for each row of *tensors*, which keeps its dimension.
+
+    Rows are copied, because libraries choose the summation order by memory alignment.
+    """
+    rows = zip(*tensors, strict=True)
+    return [function(*(part.clone()[None] for part in row)) for row in rows]
+
+
+# Linear layers, norms and activations, one row at a time.
+
+
+_DENSE_TRAITS = {BATCH_INVARIANT, DIFFERENTIABLE}
+
+
+@ops.rms_norm.register_impl("batch_invariant", traits=_DENSE_TRAITS)
+@opaque(ops.rms_norm)
+def rms_norm(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> Tensor:
+    return _each_row(lambda row: ops.rms_norm.native(row, weight, epsilon, variance_size), x)
+
+
+@ops.linear.register_impl("batch_invariant", traits=_DENSE_TRAITS)
+@opaque(ops.linear)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _dense_joined(lambda row: ops.linear.native(row, weight, bias), x)
+
+
+@ops.linear_w8a16.register_impl("batch_invariant", traits=_DENSE_TRAITS)
+@opaque(ops.linear_w8a16)
+def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    weight = weight.contiguous()  # for a column-major weight, torch sums one by one in float32
+    return _dense_joined(lambda row: ops.linear_w8a16.native(row, weight, scale, bias), x)
+
+
+@ops.linear_w8a8.register_impl("batch_invariant", traits=_DENSE_TRAITS)
+@opaque(ops.linear_w8a8)
+def linear_w8a8(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    rest = weight.contiguous(), scale, bias, out_dtype
+    if x.ndim < 2 or x.numel() == 0 or not scales_tokens(x_scale, x):
+        alone: Tensor = ops.linear_w8a8.native(x, x_scale, *rest)
+        return alone
+    codes = x.reshape(-1, x.shape[-1])
+    scales = x_scale if x_scale.ndim == x.ndim else x_scale.reshape(1)
+    scales = scales.reshape(-1, scales.shape[-1]).expand(len(codes), -1)
+    rows = of_rows(lambda row, one: ops.linear_w8a8.native(row, one, *rest), codes, scales)
+    return torch.cat(rows).reshape(*x.shape[:-1], weight.shape[0])
+
+
+@ops.linear_w4a16.register_impl("batch_invariant", traits=_DENSE_TRAITS)
+@opaque(ops.linear_w4a16)
+def linear_w4a16(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    return _dense_joined(lambda row: ops.linear_w4a16.native(row, weight, scale, offset, bias), x)
+
+
+@ops.linear_q.register_impl("batch_invariant", traits=_DENSE_TRAITS)
+@opaque(ops.linear_q)
+def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> Tensor:
+    return _dense_joined(lambda row: ops.linear_q.native(row, weight, bias, format), x)
+
+
+@ops.silu_and_mul.register_impl("batch_invariant", traits=_DENSE_TRAITS)
+@opaque(ops.silu_and_mul)
+def silu_and_mul(x: Tensor) -> Tensor:
+    return _each_row(ops.silu_and_mul.native, x)
+
+
+@ops.mul_and_silu.register_impl("batch_invariant", traits=_DENSE_TRAITS)
+@opaque(ops.mul_and_silu)
+def mul_and_silu(x: Tensor) -> Tensor:
+    return _each_row(ops.mul_and_silu.native, x)
+
+
+@ops.gelu_and_mul.register_impl("batch_invariant", traits=_DENSE_TRAITS)
+@opaque(ops.gelu_and_mul)
+def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+    # Expanding each row makes it non-contiguous, which avoids oneDNN, whose gelu(inf) is NaN.
+    def alone(row: Tensor) -> Tensor:
+        twice: Tensor = ops.gelu_and_mul.native(row.expand(2, *row.shape), approximate)
+        return twice[0]
+
+    return _each_row(alone, x)
+
+
+def _each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply *function* to each row; the result has the strides of *x*."""
+    joined = _dense_joined(function, x)
+    if x.is_contiguous() or joined.shape[-1] == 0:
+        return joined
+    return torch.empty_like(x[..., : joined.shape[-1]]).copy_(joined)
+
+
+def _dense_joined(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    if x.ndim < 2 or x.numel() == 0:
+        return function(x)
+    rows = of_rows(function, x.reshape(-1, x.shape[-1]))
+    return torch.cat(rows).reshape(*x.shape[:-1], rows[0].shape[-1])
+
+
+# Attention, one query at a time: the result of a query depends only on its own keys.
+
+
+@ops.bidirectional_attention.register_impl("batch_invariant", traits={BATCH_INVARIANT})
+@opaque(ops.bidirectional_attention)
+def bidirectional_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
+) -> Tensor:
+    check_attention(query, key, value, False, None, "bidirectional_attention")
+    out = query.new_zeros(*query.shape[:3], value.shape[-1])
+    for i in range(query.shape[0]):
+        _attend(out[i], query[i], key[i], value[i], scale, False, None, None)
+    return out
+
+
+@ops.causal_attention.register_impl("batch_invariant", traits={BATCH_INVARIANT})
+@opaque(ops.causal_attention)
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    check_attention(query, key, value, True, window, "causal_attention")
+    out = query.new_zeros(*query.shape[:3], value.shape[-1])
+    for i in range(query.shape[0]):
+        _attend(out[i], query[i], key[i], value[i], scale, True, window, soft_cap)
+    return out
+
+
+@ops.varlen_attention.register_impl("batch_invariant", traits={BATCH_INVARIANT})
+@opaque(ops.varlen_attention)
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, causal, window)
+    out = query.new_zeros(*query.shape[:2], value.shape[-1])
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for i in range(len(starts_q) - 1):
+        q = slice(starts_q[i], starts_q[i + 1])
+        k = slice(starts_k[i], starts_k[i + 1])
+        _attend(out[q], query[q], key[k], value[k], scale, causal, window, soft_cap)
+    return out
+
+
+@ops.mla_attention_decode.register_impl("batch_invariant", traits={BATCH_INVARIANT})
+@opaque(ops.mla_attention_decode)
+def mla_attention_decode(
+    query: Tensor,
+    kv_cache: Tensor,
+    kv_b_weight: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    latent, sizes = kv_b_weight.shape[-1], check_decode(query, kv_cache, kv_b_weight)
+    check_tables(block_tables, seq_lens, cu_seqlens_q)
+    weights = torch.unflatten(kv_b_weight, 0, (sizes.heads, -1))
+    w_uk, w_uv = weights.split_with_sizes([sizes.nope, sizes.value], 1)
+    plain, rotated = query[..., : sizes.nope], query[..., sizes.nope :]
+    absorbed = torch.cat((_each_token("tnp,npl->tnl", plain, w_uk), rotated), -1)
+    attended = query.new_zeros(*query.shape[:2], latent)
+    starts, scale = cu_seqlens_q.tolist(), query.shape[2] ** -0.5 if scale is None else scale
+    for i, keys in enumerate(seq_lens.tolist()):
+        q = slice(starts[i], starts[i + 1])
+        blocks = block_tables[i, : -(-keys // kv_cache.shape[1])]
+        rows = kv_cache.index_select(0, blocks).flatten(0, 1)[:keys, None]
+        _attend(attended[q], absorbed[q], rows, rows[..., :latent], scale, True, None, None)
+    return _each_token("tnl,nvl->tnv", attended, w_uv)
+
+
+def _each_token(equation: str, tokens: Tensor, weight: Tensor) -> Tensor:
+    # Copy each row, because libraries choose the summation order by memory alignment.
+    rows = [torch.einsum(equation, row.clone()[None], weight) for row in tokens]
+    return torch.cat(rows) if rows else torch.einsum(equation, tokens, weight)
+
+
+def _attend(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
+    """Compute attention for one sequence into *out*; all tensors are ``(length, heads, size)``."""
+    for i in range(query.shape[0]):
+        end = key.shape[0] - query.shape[0] + i + 1 if causal else key.shape[0]
+        start = 0 if window is None else max(end - window, 0)
+        if end > start:
+            # Copies, as in _each_token.
+            row = (t.clone()[None] for t in (query[i : i + 1], key[start:end], value[start:end]))
+            out[i] = ops.causal_attention.native(*row, scale, None, soft_cap)[0, 0]
+
+
+# Convolutions, one image at a time.
+
+
+_CONV_TRAITS = {BATCH_INVARIANT, DIFFERENTIABLE}
+
+
+@ops.conv_nd.register_impl("batch_invariant", traits=_CONV_TRAITS)
+@opaque(ops.conv_nd)
+def conv_nd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int = 1,
+    padding_mode: str = "zeros",
+) -> Tensor:
+    options = stride, padding, dilation, groups, padding_mode
+    return _each_image(
+        lambda image: ops.conv_nd.native(image, weight, bias, *options), x, weight.ndim
+    )
+
+
+@ops.patch_matmul.register_impl("batch_invariant", traits=_CONV_TRAITS)
+@opaque(ops.patch_matmul)
+def patch_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    check_patches(x, weight)
+
+    def product(image: Tensor) -> Tensor:
+        rows: Tensor = ops.linear.native(patches(image, weight.shape[2:]), weight.flatten(1), bias)
+        return rows
+
+    return _each_image(product, x, weight.ndim).movedim(-1, 1)
+
+
+def _each_image(function: Callable[[Tensor], Tensor], x: Tensor, ndim: int) -> Tensor:
+    if x.ndim != ndim or x.shape[0] == 0:
+        return function(x)
+    # Copy each image, because libraries choose the summation order by memory alignment.
+    return torch.cat([function(image.clone()) for image in torch.split_with_sizes(x, [1] * len(x))])
+
+
+# Mixture of experts, with batch-invariant ops for each expert.
+
+
+_EXPERTS_TRAITS = {BATCH_INVARIANT}
+
+
+@ops.fused_experts.register_impl("batch_invariant", traits=_EXPERTS_TRAITS)
+@opaque(ops.fused_experts)
+def fused_experts(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    alpha: float | None = None,
+    beta: float | None = None,
+    limit: float | None = None,
+) -> Tensor:
+    check_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
+    act = bound_activation(activation, alpha, beta, limit)
+    routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
+    # Inner ops must be batch-invariant even if the caller does not require it, so that the result
+    # is the same in both cases.
+    with require(BATCH_INVARIANT):
+        each = ops.silu_and_mul if activation == "silu" else partial(_each, act)
+        first, second = dense_products(w13, w2, w13_bias, w2_bias)
+        outputs = of_each_expert(routed, len(w13), first, each, second)
+        return _combined(outputs, routed)
+
+
+@ops.fused_experts_quant.register_impl("batch_invariant", traits=_EXPERTS_TRAITS)
+@opaque(ops.fused_experts_quant)
+def fused_experts_quant(
+    x: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor | None,
+    w13_offset: Tensor | None,
+    w2: Tensor,
+    w2_scale: Tensor | None,
+    w2_offset: Tensor | None,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13_format: str = "w4a16",
+    w2_format: str = "w4a16",
+    activation: str = "silu",
+    expert_map: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    alpha: float | None = None,
+    beta: float | None = None,
+    limit: float | None = None,
+) -> Tensor:
+    check_experts_quant(
+        x, w13, w13_scale, w13_offset, w2, w2_scale, w2_offset, topk_weights, topk_ids,
+        w13_format, w2_format, activation,
+    )  # fmt: skip
+    act = bound_activation(activation, alpha, beta, limit)
+    routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
+    with require(BATCH_INVARIANT):
+        each = ops.silu_and_mul if activation == "silu" else partial(_each, act)
+        first = low_bit_product(w13, w13_scale, w13_offset, w13_format)
+        second = low_bit_product(w2, w2_scale, w2_offset, w2_format)
+        outputs = of_each_expert(routed, len(w13), first, each, second)
+        return _combined(outputs, routed)
+
+
+def _each(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return _experts_joined(lambda row: (function(row),), x)[0]
+
+
+def _combined(outputs: Tensor, routed: Routed) -> Tensor:
+    def row(outputs: Tensor, valid: Tensor, weights: Tensor | None = None) -> tuple[Tensor]:
+        return (combine(outputs, routed._replace(valid=valid, weights=weights)),)
+
+    weights = () if routed.weights is None else (routed.weights,)
+    return _experts_joined(row, outputs, routed.valid, *weights)[0]
+
+
+@ops.moe_sum.register_impl("batch_invariant", traits=_EXPERTS_TRAITS)
+@opaque(ops.moe_sum)
+def moe_sum(x: Tensor) -> Tensor:
+    return _each(ops.moe_sum.native, x)
+
+
+def _topk(op_name: str) -> None:
+    op: IrOp = getattr(ops, op_name)
+
+    @op.register_impl("batch_invariant", traits=_EXPERTS_TRAITS)
+    @opaque(op)
+    def topk(
+        gating_output: Tensor,
+        topk: int,
+        renormalize: bool = False,
+        bias: Tensor | None = None,
+        routed_scaling_factor: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        rest = (topk, renormalize, bias, routed_scaling_factor)
+        return _routed(lambda row: op.native(row, *rest), gating_output)
+
+
+for _name in ("topk_softmax", "topk_sigmoid", "topk_sqrtsoftplus"):
+    _topk(_name)
+
+
+@ops.grouped_topk.register_impl("batch_invariant", traits=_EXPERTS_TRAITS)
+@opaque(ops.grouped_topk)
+def grouped_topk(
+    gating_output: Tensor,
+    topk: int,
+    num_expert_group: int,
+    topk_group: int,
+    renormalize: bool = False,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    groups = (num_expert_group, topk_group)
+    rest = (renormalize, scoring_func, routed_scaling_factor, e_score_correction_bias)
+    return _routed(lambda row: ops.grouped_topk.native(row, topk, *groups, *rest), gating_output)
+
+
+def _routed(
+    route: Callable[[Tensor], tuple[Tensor, Tensor]], logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Call *route* with each row of *logits*, or once for an invalid shape, so that it raises."""
+    weights, ids = _experts_joined(route, logits) if logits.ndim == 2 else route(logits)
+    return weights, ids
+
+
+def _experts_joined(
+    function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Call *function* with each row of *tensors*, and concatenate the results."""
+    if tensors[0].ndim == 0 or tensors[0].shape[0] < 2:
+        return function(*tensors)  # raises for an invalid shape
+    results = of_rows(function, *tensors)
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+
+
+# Causal convolutions and state-space scans, one sequence at a time.
+#
+# Each sequence is computed from copies, so that its result depends neither on the other
+# sequences nor on the memory alignment of its tokens and state.
+
+
+_PER_TOKEN = ("x", "dt", "b", "c", "z")
+_SEQUENCES = ("query_start_loc", "slot_idx", "has_initial_state")
+
+
+def _register(op: IrOp, check: Callable[..., None]) -> None:
+    packed = "query_start_loc" in op.schema.names
+    one, checked = op.impls["aten"].impl_fn, inspect.signature(check).parameters
+    traits = {BATCH_INVARIANT}
+    fits = PACKED if packed else IN_PLACE
+
+    @op.register_impl("batch_invariant", supports_args=fits, inplace=True, traits=traits)
+    @functools.wraps(op.native)
+    def alone(*args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        given = dict(zip(op.schema.names, op.bind(*args, **kwargs), strict=True))
+        check(**{name: given[name] for name in checked})
+        x, x_state = given["x"], given["x_state"]
+        if packed:
+            check_sequences(op.name, *(given[name] for name in _SEQUENCES))
+        else:
+            check_slots(op.name, given["slot_idx"], x.shape[0])
+        tokens = {name: given[name] for name in _PER_TOKEN if given.get(name) is not None}
+        out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        for rows, slot, where in _sequences(packed, given):
+            state = x_state[slot : slot + 1].clone()
+            part = {name: t[rows].clone() for name, t in tokens.items()}
+            out[rows], new = one(**{**given, **part, **where, "x_state": state})
+            x_state[slot] = new[0]
+        return out, x_state
+
+
+def _sequences(
+    packed: bool, given: dict[str, Tensor]
+) -> Iterator[tuple[slice, int, dict[str, Tensor]]]:
+    """Yield each sequence's tokens, its slot, and the index arguments for a call with it alone."""
+    slot_idx = given["slot_idx"]
+    own, first = own_slots(given["x_state"].shape[0], slot_idx), torch.zeros_like(slot_idx[:1])
+    if not packed:
+        for i, slot in enumerate(own):
+            if slot >= 0:
+                yield slice(i, i + 1), slot, {"slot_idx": first}
+        return
+    starts, known = given["query_start_loc"], given["has_initial_state"]
+    for rows, slot, has_state in sequences(starts, own, known):
+        ends = starts.new_tensor([0, rows.stop - rows.start])
+        flag = known.new_tensor([has_state])
+        where = {"slot_idx": first, "query_start_loc": ends, "has_initial_state": flag}
+        yield rows, slot, where
+
+
+_register(ops.causal_conv1d, functools.partial(check_conv, "causal_conv1d"))
+_register(ops.causal_conv1d_update, functools.partial(check_conv, "causal_conv1d_update"))
+_register(ops.selective_scan, check_scan)
+_register(ops.selective_state_update, check_update)
+_register(ops.ssd_chunk_scan, check_ssd)

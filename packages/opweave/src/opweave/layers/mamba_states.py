@@ -1,0 +1,522 @@
+"""States of state-space layers, and the parts that their mixers share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import accumulate, count
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from opweave import ir
+from opweave.ir.torch_ops import opaque_op
+from opweave.layers.linear import ColumnParallelLinear, Part, Result, ShardId
+from opweave.layers.linear_methods import QuantConfig
+from opweave.layers.parallel import TensorParallel, fill, set_weight_attrs
+from opweave.layers.registry import DuplicateLayerError, LayerArgumentError, PluggableLayer
+
+# Stateful layers, and their names, which are unique within a model.
+
+
+_nameless = count()
+_layers: ContextVar[dict[str, StatefulLayer] | None] = ContextVar(
+    "opweave_stateful_layers", default=None
+)
+
+
+class StatefulLayer(PluggableLayer):
+    """A layer that keeps a state of the earlier tokens for every sequence.
+
+    Args:
+        prefix: the name of this layer in its model, which identifies its states in the cache; by
+            default a unique name.
+
+    Attributes:
+        state_shapes: the shape of a sequence's state on this rank, by kind.
+
+    Raises:
+        DuplicateLayerError: the model has another layer of that name.
+    """
+
+    state_shapes: Mapping[str, tuple[int, ...]]
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix or f"{type(self).__name__}#{next(_nameless)}"
+        layers = _layers.get()
+        if layers is None:
+            return
+        if self.prefix in layers:
+            raise DuplicateLayerError(
+                f"Duplicate layer name: {self.prefix!r}. Two layers of one model cannot keep their "
+                "states under one name; give each its own prefix."
+            )
+        layers[self.prefix] = self
+
+
+@contextmanager
+def stateful_layers() -> Iterator[dict[str, StatefulLayer]]:
+    """Collect the stateful layers of the model that is built inside the block, by name."""
+    found: dict[str, StatefulLayer] = {}
+    token = _layers.set(found)
+    try:
+        yield found
+    finally:
+        _layers.reset(token)
+
+
+def state_dtype(dtype: torch.dtype, kind: str) -> torch.dtype:
+    """Return the dtype of the states of *kind* for activations of *dtype*.
+
+    Convolution inputs keep their dtype. Scan states, which accumulate over a whole sequence, have
+    at least float32.
+    """
+    return dtype if kind == "conv" else torch.promote_types(dtype, torch.float32)
+
+
+# States of state-space layers for the earlier tokens of each sequence.
+
+
+class StateCache:
+    """The states of a model's layers, with a slot for each sequence.
+
+    Memory for a layer is allocated on first use. A slot may be reused by another sequence without
+    being cleared, because a sequence without an initial state does not read it.
+
+    Args:
+        num_slots: the number of slots.
+
+    >>> StateCache(4).get("mixer", "conv", (6, 3), torch.float32, "cpu").shape
+    torch.Size([4, 6, 3])
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        if num_slots < 0:
+            raise LayerArgumentError(f"num_slots={num_slots} is negative.")
+        self.num_slots = num_slots
+        self._states: dict[tuple[str, str], Tensor] = {}
+
+    def get(
+        self,
+        layer: str,
+        kind: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> Tensor:
+        """Return the states of one *kind* of a layer, ``(num_slots, *shape)``.
+
+        Args:
+            layer: the name of the layer in the model.
+            kind: ``"conv"`` or ``"ssm"``.
+            shape: the shape of one sequence's state.
+            dtype, device: dtype and device of the states if they are not allocated yet.
+        """
+        found = self._states.get((layer, kind))
+        if found is None:
+            found = torch.zeros(self.num_slots, *shape, dtype=dtype, device=device)
+            self._states[layer, kind] = found
+        return found
+
+    def put(self, layer: str, kind: str, states: Tensor) -> None:
+        """Replace the states of a layer with *states*, which may be the same memory."""
+        self._states[layer, kind] = states.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStates:
+    """The packed sequences of one forward, and the slots of their states.
+
+    Attributes:
+        query_start_loc: ``(sequences + 1,)``, int32: the first new token of each sequence.
+        slot_idx: ``(sequences,)``, int32: the slot of each sequence; -1 for padding.
+        has_initial_state: ``(sequences,)``, bool: whether the sequence has earlier tokens.
+        cache: the states.
+        num_decodes: the number of leading sequences in decode: one new token, and earlier tokens.
+    """
+
+    query_start_loc: Tensor
+    slot_idx: Tensor
+    has_initial_state: Tensor
+    cache: StateCache
+    num_decodes: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        new_tokens: Sequence[int],
+        known_tokens: Sequence[int],
+        slots: Sequence[int],
+        cache: StateCache,
+        device: torch.device | str = "cpu",
+    ) -> SequenceStates:
+        """Describe sequences by their numbers of new and of earlier tokens, and their slots.
+
+        Put sequences in decode first: this is fastest.
+
+        Raises:
+            LayerArgumentError: the three lists differ in length.
+        """
+        if not len(new_tokens) == len(known_tokens) == len(slots):
+            raise LayerArgumentError(
+                f"{len(new_tokens)} new_tokens, {len(known_tokens)} known_tokens and {len(slots)} "
+                "slots do not fit; there must be one of each for every sequence."
+            )
+        decodes = [
+            new == 1 and known > 0 for new, known in zip(new_tokens, known_tokens, strict=True)
+        ]
+        starts = [0, *accumulate(new_tokens)]
+        return cls(
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            torch.tensor(slots, dtype=torch.int32, device=device),
+            torch.tensor([known > 0 for known in known_tokens], dtype=torch.bool, device=device),
+            cache,
+            [*decodes, False].index(False),
+        )
+
+    def decodes(self) -> Tensor:
+        """Return the slots of the sequences in decode."""
+        return self.slot_idx[: self.num_decodes]
+
+    def others(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return starts, slots and initial states of the sequences that are not in decode."""
+        first = self.num_decodes
+        starts = self.query_start_loc[first:] - first
+        return starts, self.slot_idx[first:], self.has_initial_state[first:]
+
+    def has_others(self, tokens: Tensor) -> bool:
+        """Whether sequences are left that are not in decode, or *tokens* belong to no sequence.
+
+        Also true if there are no sequences.
+        """
+        return not 0 < self.num_decodes == self.slot_idx.shape[0] == tokens.shape[0]
+
+
+_current: ContextVar[SequenceStates | None] = ContextVar("opweave_sequence_states", default=None)
+current_sequence_states = _current.get
+
+
+@contextmanager
+def sequence_states(states: SequenceStates | None) -> Iterator[None]:
+    """Make layers use *states* inside the block, in this thread or asyncio task."""
+    token = _current.set(states)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def states_of(tokens: Tensor) -> SequenceStates:
+    """Return the current states, or those of one new sequence of *tokens* if none are set."""
+    current = current_sequence_states()
+    if current is not None:
+        return current
+    return SequenceStates.of([tokens.shape[0]], [0], [0], StateCache(1), tokens.device)
+
+
+# Convolutions and scans of the sequences of the current forward.
+#
+# To a compiler, each is one opaque op, which looks up the sequences and their states when it
+# runs. So one graph serves any batch.
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, layer: str, activation: str | None
+) -> Tensor:
+    """Convolve the sequences' tokens, ``(T, channels)``: ``ir.ops.causal_conv1d[_update]``.
+
+    Args:
+        x, weight, bias, activation: as in ``ir.ops.causal_conv1d``.
+        layer: the name of the layer that owns the states.
+    """
+    run = _opaque_conv if torch.compiler.is_dynamo_compiling() else _conv
+    return run(x, weight, bias, layer, activation)
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    layer: str,
+) -> Tensor:
+    """Scan the sequences' tokens: ``ir.ops.selective_scan`` or ``selective_state_update``.
+
+    Args:
+        x, dt, a, b, c, d, z, dt_bias: as in ``ir.ops.selective_scan``.
+        layer: the name of the layer that owns the states.
+    """
+    run = _opaque_scan if torch.compiler.is_dynamo_compiling() else _scan
+    return run(x, dt, a, b, c, d, z, dt_bias, layer)
+
+
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    layer: str,
+    chunk_size: int = 256,
+    dt_min: float | None = None,
+    dt_max: float | None = None,
+) -> Tensor:
+    """Scan the sequences' tokens: ``ir.ops.ssd_chunk_scan`` or ``selective_state_update``.
+
+    Args:
+        x, dt, a, b, c, d, z, dt_bias, chunk_size, dt_min, dt_max: as in ``ir.ops.ssd_chunk_scan``.
+        layer: the name of the layer that owns the states.
+    """
+    run = _opaque_ssd if torch.compiler.is_dynamo_compiling() else _ssd
+    return run(x, dt, a, b, c, d, z, dt_bias, layer, chunk_size, dt_min, dt_max)
+
+
+def _conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, layer: str, activation: str | None
+) -> Tensor:
+    states = states_of(x)
+    shape = (x.shape[1], weight.shape[1] - 1)
+    state, results = _state(states, layer, "conv", shape, x), []
+    if states.num_decodes:
+        # A copy: only the state is given up, since a graph may go on to read x.
+        y, state = ir.ops.causal_conv1d_update.maybe_inplace(
+            x[: states.num_decodes].clone(), weight, bias, state, states.decodes(), activation
+        )
+        results.append(y)
+    if states.has_others(x):
+        y, state = ir.ops.causal_conv1d.maybe_inplace(
+            x[states.num_decodes :].clone(), weight, bias, state, *states.others(), activation
+        )
+        results.append(y)
+    states.cache.put(layer, "conv", state)
+    return _joined(results)
+
+
+def _scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    layer: str,
+) -> Tensor:
+    step = _Step(layer, (*a.shape,), (), {})
+    return step.scan(ir.ops.selective_scan, x, dt, a, b, c, d, z, dt_bias)
+
+
+def _ssd(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    layer: str,
+    chunk_size: int,
+    dt_min: float | None,
+    dt_max: float | None,
+) -> Tensor:
+    limits = {"dt_min": dt_min, "dt_max": dt_max}
+    step = _Step(layer, (*x.shape[1:], b.shape[-1]), (chunk_size,), limits)
+    return step.scan(ir.ops.ssd_chunk_scan, x, dt, a, b, c, d, z, dt_bias)
+
+
+class _Step(NamedTuple):
+    """A scan of a layer with a state of *shape*, the options, and the limits of the time step."""
+
+    layer: str
+    shape: tuple[int, ...]
+    options: tuple[int, ...]
+    limits: dict[str, float | None]
+
+    def scan(
+        self,
+        op: ir.IrOp,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        z: Tensor | None,
+        dt_bias: Tensor | None,
+    ) -> Tensor:
+        states = states_of(x)
+        state, results = _state(states, self.layer, "ssm", self.shape, x), []
+
+        def part(rows: slice) -> tuple[Tensor | None, ...]:
+            gate = None if z is None else z[rows]
+            return x[rows].clone(), dt[rows], a, b[rows], c[rows], d, gate, dt_bias
+
+        if states.num_decodes:
+            update = ir.ops.selective_state_update.maybe_inplace
+            tokens = part(slice(0, states.num_decodes))
+            y, state = update(*tokens, state, states.decodes(), **self.limits)
+            results.append(y)
+        if states.has_others(x):
+            tokens = part(slice(states.num_decodes, None))
+            y, state = op.maybe_inplace(
+                *tokens, state, *states.others(), *self.options, **self.limits
+            )
+            results.append(y)
+        states.cache.put(self.layer, "ssm", state)
+        return _joined(results)
+
+
+def _state(
+    states: SequenceStates, layer: str, kind: str, shape: tuple[int, ...], x: Tensor
+) -> Tensor:
+    return states.cache.get(layer, kind, shape, state_dtype(x.dtype, kind), x.device)
+
+
+def _joined(results: list[Tensor]) -> Tensor:
+    return results[0] if len(results) == 1 else torch.cat(results)
+
+
+def _like_the_first(x: Tensor, *others: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_opaque_conv = opaque_op("opweave", "causal_conv1d_in_context", _conv, _like_the_first)
+_opaque_scan = opaque_op("opweave", "selective_scan_in_context", _scan, _like_the_first)
+_opaque_ssd = opaque_op("opweave", "ssd_chunk_scan_in_context", _ssd, _like_the_first)
+
+
+# Merged column-parallel layers with some replicated outputs.
+
+
+class MixedColumnParallelLinear(ColumnParallelLinear):
+    """Merged column-parallel layers; each output is sharded over the ranks or replicated.
+
+    Args:
+        output_sizes: the features of each output.
+        whole: the indices of the replicated outputs.
+
+    See :class:`ColumnParallelLinear` for the others.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: Sequence[int],
+        whole: Collection[int] = (),
+        bias: bool = True,
+        params_dtype: torch.dtype | None = None,
+        quant_config: QuantConfig | None = None,
+        prefix: str = "",
+    ) -> None:
+        self.output_sizes, self.whole = list(output_sizes), frozenset(whole)
+        super().__init__(
+            input_size,
+            sum(output_sizes),
+            bias,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            prefix=prefix,
+            return_bias=False,
+        )
+
+    def _parts(self) -> Mapping[ShardId, Part]:
+        return {
+            i: Part(size, 0, 1) if i in self.whole else self._part(size, f"output_sizes[{i}]")
+            for i, size in enumerate(self.output_sizes)
+        }
+
+
+class CausalConv1d(MixedColumnParallelLinear):
+    """Depthwise causal convolution of each sequence: ``ir.ops.causal_conv1d``.
+
+    The weight is ``(channels, 1, K)``, as in a ``torch.nn.Conv1d`` with one group per channel.
+
+    Args:
+        channels: the channels of each of the concatenated inputs, on all ranks together.
+        kernel_size: ``K``.
+        layer: the name of the layer that owns the states.
+        whole: the indices of the replicated inputs.
+        bias: whether to add a bias.
+        activation: see ``ir.ops.causal_conv1d``.
+        params_dtype: dtype of weight and bias.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[int],
+        kernel_size: int,
+        layer: str,
+        whole: Collection[int] = (),
+        *,
+        bias: bool,
+        activation: str | None = None,
+        params_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(kernel_size, channels, whole, bias, params_dtype, prefix=f"{layer}.conv1d")
+        self.weight.data = self.weight.data[:, None]
+        self.layer, self.activation = layer, activation
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """Shape of a sequence's state: this rank's channels, and the inputs kept per channel."""
+        return self.weight.shape[0], self.weight.shape[2] - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve *x*, ``(T, channels of this rank)``; return a tensor of the same shape."""
+        return causal_conv1d(x, self.weight[:, 0], self.bias, self.layer, self.activation)
+
+
+def tensor_of(result: Result) -> Tensor:
+    """Return the tensor in the result of a linear layer."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+# Sharded parameters of a scan: decay rates, and vectors.
+
+
+def decay_rates(parallel: TensorParallel, *shape: int, what: str) -> nn.Parameter:
+    """Return ``A = -exp(A_log)`` for this rank, in float32; checkpoints have ``A_log``.
+
+    Args:
+        shape: the shape on all ranks together; the first dimension is sharded.
+        what: the name of the parameter for error messages.
+    """
+
+    def load(param: nn.Parameter, loaded_weight: Tensor) -> None:
+        rates = -torch.exp(loaded_weight.float())
+        fill(param.data, rates, what, 0, parallel.rank, parallel.size)
+
+    return _parameter(parallel, shape, torch.float32, what, load)
+
+
+def head_vector(
+    parallel: TensorParallel, size: int, dtype: torch.dtype | None, what: str
+) -> nn.Parameter:
+    """Return this rank's shard of a vector with one element per channel or head."""
+
+    def load(param: nn.Parameter, loaded_weight: Tensor) -> None:
+        fill(param.data, loaded_weight, what, 0, parallel.rank, parallel.size)
+
+    return _parameter(parallel, (size,), dtype or torch.get_default_dtype(), what, load)
+
+
+def _parameter(
+    parallel: TensorParallel, shape: tuple[int, ...], dtype: torch.dtype, what: str, load: object
+) -> nn.Parameter:
+    own = parallel.divide(shape[0], what), *shape[1:]
+    parameter = nn.Parameter(torch.empty(own, dtype=dtype), requires_grad=False)
+    set_weight_attrs(parameter, weight_loader=load, output_dim=0)
+    return parameter

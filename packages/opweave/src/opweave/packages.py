@@ -1,0 +1,37 @@
+"""The packages of this project, and other installed packages."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+# The version of opweave, for packages that ``opweave`` itself imports.
+
+
+__version__ = "0.1.0"
+
+
+# Find installed packages without importing them.
+
+
+PROJECT = ("opweave", "opweave_engine", "opweave_vllm")
+"""The import packages of this project, which share logs and the format of warnings."""
+
+
+def is_in_project(module: str) -> bool:
+    """Return whether *module* belongs to one of the project's packages."""
+    return module.partition(".")[0] in PROJECT
+
+
+def is_installed(package: str) -> bool:
+    """Return whether *package*, a name without dots, can be imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # a module that was not imported from a file
+        return False
+
+
+def folders_of(package: str) -> list[Path]:
+    """Return the folders of *package*, a name without dots; none if it is not installed."""
+    found = importlib.util.find_spec(package) if is_installed(package) else None
+    return [Path(each) for each in (found.submodule_search_locations or ())] if found else []

@@ -1,0 +1,654 @@
+"""Verify and time implementations of an op in a subprocess, on the same arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from opweave.config.child_process import ChildWorker, ending
+from opweave.config.environment import TUNING_FILE
+from opweave.conformance.inputs import arguments, options_of
+from opweave.conformance.subject import Case, Subject
+from opweave.errors import described
+from opweave.ir import IrOp, IrOpImpl
+from opweave.ir.codegen import functional
+from opweave.ir.priority import NATIVE
+from opweave.ir.spec import least_bytes
+from opweave.platforms import current_platform, resolution
+from opweave.platforms.resolution import VARIABLE
+from opweave.tuning.timing import Effort, Time, compare, is_faster
+from opweave.tuning.trace import Trace, TracedCall, TuningError, WorkerFailedError
+
+if TYPE_CHECKING:
+    from opweave.conformance.memory import Values
+    from opweave.conformance.subject import Case, Outputs, Subject
+
+
+# Arguments to measure an op on: from its input generator, or from a trace.
+
+
+TOKENS = (1, 16, 256)
+# Sizes of a model of 8B parameters, instead of the small ones that generators have for tests.
+SIZES = {
+    "hidden_size": 4096, "output_size": 4096, "num_heads": 32, "num_kv_heads": 8, "head_size": 128,
+    "rotary_size": 128, "value_size": 128,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A case with its number of tokens."""
+
+    case: Case
+    tokens: int
+
+
+def generated(
+    op: IrOp,
+    tokens: Sequence[int] = TOKENS,
+    options: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> Iterator[Sized]:
+    """Yield a case for each number of tokens.
+
+    Args:
+        op: the op.
+        tokens: the numbers of tokens.
+        options: options of the op's input generator; by default :data:`SIZES`, as far as the
+            generator takes them and they fit each other.
+        dtype: the dtype of the activations; by default bfloat16 where the generator has a
+            floating-point default.
+        seed: the seed of the arguments.
+
+    Raises:
+        TuningError: the generator or the op does not accept the sizes, or the op has no generator.
+    """
+    if not op.has_input_generator:
+        raise TuningError(f"{op.name} has no input generator: measure it with a trace.")
+    subject = Subject(op, "native", current_platform.device_type)
+    known = options_of(subject)
+    for name, given in (("--tokens", "num_tokens"), ("--dtype", "dtype")):
+        if given not in known and (given == "num_tokens" or dtype is not None):
+            raise TuningError(f"{name}: the input generator of {op.name} has no such option.")
+    default = known.get("dtype")
+    if dtype is None and isinstance(default, torch.dtype) and default.is_floating_point:
+        dtype = torch.bfloat16
+    fixed = {} if dtype is None else {"dtype": dtype}
+    usual = {name: size for name, size in SIZES.items() if name in known}
+    choices = [{**usual, **(options or {})}, dict(options or {})]
+    for count in tokens:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield Sized(_first(subject, choices, {**fixed, "num_tokens": count}), count)
+
+
+def for_subject(subject: Subject, tokens: int = 256) -> Case | None:
+    """Return arguments of a usual size that an implementation accepts, if there are any."""
+    for dtype in (None, torch.float32):
+        try:
+            [sized] = generated(subject.op, [tokens], dict(subject.options), dtype)
+        except TuningError:
+            continue
+        if subject.accepts(sized.case.values):
+            return sized.case
+    return None
+
+
+def traced(op: IrOp, trace: Trace, seed: int = 0) -> Iterator[Sized]:
+    """Yield a case for each distinct call of *op* in a trace.
+
+    Raises:
+        TuningError: the trace has no call of *op*, or native does not accept one.
+    """
+    labels = set()
+    for call in trace.calls:
+        if call.op == op.name and call.label not in labels:
+            labels.add(call.label)
+            case = Case(trace.op(call), call.label, trace.values(call, seed))
+            if case.refusal is not None:
+                raise TuningError(f"native raises {described(case.refusal, 1)}: {case}")
+            yield Sized(case, call.tokens)
+    if not labels:
+        recorded = ", ".join(dict.fromkeys(call.op for call in trace.calls)) or "nothing"
+        raise TuningError(f"the trace has no call of {op.name}; it has {recorded}.")
+
+
+def _first(subject: Subject, choices: Sequence[dict[str, Any]], fixed: dict[str, Any]) -> Case:
+    """Return the case of the first options that fit each other."""
+    problem = ""
+    for options in choices:
+        try:
+            case = Case(subject.op, _label(options), arguments(subject, **options, **fixed))
+        except Exception as error:
+            problem = described(error, 1)
+            continue
+        if case.refusal is None:
+            return case
+        problem = described(case.refusal, 1)
+    shown = ", ".join(f"{name}={value}" for name, value in {**choices[-1], **fixed}.items())
+    raise TuningError(f"{subject.op.name} does not accept {shown}: {problem}.")
+
+
+def _label(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
+
+
+# Verify and time every implementation of an op on the same arguments.
+#
+# The conformance kit is imported when something is verified: reading a tuning file, which
+# programs do at the first call of an op, does not need it.
+
+
+FAILURES = (Exception, SystemExit)
+"""Exceptions of an implementation, which must not end the program."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One implementation on one set of arguments.
+
+    Attributes:
+        provider: the provider.
+        status: ``passed``, ``failed`` (its result is wrong), or ``rejected`` (it does not support
+            the arguments, or cannot run here).
+        reason: why it failed or was rejected.
+        time: the time of a call, if it passed.
+        error: the root-mean-square error of the result over that of the definition in float64.
+        bytes: the size of arguments and results; None if a table is read in part.
+    """
+
+    provider: str
+    status: str
+    reason: str = ""
+    time: Time | None = None
+    error: float | None = None
+    bytes: int | None = None
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """The bandwidth, counting every argument and result once."""
+        if self.bytes is None or self.time is None:
+            return None
+        return self.bytes / self.time.microseconds * 1e6
+
+
+def contest(
+    case: Case,
+    providers: Iterable[str] | None = None,
+    effort: Effort | None = None,
+    turn: Callable[[str, str], object] = lambda provider, stage: None,
+) -> list[Measurement]:
+    """Verify implementations on the arguments of *case*, and time the right ones in turns.
+
+    Args:
+        case: the op and its arguments; native must accept them.
+        providers: the providers; by default all of the op.
+        effort: how thoroughly to measure.
+        turn: called with the provider and the stage (``verifying`` or ``timing``) before each use
+            of an implementation.
+    """
+    op, found = case.op, dict[str, Measurement]()
+    calls: dict[str, Callable[[], object]] = {}
+    for provider in op.impls if providers is None else providers:
+        turn(provider, "verifying")
+        found[provider] = verified(case, provider)
+        if found[provider].status == "passed":
+            calls[provider] = timed_call(op.impls[provider], case.values)
+    times = compare(calls, effort, lambda provider: turn(provider, "timing"))
+    return [
+        Measurement(m.provider, m.status, m.reason, times.get(m.provider), m.error, m.bytes)
+        for m in found.values()
+    ]
+
+
+def verified(case: Case, provider: str) -> Measurement:
+    """Return whether an implementation supports the arguments and is right, without its time."""
+    from opweave.conformance.compare import outputs_problem
+    from opweave.conformance.memory import copied
+    from opweave.conformance.subject import Subject, outputs_of
+
+    op = case.op
+    reason = refusal(op, provider, case.values)
+    if reason:
+        return Measurement(provider, "rejected", reason)
+    try:
+        result = Subject(op, provider, current_platform.device_type).run(copied(case.values))
+        problem = outputs_problem(case, result)
+        if problem:
+            return Measurement(provider, "failed", problem)
+        outputs = outputs_of(result)
+        error = relative_error(outputs, case.reference)
+    except FAILURES as raised:
+        return Measurement(provider, "failed", f"raised {described(raised, 1)}")
+    moved = least_bytes(op, case.values, outputs)
+    return Measurement(provider, "passed", error=error, bytes=moved)
+
+
+def refusal(op: IrOp, provider: str, values: Values) -> str:
+    """Return why an implementation does not support a call, or an empty string."""
+    if provider not in op.impls:
+        return f"{op.name} has no implementation from {provider}"
+    impl = op.impls[provider]
+    if not impl.supported:
+        return impl.unsupported_reason
+    try:
+        return impl.rejection(values) or ""
+    except FAILURES as error:
+        return f"its predicate raised {described(error, 1)}"
+
+
+def default_provider(case: Case) -> str:
+    """Return the provider that a call with the arguments of *case* selects."""
+    args, kwargs = case.op.schema.split(case.values)
+    return case.op.dispatch(*args, **kwargs).provider
+
+
+def relative_error(found: Outputs, reference: Outputs) -> float:
+    """Return the largest root-mean-square error of an output over that of its reference."""
+    return max(map(_relative, found, reference), default=0.0)
+
+
+def _relative(found: Tensor, reference: Tensor) -> float:
+    f, r = found.double(), reference.double()
+    usable = f.isfinite() & r.isfinite()
+    f, r = f[usable], r[usable]
+    size = float(r.square().sum().sqrt())
+    error = float((f - r).square().sum().sqrt())
+    return error / size if size else error
+
+
+def timed_call(impl: IrOpImpl, values: Values) -> Callable[[], object]:
+    """Return a call of the kernel alone, on arguments of its own.
+
+    An in-place kernel writes to its activations, as after ``maybe_inplace``. Those with integer
+    activations get a copy each time: running such a kernel repeatedly would advance its input.
+    """
+    from opweave.conformance.memory import copied
+
+    args, kwargs = impl.op.schema.split(copied(values))
+    advances = impl.inplace and not all(
+        values[i].is_floating_point() for i in impl.op.activation_indices
+    )
+    return partial(functional(impl) if advances else impl.impl_fn, *args, **kwargs)
+
+
+# Cells of a tuning file: one op, one family of calls, one bucket of token counts.
+
+
+Key = tuple[str, str, int]
+_STATUSES = ("passed", "failed", "rejected", "crashed")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The measurements of a call.
+
+    Attributes:
+        op: the name of the op.
+        family: dtypes, fixed sizes and other arguments of the call; ``n`` is the tokens.
+        tokens: the number of tokens that was measured.
+        calls: the number of calls in the trace.
+        default: the provider that the call selects without tuning.
+        results: the outcome for each provider; its status may also be ``crashed``.
+    """
+
+    op: str
+    family: str
+    tokens: int
+    calls: int
+    default: str
+    results: tuple[Measurement, ...]
+
+    @property
+    def key(self) -> Key:
+        """Identifies a cell of a tuning file."""
+        return (self.op, self.family, bucket(self.tokens))
+
+    @property
+    def best(self) -> str:
+        """The fastest provider, if it is faster than the default by more than the noise."""
+        usual = self.time(self.default)
+        best, time = self.default, usual
+        for m in self.results:
+            if m.time is None or (usual is not None and not is_faster(m.time, usual)):
+                continue
+            if time is None or m.time.microseconds < time.microseconds:
+                best, time = m.provider, m.time
+        return best
+
+    def time(self, provider: str) -> Time | None:
+        """Return the time of a provider, if its result is right."""
+        return next((m.time for m in self.results if m.provider == provider), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the cell as plain data."""
+        results = [
+            {
+                "provider": m.provider,
+                "status": m.status,
+                **({"reason": m.reason} if m.reason else {}),
+                **(
+                    {"microseconds": round(m.time.microseconds, 3), "noise": round(m.time.noise, 4)}
+                    if m.time
+                    else {}
+                ),
+            }
+            for m in self.results
+        ]
+        return {
+            "op": self.op, "family": self.family, "tokens": self.tokens, "calls": self.calls,
+            "default": self.default, "best": self.best, "results": results,
+        }  # fmt: skip
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Cell:
+        """Return the cell in a tuning file; raises KeyError, TypeError or ValueError."""
+        tokens, calls = (_checked(given, name, int) for name in ("tokens", "calls"))
+        op, family, default = (_checked(given, name, str) for name in ("op", "family", "default"))
+        results = tuple(map(_result, given["results"]))
+        return cls(op, family, tokens, calls, default, results)
+
+
+def _result(given: Mapping[str, Any]) -> Measurement:
+    provider, status = (_checked(given, name, str) for name in ("provider", "status"))
+    if status not in _STATUSES:
+        raise ValueError(f"status {status!r} should be one of {', '.join(_STATUSES)}")
+    time = None
+    if "microseconds" in given:
+        time = Time(*(_checked(given, name, int, float) for name in ("microseconds", "noise")))
+    return Measurement(provider, status, str(given.get("reason", "")), time)
+
+
+def _checked(given: Mapping[str, Any], name: str, *kinds: type) -> Any:
+    """Return the field *name*, of one of *kinds*; numbers are not negative."""
+    found = given[name]
+    is_known = isinstance(found, kinds) and not isinstance(found, bool)
+    # A comparison with NaN is false.
+    if not is_known or (isinstance(found, int | float) and not found >= 0):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"{name} {found!r:.40} should be {names}, not negative")
+    return found
+
+
+def bucket(tokens: int) -> int:
+    """Return the bucket of a number of tokens: the next power of two.
+
+    Examples:
+        >>> [bucket(tokens) for tokens in (0, 1, 2, 3, 16, 17)]
+        [0, 1, 2, 4, 16, 32]
+    """
+    return 1 << (tokens - 1).bit_length() if tokens > 0 else 0
+
+
+def family_of(call: TracedCall) -> str:
+    """Return the arguments of a call except for the number of tokens."""
+    parts = (f"{name} {_family(given, call.tokens)}" for name, given in call.arguments.items())
+    return ", ".join(parts)
+
+
+def cells_to_measure(trace: Trace, done: Iterable[Key] = ()) -> list[TracedCall]:
+    """Return the most frequent call of each cell that is not *done*, most frequent first.
+
+    Ops with a single implementation are left out.
+
+    Raises:
+        UnknownOpError, TraceError: a call does not fit its op.
+    """
+    known, found = set(done), dict[Key, TracedCall]()
+    for call in trace.calls:
+        key = (call.op, family_of(call), bucket(call.tokens))
+        if key in known or len(trace.op(call).supported_providers()) < 2:
+            continue
+        if key not in found or call.count > found[key].count:
+            found[key] = call
+    return sorted(found.values(), key=lambda call: -call.count)
+
+
+def _family(given: Mapping[str, Any], tokens: int) -> str:
+    if given["type"] == "list":
+        return f"[{', '.join(_family(item, tokens) for item in given['items'])}]"
+    if "shape" not in given:
+        return repr(given["value"])
+    first, rest = given["shape"][:1], given["shape"][1:]
+    sizes = [*("n" if size == tokens else str(size) for size in first), *map(str, rest)]
+    strides = "" if _is_contiguous(given) else f" strides {given['stride']}"
+    return f"{given['dtype']}[{','.join(sizes)}]{strides}"
+
+
+def _is_contiguous(given: Mapping[str, Any]) -> bool:
+    expected = 1
+    for size, step in zip(reversed(given["shape"]), reversed(given["stride"]), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+# Measures calls in a subprocess, so that a crashing or hanging kernel is excluded, not fatal.
+
+
+@dataclass(frozen=True)
+class Task:
+    """Settings shared by all calls.
+
+    Attributes:
+        modules: modules to import, which register ops and implementations.
+        effort: how thoroughly to measure.
+        seed: the seed of random arguments.
+    """
+
+    modules: tuple[str, ...] = ()
+    effort: Effort = field(default_factory=Effort)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A call to measure; the only one of its trace.
+
+    Attributes:
+        trace: the call and its stored tensors.
+        providers: the implementations.
+    """
+
+    trace: Trace
+    providers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SubjectJob:
+    """An implementation to measure next to the definition, on arguments of a usual size.
+
+    Attributes:
+        op, providers: their names.
+        options: options of the op's input generator, for a kernel that supports some sizes only.
+    """
+
+    op: str
+    providers: tuple[str, ...]
+    options: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class TuningStage:
+    """Sent before each use of an implementation."""
+
+    provider: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """The result of a job: the default provider, and the measurements or an obstacle."""
+
+    default: str
+    measurements: tuple[Measurement, ...]
+    obstacle: str = ""
+
+
+class TuningWorker(ChildWorker):
+    """Measures calls one after another in a subprocess.
+
+    Args:
+        task: the shared settings.
+        timeout: seconds that one step (verifying, or one turn of timing) may take.
+    """
+
+    def __init__(self, task: Task, timeout: float = 120.0) -> None:
+        super().__init__("opweave.tuning.worker_main", task)
+        self._timeout = timeout
+
+    def environment(self) -> Mapping[str, str]:
+        # The default is the choice without tuning.
+        return {VARIABLE: resolution().to_json(), TUNING_FILE: ""}
+
+    def start_error(self, code: int) -> Exception:
+        return WorkerFailedError(
+            f"the process that measures ended with {ending(code)} before it began."
+        )
+
+    def measure(self, trace: Trace, call: TracedCall) -> Cell | str:
+        """Measure every implementation that can run here.
+
+        An implementation that ends or blocks the process gets the status ``crashed``, and the
+        others are measured in a new process.
+
+        Returns:
+            The cell, or why the call cannot be measured.
+
+        Raises:
+            WorkerFailedError: the subprocess does not start.
+        """
+        found = self._without_crashes(
+            Job(_only(trace, call), tuple(trace.op(call).supported_providers()))
+        )
+        if found.obstacle:
+            return found.obstacle
+        family = family_of(call)
+        return Cell(call.op, family, call.tokens, call.count, found.default, found.measurements)
+
+    def measure_subject(self, subject: Subject) -> dict[str, Measurement] | str:
+        """Measure an implementation and the definition on arguments of a usual size.
+
+        Returns:
+            The measurements by provider, or why they are missing.
+
+        Raises:
+            WorkerFailedError: the subprocess does not start.
+        """
+        providers = (NATIVE, subject.provider)
+        found = self._without_crashes(SubjectJob(subject.op.name, providers, subject.options))
+        return found.obstacle or {m.provider: m for m in found.measurements}
+
+    def _without_crashes(self, job: Job | SubjectJob) -> Done:
+        """Run a job; repeat it without the implementations that end the process."""
+        crashed: list[Measurement] = []
+        while True:
+            stage, outcome = self._run(job)
+            if isinstance(outcome, Done):
+                return replace(outcome, measurements=(*outcome.measurements, *crashed))
+            if not stage.provider:
+                return Done("", (), f"while building the arguments, the process {outcome}")
+            reason = f"{outcome} while {stage.what}"
+            crashed.append(Measurement(stage.provider, "crashed", reason))
+            job = replace(job, providers=tuple(p for p in job.providers if p != stage.provider))
+
+    def _run(self, job: Job | SubjectJob) -> tuple[TuningStage, Done | str]:
+        """Return the last stage, and the result or how the process ended."""
+        process, stage = self.running(), TuningStage("", "")
+        process.connection.send(job)
+        while True:
+            try:
+                message = process.receive(self._timeout)
+            except EOFError:
+                return stage, f"ended with {ending(self.end())}"
+            except TimeoutError:
+                self.end()
+                return stage, f"did not respond within {self._timeout:g} s"
+            if isinstance(message, Done):
+                return stage, message
+            stage = message
+
+
+def _only(trace: Trace, call: TracedCall) -> Trace:
+    data = {
+        given["tensor_key"]: trace.data[given["tensor_key"]]
+        for argument in call.arguments.values()
+        for given in (argument, *argument.get("items", ()))
+        if given["type"] == "safetensors"
+    }
+    return replace(trace, calls=[call], data=data)
+
+
+# Run recorded calls with one provider: is the result right, and is it faster than the default?
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The result of replaying a call.
+
+    Attributes:
+        call: the recorded call.
+        provider: the provider that ran.
+        default: the provider that the call selects by default.
+        status: ``passed``, ``failed`` (wrong result), or ``rejected`` (it does not support the
+            call).
+        reason: why it failed or was rejected.
+        time: the time of the provider, if its result is right.
+        default_time: the time of the default.
+    """
+
+    call: TracedCall
+    provider: str
+    default: str
+    status: str
+    reason: str = ""
+    time: Time | None = None
+    default_time: Time | None = None
+
+
+def replay(
+    trace: Trace,
+    call: TracedCall,
+    provider: str | None = None,
+    *,
+    effort: Effort | None = None,
+    seed: int = 0,
+) -> Replay:
+    """Replay one call of *trace*.
+
+    Args:
+        trace: the trace.
+        call: the call.
+        provider: the provider to run; by default the one that the call selects.
+        effort: how thoroughly to measure.
+        seed: the seed of random arguments.
+
+    Raises:
+        UnknownOpError: the op is not declared.
+        TraceError: the call does not fit its op.
+    """
+    from opweave.conformance.subject import Case  # imports the conformance kit
+
+    op = trace.op(call)
+    values = trace.values(call, seed)
+    case = Case(op, call.label, values)
+    if case.refusal is not None:
+        reason = f"native raises {described(case.refusal, 1)}"
+        return Replay(call, provider or "native", "native", "rejected", reason)
+    default = default_provider(case)
+    provider = provider or default
+    checked = verified(case, provider)
+    if checked.status != "passed":
+        return Replay(call, provider, default, checked.status, checked.reason)
+    calls = {name: timed_call(op.impls[name], values) for name in (provider, default)}
+    times = compare(calls, effort)
+    return Replay(
+        call, provider, default, "passed", time=times[provider], default_time=times[default]
+    )
