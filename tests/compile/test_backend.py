@@ -244,7 +244,7 @@ def test_lower_for_another_backend() -> None:
 
     def other(graph_module: torch.fx.GraphModule, inputs: Any) -> Any:
         report = Report()
-        lowered = opweave.compile.backend(graph_module, inputs, report=report)
+        lowered = opweave.compile.lower(graph_module, inputs, report=report)
         assert ir_calls(graph_module.graph), "the graph that was given is as it was"
         assert not ir_calls(lowered.graph)
         assert len(report.nodes) == 2
@@ -264,8 +264,8 @@ def calling_silu(x: Tensor) -> Tensor:
 def test_lower_needs_to_know_the_inputs() -> None:
     graph_module = torch.fx.symbolic_trace(calling_silu)
     with pytest.raises(CompileError, match="pass example_inputs"):
-        opweave.compile.backend(graph_module)
-    lowered = opweave.compile.backend(graph_module, [torch.randn(2, 8)])
+        opweave.compile.lower(graph_module)
+    lowered = opweave.compile.lower(graph_module, [torch.randn(2, 8)])
     x = torch.randn(2, 8)
     torch.testing.assert_close(lowered(x), ir.ops.silu_and_mul(x))
 
@@ -274,7 +274,7 @@ def test_an_exported_program_is_lowered() -> None:
     model, inputs = Small(), (torch.randn(4, 8), torch.randn(4, 8))
     dynamic = {"x": {0: torch.export.Dim("tokens")}, "r": {0: torch.export.Dim("tokens")}}
     program = torch.export.export(model, inputs, dynamic_shapes=dynamic)
-    lowered = opweave.compile.backend(program.module())
+    lowered = opweave.compile.lower(program.module())
     for tokens in (4, 9):
         given = torch.randn(tokens, 8), torch.randn(tokens, 8)
         torch.testing.assert_close(lowered(*given), model(*given))
@@ -308,7 +308,7 @@ def test_control_flow_is_lowered() -> None:
     module = torch.export.export(Branches(), given_to_branches()[0]).graph_module
     before = [graph_text(each.graph) for each in all_graphs(module)]
     report = Report()
-    lowered = opweave.compile.backend(module, report=report)
+    lowered = opweave.compile.lower(module, report=report)
     assert Counter(node.op for node in report.nodes) == DEPTHS
     assert len(all_graphs(lowered)) == len(before) == 5
     assert not any(ir_calls(each.graph) for each in all_graphs(lowered))

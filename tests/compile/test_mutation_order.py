@@ -17,7 +17,7 @@ from warm_python import warm_python
 
 ROWS, WIDTH = 7, 64
 PAGE = Path(__file__).parents[2] / "docs" / "design" / "inductor-mutation.md"
-CORRECTED = "from opweave.compile import mutation_compat\nmutation_compat.correct_mutations()\n"
+CORRECTED = "from opweave.compile import compat\ncompat.correct_mutations()\n"
 Function = Callable[[Tensor], Tensor]
 
 

@@ -532,7 +532,7 @@ def test_onednn_is_used_if_the_user_lets_torch_use_it(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(provider, "_FEWEST", {})
     monkeypatch.setattr(provider, "_HAS_ONEDNN", True)
-    monkeypatch.setattr(provider.compat, "onednn_linear", counted)
+    monkeypatch.setattr(provider.torch_compat, "onednn_linear", counted)
     weight = weights_of(torch.float32, 6, 8)
     for is_enabled in (False, True):
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", is_enabled)
