@@ -54,7 +54,7 @@ def measure(size: str, steps: int, rounds: int, *, llama_cpp: str | None, quiet:
         llama_cpp: a Python that has it, if it is to be compared with, by the same GGUF files.
     """
     # The files have no tokenizer, because prompts are token ids; a warning says so for each.
-    logging.getLogger("opweave_engine.tokenization").setLevel(logging.ERROR)
+    logging.getLogger("opweave_engine.tokenizer").setLevel(logging.ERROR)
     threads = torch.get_num_threads()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -76,7 +76,7 @@ def private_context(priorities: PriorityLists) -> Iterator[Context]:
         context.run(scope.__exit__, None, None, None)
 
 
-# The engine core: schedules requests, runs the model, and collects tokens, step by step.
+# The core.
 
 
 _log = logging.getLogger(__name__)

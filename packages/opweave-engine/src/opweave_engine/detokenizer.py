@@ -169,7 +169,7 @@ class StopMatcher:
         return length + (self._stop[length] == character)
 
 
-# Incremental detokenization of one output, with stop strings.
+# Both together: the detokenizer of one output.
 
 
 class Detokenizer:

@@ -79,7 +79,7 @@ _SCORED = 64  # tokens of a prompt at once: each has a score for every token of 
 class ModelRunner:
     """Runs a model on packed sequences.
 
-    A platform may name another class. :class:`opweave_engine.runner.Worker` calls its public
+    A platform may name another class. :class:`Worker` calls its public
     methods.
 
     Args:

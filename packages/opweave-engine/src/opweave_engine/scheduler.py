@@ -16,9 +16,6 @@ __all__ = [
 ]
 
 
-# The scheduler: chooses the tokens that each step computes.
-
-
 class Scheduled(NamedTuple):
     """The tokens of one request that a step computes.
 

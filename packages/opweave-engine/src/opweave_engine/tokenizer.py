@@ -365,7 +365,7 @@ def _has_bytes(pre_tokenizer: Mapping[str, Any]) -> bool:
     )
 
 
-# Text to token ids and back.
+# The tokenizer.
 
 
 Side = Literal["left", "right"]

@@ -113,7 +113,7 @@ def is_constant(node: Any) -> bool:
     return isinstance(node, require("jinja2.nodes").Const)
 
 
-# How a chat template reads messages, found in its syntax tree.
+# The traits of a template.
 
 
 # Filters that take a list of content parts, as a template applies them to content.

@@ -377,7 +377,7 @@ def _percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-# ``opweave bench serve``: load-test a running server.
+# The command.
 
 
 _TIMES = {

@@ -55,7 +55,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-# ``opweave chat``: chat with a model in the terminal.
+# The command.
 
 
 _SAMPLING, _RUNNING = SamplingOptions(), ModelOptions()

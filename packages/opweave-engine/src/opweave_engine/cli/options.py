@@ -100,7 +100,7 @@ TemplateVariables = Annotated[
 ]
 
 
-# Options of the commands that run a model in the terminal.
+# Options of models, engines and sampling.
 
 
 T = TypeVar("T")

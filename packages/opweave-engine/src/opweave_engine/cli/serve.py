@@ -233,7 +233,7 @@ def replacement(option: str) -> str | None:
     return REPLACEMENTS.get(name)
 
 
-# ``opweave serve``: an OpenAI-compatible server.
+# The command.
 
 
 _log = logging.getLogger(__name__)

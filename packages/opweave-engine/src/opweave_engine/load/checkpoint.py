@@ -101,7 +101,7 @@ def shapes_of(files: Iterable[TensorSource]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-# A checkpoint: a directory in Hugging Face's layout, or a GGUF file that stands for one.
+# The files of a checkpoint.
 
 
 # Called with the number of tensors loaded so far and in total.

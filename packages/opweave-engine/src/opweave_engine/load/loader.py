@@ -67,7 +67,7 @@ from opweave_engine.transformers import (
     load_transformers_model,
 )
 
-# Progress as whoever calls an engine wants to have it.
+# Progress callbacks of the engine.
 
 
 @contextmanager

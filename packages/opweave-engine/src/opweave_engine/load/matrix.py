@@ -70,7 +70,7 @@ def _rounded(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return numbers, scale.squeeze(-1).to(weight.dtype)
 
 
-# A quantized matrix of a checkpoint, as a linear layer keeps it.
+# The matrix, in all supported formats.
 
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -71,7 +71,7 @@ def _is_within(file: object, folders: Iterable[Path]) -> bool:
     return file is None or any(Path(str(file)).is_relative_to(each) for each in folders)
 
 
-# Writes a checkpoint with int4 weights, in the format of compressed-tensors.
+# The quantized checkpoint.
 
 
 GROUPS = (32, 64, 128)

@@ -79,7 +79,7 @@ class BertConfig:
         )
 
 
-# BERT: an encoder with bidirectional attention (arXiv:1810.04805).
+# The model.
 
 
 class BertEmbeddings(nn.Module):

@@ -257,7 +257,7 @@ class SelfAttention(nn.Module):
         dtype: dtype of weights and activations.
         qkv_bias, o_bias: which linear layers have a bias.
         norms: per-head norms of queries and keys, or None.
-        window, scale, soft_cap: as in :class:`~opweave_engine.models.blocks.Attention`.
+        window, scale, soft_cap: as in :class:`Attention`.
     """
 
     def __init__(

@@ -195,7 +195,7 @@ def _stretch(rope: Mapping[str, Any], kind: str) -> float:
     return 0.1 * every * math.log(factor) + 1.0
 
 
-# DeepSeek-V3: latent attention and a mixture of experts (arXiv:2412.19437).
+# The model.
 
 
 # The norms of latent vectors do not follow rms_norm_eps.

@@ -160,7 +160,7 @@ def _require_one_meaning(rope: Fields, scaling: Fields) -> None:
         )
 
 
-# Gemma 3's language model: windows and two ropes by layer type (arXiv:2503.19786).
+# The model.
 
 
 class Gemma3Layer(nn.Module):

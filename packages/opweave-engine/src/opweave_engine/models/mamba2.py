@@ -115,7 +115,7 @@ def _number(value: object) -> float | None:
     return float(value)
 
 
-# Mamba-2: only mixers, without attention (arXiv:2405.21060).
+# The model.
 
 
 class ResidualNorm(nn.Module):

@@ -132,7 +132,7 @@ class ReplicaRouter:
             known.popitem(last=False)
 
 
-# The data-parallel engine: routes each request to one of several replicas.
+# The engine.
 
 
 _log = logging.getLogger(__name__)

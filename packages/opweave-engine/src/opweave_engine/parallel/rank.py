@@ -78,7 +78,7 @@ class Call:
 
     Attributes:
         number: the number of the call.
-        method: a method of :class:`opweave_engine.parallel.rank.RankWorker`.
+        method: a method of :class:`RankWorker`.
         arguments: its arguments.
     """
 

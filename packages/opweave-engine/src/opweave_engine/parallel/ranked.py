@@ -264,7 +264,7 @@ class Peers:
         return "closed its connection" if process is None else process.end(_ENDING)
 
 
-# Executor with several ranks: the first in this process, each other one in its own.
+# The executor.
 
 
 _LAST_WORDS = 2.0  # seconds in which a rank that fails is heard

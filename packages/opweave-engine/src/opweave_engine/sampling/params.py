@@ -75,7 +75,7 @@ def token_ids(name: str, ids: object) -> tuple[int, ...]:
     return tuple(ids)
 
 
-# Sampling parameters of one request.
+# All parameters of a request.
 
 
 MAX_LOGPROBS = 20  # as many as OpenAI's API gives

@@ -411,14 +411,14 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(-1)
 
 
-# Samples the next token of each sequence from the model's logits.
+# The sampler.
 
 
 class Sampler:
     """Samples the next token of each row. A platform may name another class.
 
     Penalties, bias and forbidden tokens change the logits first (see
-    :func:`~opweave_engine.sampling.sampler.adjusted`). Then the temperature divides them,
+    :func:`adjusted`). Then the temperature divides them,
     then ``top_k``, ``top_p`` and ``min_p`` truncate: the order of transformers. Log-probabilities
     are of the model's raw logits.
     """

@@ -23,8 +23,6 @@ from opweave_engine.server.output_parser import (
 )
 from opweave_engine.server.protocol.sampling import ToolUse, form_error
 
-# How to constrain and parse the output of a conversation.
-
 
 @dataclass(frozen=True)
 class AnswerPlan:

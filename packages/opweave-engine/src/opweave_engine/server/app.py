@@ -130,7 +130,7 @@ def _places(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str]]:
             yield from ((method, route.path) for method in sorted(route.methods or ()))
 
 
-# The application: OpenAI's API and opweave's own endpoints, over an engine.
+# The application.
 
 
 _ROUTERS = (

@@ -20,9 +20,6 @@ from opweave_engine import (
     TokenizerError,
 )
 
-# Errors: exceptions, and error objects of OpenAI's API.
-
-
 _log = logging.getLogger(__name__)
 
 RETRY = {"Retry-After": "1"}  # the client may retry

@@ -244,7 +244,7 @@ def _required(schema: Mapping[str, Any]) -> set[str]:
     return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
 
 
-# Constraints in the notation that llguidance reads.
+# The grammar of each kind of constraint.
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:

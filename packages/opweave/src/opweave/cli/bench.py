@@ -210,7 +210,7 @@ def _chart(op: IrOp, results: Results) -> str:
     return draw(lines, _call(results[-1][0]), caption)
 
 
-# ``opweave bench``: compare kernels (``bench OP``); the engine adds ``bench serve``.
+# The command group ``bench``, to which companion packages add commands.
 
 
 bench = App(name="bench", help="Compare the kernels of an op, or load-test a running server.")

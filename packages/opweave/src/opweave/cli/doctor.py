@@ -345,7 +345,7 @@ def owner_text(owner: Mapping[str, str] | None) -> str:
     return f"{owner['plugin']} ({owner['distribution']} {owner['version']})"
 
 
-# ``opweave doctor``: show the installation and its problems.
+# The command.
 
 
 def doctor(*, plugin: PluginOption = None, json: Flag = False) -> int:

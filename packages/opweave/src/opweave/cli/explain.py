@@ -305,7 +305,7 @@ def _shapes(values: tuple[Any, ...]) -> str:
     return " ".join(shown)
 
 
-# ``opweave explain``: which kernels a model runs and why, op by op or compiled.
+# The command.
 
 
 PROMPT = "The quick brown fox jumps over the lazy dog"

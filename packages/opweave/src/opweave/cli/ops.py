@@ -80,7 +80,7 @@ def layer_table(found: list[dict[str, Any]]) -> Table:
     return table
 
 
-# ``opweave ops``: list ops and layers with the kernels available on this machine.
+# The command.
 
 
 def ops(

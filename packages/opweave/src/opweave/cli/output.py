@@ -31,7 +31,7 @@ class CliError(Exception):
     """The input of a command is not valid; the message is the line that the user sees."""
 
 
-# Console output: results go to stdout, everything else to stderr.
+# The two consoles, and how a value is printed on them.
 
 
 _WIDE = 240  # for files and pipes, so that lines are not wrapped

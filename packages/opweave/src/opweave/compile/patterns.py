@@ -50,7 +50,7 @@ from opweave.torch_compat import depends_on_data
 # and numbers. Constants that differ between the two graphs depend on the arguments, and become
 # parameters of the pattern (wildcards); everything else must match exactly. A constant that
 # equals exactly one argument, such as the name of a process group, becomes a wildcard too.
-# Matches are verified afterwards, see :func:`opweave.compile.patterns.find`.
+# Matches are verified afterwards, see :func:`find`.
 
 
 Values = tuple[Any, ...]

@@ -348,7 +348,7 @@ def _price(node: Node) -> dict[str, int]:
 # Sequence parallelism: shard row-wise ops that follow an all-reduce over tokens.
 #
 # After an ``all_reduce``, every rank has all tokens and computes the same norms. If
-# :mod:`opweave.compile.sequence` decides that it pays, the tokens stay sharded until a node
+# the analysis above decides that it pays, the tokens stay sharded until a node
 # needs all of them:
 #
 # =============================  =============================================================

@@ -159,7 +159,7 @@ def _is_address(text: str) -> bool:
     return text == "auto" or (bool(host) and "/" not in host and port.isdecimal())
 
 
-# The typed configuration of an engine.
+# The configuration of kernels and of the whole engine.
 
 
 @dataclass(frozen=True)

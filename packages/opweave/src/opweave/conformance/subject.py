@@ -232,7 +232,7 @@ def _shown(value: Any) -> str:
     return repr(value)
 
 
-# Where verifying is: told before each step, since the step may end the process.
+# Progress marker: written before each step, because the step may crash the process.
 
 
 _listeners: list[Callable[[str], None]] = []

@@ -12,9 +12,6 @@ from opweave.ir.ops.linear import scales_tokens, scales_weight
 from opweave.ir.ops.low_bit import GGUF_BLOCKS, groups_rows
 from opweave.ir.rules import Rule, TensorRule
 
-# Argument rules shared by several providers.
-
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 NARROW_FLOATS = (torch.bfloat16, torch.float16)
 

@@ -182,7 +182,7 @@ def _check_approximate(approximate: str) -> str:
     return approximate
 
 
-# Elementwise activations as layers; see :mod:`opweave.layers.activation`.
+# Elementwise activations.
 
 
 @CustomOp.register("gelu_new")

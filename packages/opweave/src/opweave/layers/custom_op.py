@@ -117,7 +117,7 @@ def _frozen(cls: type[CustomOp], dims: Dims | None) -> tuple[tuple[str, tuple[in
     )
 
 
-# Operations as modules, with a method for each platform.
+# The base class.
 
 
 T = TypeVar("T", bound=type[nn.Module])

@@ -179,7 +179,7 @@ def _answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return answer
 
 
-# Cache of built modules, keyed by a hash of everything that they were built from.
+# Lookup of built modules, and builds of missing ones.
 
 
 _MANIFEST = "files.json"

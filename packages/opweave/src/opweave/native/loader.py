@@ -17,9 +17,6 @@ from torch.overrides import TorchFunctionMode
 from opweave import plain_call, torch_compat
 from opweave.native.calls import Function, callable_of, open_call_paths
 
-# Loading of ``opweave._C_ops``, once, and its status.
-
-
 NAMESPACE = "opweave_c"
 """The ops are ``torch.ops.opweave_c.<op>``."""
 
@@ -80,7 +77,7 @@ def require() -> ModuleType:
     return raw
 
 
-require._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see arguments.py
+require._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in calls.py
 
 
 @functools.cache

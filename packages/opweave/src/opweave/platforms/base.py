@@ -374,7 +374,7 @@ def import_kernels() -> None:
         resolve_obj_by_qualname(_KERNELS)(current_registry())
 
 
-# The contract of a platform: the members that a device family can override.
+# The contract.
 
 
 class Platform:

@@ -259,7 +259,7 @@ class XpuPlatform(Platform):
         return {"xpu": torch.version.xpu, "devices": probes.xpu_devices()}
 
 
-# The built-in platforms, and the conditions under which they claim the machine.
+# Claims of the built-in platforms.
 
 
 _CPU_SCORE, _ACCELERATOR_SCORE = 0, 50

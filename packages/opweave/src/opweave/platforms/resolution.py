@@ -138,7 +138,7 @@ def choose() -> Found:
     """Choose the platform of this process: that of its parent, or the claim with the best score.
 
     Raises:
-        PluginError, PlatformError: see :func:`opweave.platforms.resolution`.
+        PluginError, PlatformError: see :func:`resolution`.
     """
     text = os.environ.get(VARIABLE)
     if text:

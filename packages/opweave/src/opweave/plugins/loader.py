@@ -37,9 +37,6 @@ from opweave.plugins.platform import Choice, PlatformCandidate, choose, claim_of
 from opweave.plugins.plugin import Plugin, PluginRecord, State
 from opweave.registration import Owner
 
-# The installed plugins of a process; each is loaded once, under one policy.
-
-
 _loading: ContextVar[bool] = ContextVar("loading", default=False)
 _asked: ContextVar[list[str] | None] = ContextVar("asked", default=None)
 
@@ -281,7 +278,7 @@ def _reentered(plugin: Plugin) -> PlatformReentryError:
     )
 
 
-# The installed plugins; each is loaded once per process.
+# The loader of this process.
 
 
 _lock = threading.Lock()

@@ -211,8 +211,8 @@ def _random(given: Description, count: int, dtype: torch.dtype) -> Tensor:
 #
 # The first line is a header with the version of the format, the versions of opweave and torch,
 # and the device. Each other line is a distinct call: the op, the provider that ran, the number
-# of calls, the number of tokens, and the arguments by name (see
-# :mod:`opweave.tuning.trace`).
+# of calls, the number of tokens, and the arguments by name, as described
+# above.
 
 
 FORMAT, VERSION = "opweave trace", 1

@@ -92,7 +92,7 @@ def check_finite(outputs: Sequence[EmbeddingOutput], *, code: str) -> None:
         )
 
 
-# ``POST /v1/embeddings``.
+# The route.
 
 
 _MAX_INPUTS = 2048  # as in OpenAI's API

@@ -129,7 +129,7 @@ def _copy(item: Item) -> Item:
     return item if content is None else {**item, "content": [dict(part) for part in content]}
 
 
-# ``POST /v1/responses``.
+# The route.
 
 
 router = APIRouter(responses=ERRORS, tags=["OpenAI"])

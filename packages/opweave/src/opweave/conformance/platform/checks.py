@@ -607,7 +607,7 @@ CHILDREN_CHECK = PlatformCheck(
 )
 
 
-# The table of checks: what a platform must do, one row for each.
+# The checks by name, in the order in which they run.
 
 
 CHECKS: dict[str, PlatformCheck] = {

@@ -145,7 +145,7 @@ GGUF_BLOCKS = {
 }
 
 
-# Linear layers with weights of about four bits: groups of int4, and blocks of GGUF files.
+# The linear layers.
 
 
 @register_op(autocast=False)
