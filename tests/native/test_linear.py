@@ -336,7 +336,7 @@ def test_the_op_for_many_tokens_is_called_where_there_is_one(
     weight = weights_of(INT8 if is_w8 else dtype, 6, 8)
     monkeypatch.setattr(provider, f"_{name}", counted)
     for fewest in ({}, {dtype: 5}):
-        monkeypatch.setattr(provider, "_FEWEST_W8" if is_w8 else "_FEWEST", fewest)
+        monkeypatch.setattr(provider, "_MIN_TOKENS_W8" if is_w8 else "_MIN_TOKENS", fewest)
         for tokens in (1, 600):
             provided(
                 random(tokens, 8, dtype=dtype), weight, scale_of("rows", 6) if is_w8 else None, None
@@ -383,10 +383,10 @@ def test_pieces(
 
     A piece has 20 rows for each thread, or as many as there are tokens: 18, or 36.
     """
-    monkeypatch.setattr(provider, "_FEWEST_W8", {})
+    monkeypatch.setattr(provider, "_MIN_TOKENS_W8", {})
     monkeypatch.setattr(provider, "_PIECE", 70 * 20)
-    monkeypatch.setattr(provider, "_FEWEST_ROWS", 10)
-    monkeypatch.setattr(provider, "_MOST_TOKENS_W8", dict.fromkeys(DTYPES, 8))
+    monkeypatch.setattr(provider, "_MIN_ROWS", 10)
+    monkeypatch.setattr(provider, "_MAX_TOKENS_W8", dict.fromkeys(DTYPES, 8))
     whole = random(18, 2, 80, dtype=dtype)
     with using_threads(threads):
         for rows, kind in ((40, "rows"), (47, "column"), (5, "rows"), (1, "rows"), (47, "tensor")):
@@ -412,7 +412,7 @@ def test_many_tokens_multiply_what_our_kernel_widened(
         calls.append(len(weight))
         out.copy_(weight.float() * scale.reshape(-1, 1))
 
-    monkeypatch.setattr(provider, "_FEWEST_W8", {})
+    monkeypatch.setattr(provider, "_MIN_TOKENS_W8", {})
     monkeypatch.setattr(provider, "_widen_rows", counted)
     weight, scale, most = weights_of(weight_dtype, 6, 8), scale_of("rows", 6), limit_of(dtype)
     for tokens in (1, most, most + 1, 600):
@@ -421,7 +421,7 @@ def test_many_tokens_multiply_what_our_kernel_widened(
 
 
 def limit_of(dtype: torch.dtype) -> int:
-    most: int = provider._MOST_TOKENS_W8[dtype]
+    most: int = provider._MAX_TOKENS_W8[dtype]
     return most
 
 
@@ -530,7 +530,7 @@ def test_onednn_is_used_if_the_user_lets_torch_use_it(monkeypatch: pytest.Monkey
         calls.append(len(x))
         return torch.nn.functional.linear(x, weight, bias)
 
-    monkeypatch.setattr(provider, "_FEWEST", {})
+    monkeypatch.setattr(provider, "_MIN_TOKENS", {})
     monkeypatch.setattr(provider, "_HAS_ONEDNN", True)
     monkeypatch.setattr(provider.torch_compat, "onednn_linear", counted)
     weight = weights_of(torch.float32, 6, 8)
@@ -764,7 +764,7 @@ def test_a_graph_of_many_tokens_has_the_definition(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """The compiler widens the weights while it reads them; pieces would be hidden from it."""
-    monkeypatch.setattr(provider, "_FEWEST_W8", {})
+    monkeypatch.setattr(provider, "_MIN_TOKENS_W8", {})
     assert not nodes_of_a_graph(dtype)
 
 
@@ -773,7 +773,7 @@ def test_a_graph_of_many_tokens_has_their_kernel(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """The compiler would multiply in float32."""
-    monkeypatch.setattr(provider, "_FEWEST_W8", {dtype: 5})
+    monkeypatch.setattr(provider, "_MIN_TOKENS_W8", {dtype: 5})
     assert set(nodes_of_a_graph(dtype)) == {"opweave_c.linear_w8a16_many.default"}
 
 

@@ -139,8 +139,8 @@ def test_layouts(module: ModuleType, isa: str, dtype: torch.dtype, format: str) 
     wanted = oracle(x, weight, bias, format)
     for most in (0, 100):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(provider, "_MOST_TOKENS_Q", dict.fromkeys(DTYPES, most))
-            patch.setattr(provider, "_LINEAR_LOW_BIT_FEWEST", None)
+            patch.setattr(provider, "_MAX_TOKENS_Q", dict.fromkeys(DTYPES, most))
+            patch.setattr(provider, "_MIN_TOKENS_AMX", None)
             found = provider.linear_q(x, wide[::2, 13:-7], bias, format)
             near(found, wanted)
             assert found.stride() == wanted.contiguous().stride()

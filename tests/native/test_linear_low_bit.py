@@ -197,8 +197,8 @@ def test_layouts(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
     wanted = oracle(strided, weight, scale, offset, bias)
     for most in (0, 100):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(provider, "_LINEAR_LOW_BIT_MOST_TOKENS", dict.fromkeys(DTYPES, most))
-            patch.setattr(provider, "_LINEAR_LOW_BIT_FEWEST", None)
+            patch.setattr(provider, "_MAX_TOKENS_W4", dict.fromkeys(DTYPES, most))
+            patch.setattr(provider, "_MIN_TOKENS_AMX", None)
             found = provider.linear_w4a16(
                 strided, wide[:, 13:133], scales[0, ::2, 7:17], scales[1, ::2, 7:17], bias
             )

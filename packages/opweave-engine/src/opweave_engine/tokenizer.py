@@ -21,7 +21,7 @@ from opweave_engine.load.checkpoint import FILE, Checkpoint, generation_folder
 
 _log = logging.getLogger(__name__)
 
-_SETTINGS_CONFIG = "tokenizer_config.json"
+_CONFIG = "tokenizer_config.json"
 
 
 def follow_settings(
@@ -42,15 +42,15 @@ def follow_settings(
             _log.info("tokenizer.json: %s=%s is disabled at inference", name, given)
     backend.no_padding()
     backend.no_truncation()
-    config = checkpoint.json(_SETTINGS_CONFIG) or {}
+    config = checkpoint.json(_CONFIG) or {}
     backend.encode_special_tokens = config.get("split_special_tokens") is True
     for note in _not_followed(backend, config, bos, eos):
-        _log.warning("%s: %s", checkpoint.path / _SETTINGS_CONFIG, note)
+        _log.warning("%s: %s", checkpoint.path / _CONFIG, note)
 
 
 def has_token_types(checkpoint: Checkpoint) -> bool:
     """Return whether the tokenizer gives the model token type ids; transformers' default."""
-    names = (checkpoint.json(_SETTINGS_CONFIG) or {}).get("model_input_names")
+    names = (checkpoint.json(_CONFIG) or {}).get("model_input_names")
     return not isinstance(names, list) or "token_type_ids" in names
 
 
@@ -161,11 +161,7 @@ def _kinds(decoder: Mapping[str, Any]) -> Iterator[str]:
 # ``added_tokens_decoder``.
 
 
-_SPECIAL_TOKENS_CONFIG, _MAP, _ADDED = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
+_MAP, _ADDED = "special_tokens_map.json", "added_tokens.json"
 _DECODER, _EXTRA, _OLD_EXTRA = (
     "added_tokens_decoder",
     "extra_special_tokens",
@@ -200,7 +196,7 @@ class SpecialTokens:
         Raises:
             CheckpointError: one of them is damaged.
         """
-        config = dict(checkpoint.json(_SPECIAL_TOKENS_CONFIG) or {})
+        config = dict(checkpoint.json(_CONFIG) or {})
         if _OLD_EXTRA in config and not config.get(_EXTRA):
             config[_EXTRA] = config.pop(_OLD_EXTRA)
         given = config.get(_EXTRA)

@@ -188,7 +188,7 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _MAX_DIMENSIONS = 4
 _LENGTH = struct.Struct("<Q")  # of a text, before its bytes
-_FILE_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+_FLOAT_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _KINDS = {int: "an integer", float: "a number", str: "a text"}
 
 
@@ -455,8 +455,8 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GgufTenso
     tensors = {}
     for name, (kind, shape, start, end) in places.items():
         data = cursor.data[begin + start : begin + end]
-        if kind.name in _FILE_FLOATS:
-            data = data.view(_FILE_FLOATS[kind.name]).reshape(shape)
+        if kind.name in _FLOAT_DTYPES:
+            data = data.view(_FLOAT_DTYPES[kind.name]).reshape(shape)
         else:
             data = data.reshape(*shape[:-1], -1) if data.size else data
         tensors[name] = GgufTensor(kind, shape, data)
@@ -478,7 +478,7 @@ ARCHITECTURES = {
 }
 _LARGEST_GEMMA3 = 62  # layers of Gemma 3 27B, whose scores have a scale of their own
 _EMBEDDING, _OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
-_CONFIG_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _YARN = "rope.scaling.yarn_"
 
 
@@ -624,8 +624,8 @@ def _dtype(file: GgufFile) -> str:
     """Return the dtype of activations: that of the matrices, bfloat16 if they are quantized."""
     kinds = {t.kind.name for t in file.tensors.values() if len(t.shape) > 1}
     return (
-        _CONFIG_FLOATS[kinds.pop()]
-        if len(kinds) == 1 and kinds <= _CONFIG_FLOATS.keys()
+        _TORCH_DTYPES[kinds.pop()]
+        if len(kinds) == 1 and kinds <= _TORCH_DTYPES.keys()
         else "bfloat16"
     )
 

@@ -139,12 +139,12 @@ class Attention(nn.Module):
             value: ``(T, kv_heads, value_dim)``.
         """
         # A graph must hold for every context, so that it looks the context up when it runs.
-        attend = _attention_opaque if torch.compiler.is_dynamo_compiling() else _attention_attend
+        attend = _opaque_attend if torch.compiler.is_dynamo_compiling() else _attend
         options = self.window, self.scale, self.soft_cap
         return attend(query, key, value, self.layer, *options).flatten(1)
 
 
-def _attention_attend(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -162,11 +162,11 @@ def _attention_attend(
     return context.attention.attend(layer, query, key, value, scale, window, soft_cap)
 
 
-def _attention_fake(query: Tensor, key: Tensor, value: Tensor, *options: object) -> Tensor:
+def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *options: object) -> Tensor:
     return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
-_attention_opaque = opaque_op("opweave", "attention_in_context", _attention_attend, _attention_fake)
+_opaque_attend = opaque_op("opweave", "attention_in_context", _attend, _attend_fake)
 
 
 # Multi-head latent attention over the sequences of the current forward.
@@ -198,16 +198,12 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """Return ``(T, heads, value_size)``; arguments as in ``ir.ops.mla_attention_prefill``."""
         # A graph must hold for every context, so that it looks the context up when it runs.
-        attend = (
-            _latent_attention_opaque
-            if torch.compiler.is_dynamo_compiling()
-            else _latent_attention_attend
-        )
+        attend = _opaque_attend_latent if torch.compiler.is_dynamo_compiling() else _attend_latent
         out: Tensor = attend(query, kv_c, k_pe, kv_b_weight, scale, self.layer)
         return out
 
 
-def _latent_attention_attend(
+def _attend_latent(
     query: Tensor, kv_c: Tensor, k_pe: Tensor, kv_b_weight: Tensor, scale: float, layer: int
 ) -> Tensor:
     context = current_forward_context()
@@ -216,7 +212,7 @@ def _latent_attention_attend(
     return context.attention.attend_latent(layer, query, kv_c, k_pe, kv_b_weight, scale)
 
 
-def _latent_attention_fake(
+def _attend_latent_fake(
     query: Tensor, kv_c: Tensor, k_pe: Tensor, kv_b_weight: Tensor, *options: object
 ) -> Tensor:
     heads = query.shape[1]
@@ -224,8 +220,8 @@ def _latent_attention_fake(
     return query.new_empty(query.shape[0], heads, kv_b_weight.shape[0] // heads - nope)
 
 
-_latent_attention_opaque = opaque_op(
-    "opweave", "latent_attention_in_context", _latent_attention_attend, _latent_attention_fake
+_opaque_attend_latent = opaque_op(
+    "opweave", "latent_attention_in_context", _attend_latent, _attend_latent_fake
 )
 
 

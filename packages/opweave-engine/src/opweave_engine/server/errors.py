@@ -278,7 +278,7 @@ def _path(location: Sequence[str | int]) -> str:
 
 
 def _is_field(part: str) -> bool:
-    return part.isidentifier() and part not in _VALIDATION_TYPES and not part[:1].isupper()
+    return part.isidentifier() and part not in _PYDANTIC_NAMES and not part[:1].isupper()
 
 
-_VALIDATION_TYPES = {"str", "int", "float", "bool", "constrained"}
+_PYDANTIC_NAMES = {"str", "int", "float", "bool", "constrained"}

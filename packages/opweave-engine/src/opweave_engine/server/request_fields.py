@@ -266,7 +266,7 @@ STORAGE = (
 # Fields of ``/v1/responses``.
 
 
-_RESPONSES_CHAT = "Use /v1/chat/completions."
+_USE_CHAT = "Use /v1/chat/completions."
 _NOT_STORED = "Nothing is stored; send the whole conversation as input."
 
 RESPONSES = (
@@ -289,23 +289,23 @@ RESPONSES = (
     supported("parallel_tool_calls", "Whether there may be several calls; true by default."),
     supported("metadata", "Returned in the response.", is_open=True),
     CACHE_SALT,
-    refused("top_logprobs", _RESPONSES_CHAT, off=(0,)),
+    refused("top_logprobs", _USE_CHAT, off=(0,)),
     refused("include", "Additional output data is not supported.", off=([],)),
     refused("reasoning", "Use chat_template_kwargs of /v1/chat/completions.", off=({},)),
-    refused("top_k", _RESPONSES_CHAT, off=(0, -1)),
-    refused("min_p", _RESPONSES_CHAT, off=(0,)),
-    refused("repetition_penalty", _RESPONSES_CHAT, off=(1,)),
-    refused("presence_penalty", _RESPONSES_CHAT, off=(0,)),
-    refused("frequency_penalty", _RESPONSES_CHAT, off=(0,)),
-    refused("logit_bias", _RESPONSES_CHAT, off=({},)),
-    refused("seed", _RESPONSES_CHAT),
-    refused("stop", _RESPONSES_CHAT, off=([],)),
-    refused("skip_special_tokens", _RESPONSES_CHAT, off=(True,)),
-    refused("include_stop_str_in_output", _RESPONSES_CHAT, off=(False,)),
-    refused("ignore_eos", _RESPONSES_CHAT, off=(False,)),
+    refused("top_k", _USE_CHAT, off=(0, -1)),
+    refused("min_p", _USE_CHAT, off=(0,)),
+    refused("repetition_penalty", _USE_CHAT, off=(1,)),
+    refused("presence_penalty", _USE_CHAT, off=(0,)),
+    refused("frequency_penalty", _USE_CHAT, off=(0,)),
+    refused("logit_bias", _USE_CHAT, off=({},)),
+    refused("seed", _USE_CHAT),
+    refused("stop", _USE_CHAT, off=([],)),
+    refused("skip_special_tokens", _USE_CHAT, off=(True,)),
+    refused("include_stop_str_in_output", _USE_CHAT, off=(False,)),
+    refused("ignore_eos", _USE_CHAT, off=(False,)),
     refused("structured_outputs", "Use text.format."),
     refused("request_id", "The server generates the ids of responses."),
-    refused("priority", _RESPONSES_CHAT, off=(0,)),
+    refused("priority", _USE_CHAT, off=(0,)),
     refused("mm_processor_kwargs", "The model takes text only.", off=({},)),
     refused("vllm_xargs", "vLLM's extensions are not supported.", off=({},)),
     refused("kv_transfer_params", "Disaggregated serving is not supported.", off=({},)),
@@ -435,7 +435,7 @@ _COMPLETIONS = (
     *REQUEST,
     *STRUCTURED,
 )
-_ENDPOINTS_CHAT = (
+_CHAT = (
     *COMMON,
     *CONVERSATION,
     supported("max_completion_tokens", "As max_tokens, which it overrides."),
@@ -519,7 +519,7 @@ _DETOKENIZE = (*COMMON, supported("tokens", "Token ids."))
 
 ENDPOINTS = {
     "completions": Endpoint("/v1/completions", _COMPLETIONS),
-    "chat": Endpoint("/v1/chat/completions", _ENDPOINTS_CHAT),
+    "chat": Endpoint("/v1/chat/completions", _CHAT),
     "embeddings": Endpoint("/v1/embeddings", _EMBEDDINGS),
     "rerank": Endpoint("/v1/rerank", _RERANK),
     "score": Endpoint("/v1/score", _SCORE),

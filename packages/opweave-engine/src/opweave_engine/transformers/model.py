@@ -572,8 +572,8 @@ def _max_positions(base: Any, config: Any, padding: int) -> int:
     """Return the length of the longest text for which the model has positions.
 
     RoBERTa and its relatives number tokens from the row after the padding's, so that the table of
-    positions is longer than a text. The embeddings of one token at two places show the first: only the
-    table of positions is read at two consecutive rows.
+    positions is longer than a text. The embeddings of one token at two places show the first: only
+    the table of positions is read at two consecutive rows.
     """
     limits = [getattr(config, "max_position_embeddings", None) or 0]
     if limits[0] < 1:

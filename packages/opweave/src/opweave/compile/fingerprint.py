@@ -201,7 +201,7 @@ class Footprint:
 
     The facts about a function are:
 
-    - its bytecode, and its module with the files that it uses (:func:`SRC`);
+    - its bytecode, and its module with the files that it uses (:func:`files_of`);
     - its closure, defaults, and the arguments of a ``partial``;
     - the globals that it names: the identity of each function, class or module, the value of a
       constant, the facts about an object of the same package, without a source file or bound by a

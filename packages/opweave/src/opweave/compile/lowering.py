@@ -202,7 +202,7 @@ def _is_intermediate(node: Node, info: GraphInfo) -> bool:
 # A kernel with a functional form is called in that form instead of with copies.
 
 
-REUSE_STAGE = "lower in place"
+_STAGE_INPLACE = "lower in place"
 INSTEAD = "another activation may not be reused, so the kernel's functional form runs"
 
 
@@ -221,16 +221,16 @@ def lower_inplace(info: GraphInfo, context: Context) -> None:
         for node in [call.node for call in calls]:
             call = ir_call(node)  # again, because its arguments may have been replaced
             if call:
-                _reuse_lower(call, info, context)
+                _lower_call(call, info, context)
         info = info.current()  # the calls in inlined implementations come next
     else:
         raise CompileError(endless(calls, context))
     remove_dead_writes(info)
 
 
-def _reuse_lower(call: IrCall, info: GraphInfo, context: Context) -> None:
+def _lower_call(call: IrCall, info: GraphInfo, context: Context) -> None:
     selection = context.plan.select(call)
-    described = context.describe(call, selection, REUSE_STAGE)
+    described = context.describe(call, selection, _STAGE_INPLACE)
     trace = context.tracer.trace(selection.impl, call.fakes, autocast=call.autocast)
     if not trace.failure:
         check_outputs(call, selection, trace)

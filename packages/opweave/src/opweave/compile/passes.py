@@ -224,7 +224,7 @@ def carry_donations(info: GraphInfo, context: Context) -> None:
     """
     for call in info.calls.values():
         if call.donate:
-            _check_donation(call, info)
+            _check_not_read(call, info)
             if call.node.target is not call.op.torch_ops.annotated:
                 annotate(call, donate=call.donate)
             names = ", ".join(call.op.schema.names[position] for position in call.donate)
@@ -248,7 +248,7 @@ def donated_nodes(call: IrCall) -> list[Node]:
     return [value for value in values if isinstance(value, Node)]
 
 
-def _check_donation(call: IrCall, info: GraphInfo) -> None:
+def _check_not_read(call: IrCall, info: GraphInfo) -> None:
     for donated in donated_nodes(call):
         late = info.readers_after(donated, call.node, certainly=True)
         if late:
@@ -303,7 +303,7 @@ def run_plugin_pass(step: PluginPass, info: GraphInfo, context: Context) -> None
         _check_interface(before, _interface(graph))
         compat.sort_topologically(graph)
         for node in graph.nodes:
-            _check_plugin(node)
+            _check_node(node)
             _complete(node)
         clean_up(GraphInfo(graph), context)
         graph.lint()
@@ -333,7 +333,7 @@ def _check_interface(before: dict[str, Any], after: dict[str, Any]) -> None:
             )
 
 
-def _check_plugin(node: Node) -> None:
+def _check_node(node: Node) -> None:
     """Raise if *node* is an invalid call of an IR op."""
     call = ir_call(node)  # validates the arguments
     for given in node.all_input_nodes if call else ():

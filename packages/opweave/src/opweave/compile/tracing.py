@@ -52,18 +52,18 @@ class Functional(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if found is None:
             return function(*args, **given)
         functional, names = found
-        outs = _inplace_flat([given.pop(name) for name in names] or args[0])
+        outs = _as_sequence([given.pop(name) for name in names] or args[0])
         results = functional(*args, **given)
-        if not all(map(_fits, _inplace_flat(results), outs)):
+        if not all(map(_fits, _as_sequence(results), outs)):
             return function(*args, **(kwargs or {}))  # resizes the outputs, or raises
-        for out, result in zip(outs, _inplace_flat(results), strict=True):
+        for out, result in zip(outs, _as_sequence(results), strict=True):
             out.copy_(result)
         if not function._schema.returns:
             return None
         return tuple(outs) if isinstance(results, tuple) else outs[0]
 
 
-def _inplace_flat(values: Any) -> Sequence[Tensor]:
+def _as_sequence(values: Any) -> Sequence[Tensor]:
     return values if isinstance(values, (list, tuple)) else (values,)
 
 

@@ -51,10 +51,10 @@ def of_rows(function: Callable[..., _T], *tensors: Tensor) -> list[_T]:
 # Linear layers, norms and activations, one row at a time.
 
 
-_DENSE_TRAITS = {BATCH_INVARIANT, DIFFERENTIABLE}
+_TRAITS = {BATCH_INVARIANT, DIFFERENTIABLE}
 
 
-@ops.rms_norm.register_impl("batch_invariant", traits=_DENSE_TRAITS)
+@ops.rms_norm.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.rms_norm)
 def rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
@@ -62,20 +62,20 @@ def rms_norm(
     return _each_row(lambda row: ops.rms_norm.native(row, weight, epsilon, variance_size), x)
 
 
-@ops.linear.register_impl("batch_invariant", traits=_DENSE_TRAITS)
+@ops.linear.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.linear)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _dense_joined(lambda row: ops.linear.native(row, weight, bias), x)
+    return _by_rows(lambda row: ops.linear.native(row, weight, bias), x)
 
 
-@ops.linear_w8a16.register_impl("batch_invariant", traits=_DENSE_TRAITS)
+@ops.linear_w8a16.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.linear_w8a16)
 def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     weight = weight.contiguous()  # for a column-major weight, torch sums one by one in float32
-    return _dense_joined(lambda row: ops.linear_w8a16.native(row, weight, scale, bias), x)
+    return _by_rows(lambda row: ops.linear_w8a16.native(row, weight, scale, bias), x)
 
 
-@ops.linear_w8a8.register_impl("batch_invariant", traits=_DENSE_TRAITS)
+@ops.linear_w8a8.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.linear_w8a8)
 def linear_w8a8(
     x: Tensor,
@@ -96,7 +96,7 @@ def linear_w8a8(
     return torch.cat(rows).reshape(*x.shape[:-1], weight.shape[0])
 
 
-@ops.linear_w4a16.register_impl("batch_invariant", traits=_DENSE_TRAITS)
+@ops.linear_w4a16.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.linear_w4a16)
 def linear_w4a16(
     x: Tensor,
@@ -105,28 +105,28 @@ def linear_w4a16(
     offset: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    return _dense_joined(lambda row: ops.linear_w4a16.native(row, weight, scale, offset, bias), x)
+    return _by_rows(lambda row: ops.linear_w4a16.native(row, weight, scale, offset, bias), x)
 
 
-@ops.linear_q.register_impl("batch_invariant", traits=_DENSE_TRAITS)
+@ops.linear_q.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.linear_q)
 def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> Tensor:
-    return _dense_joined(lambda row: ops.linear_q.native(row, weight, bias, format), x)
+    return _by_rows(lambda row: ops.linear_q.native(row, weight, bias, format), x)
 
 
-@ops.silu_and_mul.register_impl("batch_invariant", traits=_DENSE_TRAITS)
+@ops.silu_and_mul.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.silu_and_mul)
 def silu_and_mul(x: Tensor) -> Tensor:
     return _each_row(ops.silu_and_mul.native, x)
 
 
-@ops.mul_and_silu.register_impl("batch_invariant", traits=_DENSE_TRAITS)
+@ops.mul_and_silu.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.mul_and_silu)
 def mul_and_silu(x: Tensor) -> Tensor:
     return _each_row(ops.mul_and_silu.native, x)
 
 
-@ops.gelu_and_mul.register_impl("batch_invariant", traits=_DENSE_TRAITS)
+@ops.gelu_and_mul.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.gelu_and_mul)
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     # Expanding each row makes it non-contiguous, which avoids oneDNN, whose gelu(inf) is NaN.
@@ -139,13 +139,13 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 
 def _each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply *function* to each row; the result has the strides of *x*."""
-    joined = _dense_joined(function, x)
+    joined = _by_rows(function, x)
     if x.is_contiguous() or joined.shape[-1] == 0:
         return joined
     return torch.empty_like(x[..., : joined.shape[-1]]).copy_(joined)
 
 
-def _dense_joined(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.ndim < 2 or x.numel() == 0:
         return function(x)
     rows = of_rows(function, x.reshape(-1, x.shape[-1]))
@@ -263,10 +263,7 @@ def _attend(
 # Convolutions, one image at a time.
 
 
-_CONV_TRAITS = {BATCH_INVARIANT, DIFFERENTIABLE}
-
-
-@ops.conv_nd.register_impl("batch_invariant", traits=_CONV_TRAITS)
+@ops.conv_nd.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.conv_nd)
 def conv_nd(
     x: Tensor,
@@ -284,7 +281,7 @@ def conv_nd(
     )
 
 
-@ops.patch_matmul.register_impl("batch_invariant", traits=_CONV_TRAITS)
+@ops.patch_matmul.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.patch_matmul)
 def patch_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     check_patches(x, weight)
@@ -374,7 +371,7 @@ def fused_experts_quant(
 
 
 def _each(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return _experts_joined(lambda row: (function(row),), x)[0]
+    return _concatenated(lambda row: (function(row),), x)[0]
 
 
 def _combined(outputs: Tensor, routed: Routed) -> Tensor:
@@ -382,7 +379,7 @@ def _combined(outputs: Tensor, routed: Routed) -> Tensor:
         return (combine(outputs, routed._replace(valid=valid, weights=weights)),)
 
     weights = () if routed.weights is None else (routed.weights,)
-    return _experts_joined(row, outputs, routed.valid, *weights)[0]
+    return _concatenated(row, outputs, routed.valid, *weights)[0]
 
 
 @ops.moe_sum.register_impl("batch_invariant", traits=_EXPERTS_TRAITS)
@@ -432,11 +429,11 @@ def _routed(
     route: Callable[[Tensor], tuple[Tensor, Tensor]], logits: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Call *route* with each row of *logits*, or once for an invalid shape, so that it raises."""
-    weights, ids = _experts_joined(route, logits) if logits.ndim == 2 else route(logits)
+    weights, ids = _concatenated(route, logits) if logits.ndim == 2 else route(logits)
     return weights, ids
 
 
-def _experts_joined(
+def _concatenated(
     function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
 ) -> tuple[Tensor, ...]:
     """Call *function* with each row of *tensors*, and concatenate the results."""

@@ -15,6 +15,7 @@ from opweave.kernels.opweave_c.linear import (
     ACCEPTED,
     ACCEPTED_Q,
     ACCEPTED_W4A16,
+    ACCEPTED_W8A8,
     ACCEPTED_W8A16,
     FORMATS,
     NEEDS,
@@ -22,9 +23,6 @@ from opweave.kernels.opweave_c.linear import (
     is_blocked,
     of_blocks,
     widened,
-)
-from opweave.kernels.opweave_c.linear import (
-    LINEAR_W8A8_ACCEPTED as ACCEPTED_W8A8,
 )
 from opweave.kernels.wrap import opaque
 

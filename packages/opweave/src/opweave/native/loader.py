@@ -77,7 +77,7 @@ def require() -> ModuleType:
     return raw
 
 
-require._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in calls.py
+require._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see calls.py
 
 
 @functools.cache

@@ -173,7 +173,7 @@ class _Watch:
         self._spent[doing] += min(now - self._last, _MOST_PER_LOOK)
         self._last = now
         if self.overtime is None and stack and self._spent[doing] > limit:
-            self.overtime = OvertimeError(limit, doing, _limits_place(stack))
+            self.overtime = OvertimeError(limit, doing, _place_in(stack))
         return self.overtime
 
 
@@ -247,7 +247,7 @@ def _stack(frame: FrameType | None, caller: FrameType | None = None) -> list[Fra
     return []
 
 
-def _limits_place(stack: list[FrameType]) -> str:
+def _place_in(stack: list[FrameType]) -> str:
     """Return the position of the innermost frame outside the standard library."""
     own = (frame for frame in stack[:-1] if not is_standard(frame.f_code.co_filename))
     frame = next(own, stack[0])
@@ -466,7 +466,7 @@ class Plugin:
         except BaseException as error:  # errors of plugins must not end the program
             how = "failed" if kind is PluginFailedError else f"could not be {verb}"
             how = f"failed in {verb}" if kind is PluginHookError else how
-            raise kind(f"{self.entry} {how}: {described(error)}{_place(error)}") from error
+            raise kind(f"{self.entry} {how}: {described(error)}{_place_of(error)}") from error
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
@@ -515,7 +515,7 @@ def _is_for_the_user(error: BaseException | None) -> TypeGuard[OpweaveError]:
     return isinstance(error, OpweaveError) and not isinstance(error, PluginError)
 
 
-def _place(error: BaseException) -> str:
+def _place_of(error: BaseException) -> str:
     """Return the position in the plugin's code where *error* was raised, if any."""
     frames = [
         frame

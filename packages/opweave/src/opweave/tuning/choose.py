@@ -28,7 +28,7 @@ from opweave.tuning.trace import Trace, TuningFileError
 
 
 _MOST_RANGES = 3
-TokenRangesCells = Sequence[Cell]
+_Cells = Sequence[Cell]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _chosen(buckets: tuple[int, ...], cells: dict[int, list[Cell]]) -> _Range:
     return best
 
 
-def _saved(provider: str, cells: TokenRangesCells) -> float:
+def _saved(provider: str, cells: _Cells) -> float:
     """Return the microseconds that a provider saves; 0 if it may be slower, wrong or no faster."""
     total, wins = 0.0, False
     for cell in cells:
@@ -116,9 +116,7 @@ def _as_priorities(
         yield SizeRange(limit, _entries(this.provider, inside, origin))
 
 
-def _entries(
-    provider: str | None, cells: TokenRangesCells, origin: str
-) -> tuple[PriorityEntry, ...]:
+def _entries(provider: str | None, cells: _Cells, origin: str) -> tuple[PriorityEntry, ...]:
     if provider is None:
         return ()
     ours, usual = 0.0, 0.0
@@ -136,7 +134,7 @@ def _entries(
 
 
 FORMAT, VERSION = "opweave tuning", 1
-TuningFileCells = dict[Key, Cell]
+_CellsByKey = dict[Key, Cell]
 
 
 @dataclass
@@ -147,9 +145,9 @@ class TuningFile:
         machines: the cells of each machine by key.
     """
 
-    machines: dict[Machine, TuningFileCells] = field(default_factory=dict)
+    machines: dict[Machine, _CellsByKey] = field(default_factory=dict)
 
-    def here(self, path: Path) -> TuningFileCells:
+    def here(self, path: Path) -> _CellsByKey:
         """Return the cells of this machine.
 
         Raises:

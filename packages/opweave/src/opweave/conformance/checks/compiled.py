@@ -38,7 +38,7 @@ def _passes(subject: Subject, case: Case) -> Finding:
     return " ".join(" ".join(failed).split())[:300] if failed else None
 
 
-CHECK = Check("opcheck", "torch.library.opcheck passes", each(_cases, _passes))
+OPCHECK = Check("opcheck", "torch.library.opcheck passes", each(_cases, _passes))
 
 
 # Compiled calls: the eager result, in one graph for any number of tokens.

@@ -173,7 +173,7 @@ MISFITS = Check(
 # Keywords: the implementation accepts arguments by name, and has the op's defaults.
 
 
-def _keywords_cases(subject: Subject) -> Iterator[Case]:
+def _keyword_cases(subject: Subject) -> Iterator[Case]:
     yield from inputs.usual(subject)
     for base in inputs.usual(subject):
         values = [
@@ -218,10 +218,10 @@ def _copied(kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(kwargs, copied(tuple(kwargs.values())), strict=True))
 
 
-KEYWORDS_CHECK = Check(
+KEYWORDS = Check(
     "keywords",
     "positional, keyword and default arguments give the same result",
-    each(_keywords_cases, _by_name),
+    each(_keyword_cases, _by_name),
 )
 
 
@@ -236,7 +236,7 @@ def _claims(subject: Subject) -> bool:
     return subject.has(DIFFERENTIABLE) and not subject.is_native
 
 
-def _gradients_cases(subject: Subject) -> list[Case]:
+def _gradient_cases(subject: Subject) -> list[Case]:
     found = [*inputs.usual(subject), *inputs.without(subject)]
     return [case for case in found if _differentiated(case.values)]
 
@@ -273,9 +273,9 @@ def _differentiated(values: Values) -> list[Tensor]:
     return [v for v in values if isinstance(v, Tensor) and v.dtype in wide]
 
 
-GRADIENTS_CHECK = Check(
+GRADIENTS = Check(
     "gradients",
     "with the trait differentiable: autograd gives the gradient of native",
-    each(_gradients_cases, _same),
+    each(_gradient_cases, _same),
     _claims,
 )

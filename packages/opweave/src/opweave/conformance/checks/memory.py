@@ -66,7 +66,7 @@ def as_told(subject: Subject, case: Case) -> Finding:
     return None
 
 
-METADATA_CHECK = Check(
+METADATA = Check(
     "metadata",
     "shapes, dtypes, devices and strides are those of the fake implementation",
     each(_metadata_cases, as_told),
@@ -109,7 +109,7 @@ def _names(case: Case, values: tuple[object, ...], tensors: Sequence[object]) ->
     )
 
 
-MUTATION_CHECK = Check(
+MUTATION = Check(
     "mutation",
     "arguments, and the memory around them, do not change; results are in new memory",
     each(_mutation_cases, _leaves_alone),
@@ -282,7 +282,7 @@ def _reversed(tensor: Tensor) -> Tensor:
     return words.flip(-1).view(tensor.dtype)
 
 
-STALENESS_CHECK = Check(
+STALENESS = Check(
     "staleness",
     "after an argument changes in place, the result uses its new values",
     _findings,

@@ -89,7 +89,7 @@ def _new_memory_filled() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
-DETERMINISM_CHECK = Check(
+DETERMINISM = Check(
     "determinism",
     "repeated calls give the same bits, write every element, and keep earlier results",
     each(inputs.of_several_sizes, _repeats),
@@ -102,7 +102,7 @@ DETERMINISM_CHECK = Check(
 
 
 _REPETITION_SECONDS = 0.5  # for each case
-_FEWEST = 3  # calls
+_MIN_CALLS = 3
 _CASES = 2
 
 
@@ -118,7 +118,7 @@ def _stays(subject: Subject, case: Case) -> Finding:
         return problem
     first = outputs_of(subject.run(copied(case.values)))
     start, calls = time.perf_counter(), 1
-    while calls < _FEWEST or time.perf_counter() - start < _REPETITION_SECONDS:
+    while calls < _MIN_CALLS or time.perf_counter() - start < _REPETITION_SECONDS:
         calls += 1
         problem = bits_problem(first, outputs_of(subject.run(copied(case.values))))
         if problem:
@@ -128,7 +128,7 @@ def _stays(subject: Subject, case: Case) -> Finding:
     return None
 
 
-REPETITION_CHECK = Check(
+REPETITION = Check(
     "repetition",
     "a call gives the same bits after thousands of other calls, and some time later",
     each(_cases, _stays),
@@ -191,7 +191,7 @@ def _frequent_switches() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-THREADS_CHECK = Check(
+THREADS = Check(
     "threads",
     "two concurrent calls, and any number of intra-op threads, give the results of native",
     _threads_findings,
@@ -340,7 +340,7 @@ def _in_inference_mode(subject: Subject, case: Case) -> Finding:
         return takes(subject, case)
 
 
-INFERENCE_MODE_CHECK = Check(
+INFERENCE_MODE = Check(
     "inference_mode",
     "results are the same under torch.inference_mode, with inference tensors",
     each(inputs.usual, _in_inference_mode),
@@ -359,7 +359,7 @@ def _leaves_alone(subject: Subject, case: Case) -> Finding:
     return f"changed {' and '.join(changed)}" if changed else None
 
 
-GLOBAL_STATE_CHECK = Check(
+GLOBAL_STATE = Check(
     "global_state",
     "torch settings, random state, the environment and the working directory do not change",
     each(inputs.of_several_sizes, _leaves_alone),
@@ -415,7 +415,7 @@ def _replayed(subject: Subject, modules: list[str], cases: list[Case]) -> list[A
     return results
 
 
-UNOBSERVED_CHECK = Check(
+UNOBSERVED = Check(
     "unobserved",
     "results are the same in a process that does not import the verifier",
     _unobserved_findings,

@@ -125,7 +125,7 @@ def _differing(one: Outputs, other: Outputs) -> int:
     return sum(int((a.double() != b.double()).sum()) for a, b in pairs if a.shape == b.shape)
 
 
-PRECISION_CHECK = Check(
+PRECISION = Check(
     "precision",
     "arguments of a wider dtype are not rounded to the dtype of the activations",
     each(_precision_cases, _keeps_precision),
@@ -166,7 +166,7 @@ def _error(found: Tensor, reference: Tensor) -> float:
     return float((found.double() - reference.double()).square().mean().sqrt())
 
 
-ROUNDING_CHECK = Check(
+ROUNDING = Check(
     "rounding",
     "with the trait rounds_less: outputs are at least as accurate as those of native",
     each(_rounding_cases, _is_closer),
@@ -205,7 +205,7 @@ def _large(dtype: torch.dtype) -> float:
     return max(math.sqrt(torch.finfo(dtype).max) / 16, 1000.0)
 
 
-EXTREMES: dict[str, Callable[[Tensor], Tensor]] = {
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "all zeros": torch.zeros_like,
     "all equal": torch.ones_like,
     "uniform": lambda t: torch.rand(t.shape, device=t.device).to(t.dtype) - 0.5,
@@ -247,7 +247,7 @@ def _left_open(subject: Subject) -> tuple[str, ...]:
 
 def extreme(subject: Subject) -> Iterator[Case]:
     """Yield cases with extreme numbers in one argument at a time."""
-    names = [name for name in EXTREMES if name not in _left_open(subject)]
+    names = [name for name in CHANGES if name not in _left_open(subject)]
     for base in inputs.usual(subject):
         yield from _changed(subject, base, names)
     for base in inputs.of_tokens(subject, _MANY_TOKENS):
@@ -259,7 +259,7 @@ def _changed(subject: Subject, base: Case, names: Sequence[str]) -> Iterator[Cas
         if not isinstance(value, Tensor) or not value.numel() or value.dtype not in _FLOATS:
             continue
         for name in names:
-            values = [EXTREMES[name](v) if j == i else v for j, v in enumerate(base.values)]
+            values = [CHANGES[name](v) if j == i else v for j, v in enumerate(base.values)]
             yield base.with_values(f"{subject.op.schema.names[i]}: {name}", values)
 
 
@@ -330,7 +330,7 @@ def _of_floats(case: Case, found: Tensor, native: Tensor, reference: Tensor) -> 
     return near_problem(found[agreed], native[agreed], scaled)
 
 
-EXTREMES_CHECK = Check(
+EXTREMES = Check(
     "extremes",
     "zeros, tiny and huge numbers, NaN and infinity give the results of native",
     each(extreme, _survives),
@@ -370,7 +370,7 @@ def _as_native(subject: Subject, case: Case) -> Finding:
     return is_right(subject, case) or as_told(subject, case)
 
 
-DIMENSIONS_CHECK = Check(
+DIMENSIONS = Check(
     "dimensions",
     "activations without or with two token dimensions work, if native supports them",
     each(_dimensions_cases, _as_native),
@@ -456,7 +456,7 @@ def _one_of(values: Sequence[_T]) -> _T:
     return values[int(torch.randint(len(values), ()))]
 
 
-COMBINATIONS_CHECK = Check(
+COMBINATIONS = Check(
     "combinations",
     "outputs match native with random combinations of sizes, dtypes, options and layouts",
     each(_drawn, is_right),

@@ -166,7 +166,7 @@ MEMBERS: Mapping[str, Member] = {
 }
 
 
-def _run_contract(subject: PlatformSubject) -> Findings:
+def _check_contract(subject: PlatformSubject) -> Findings:
     check_object(subject.platform, Platform, subject.qualname)
     yield None
     for name, member in MEMBERS.items():
@@ -183,8 +183,8 @@ def _contract_problem(platform: Platform, name: str, member: Member) -> str | No
     return f"{name} returns {found!r}; it should be {member.wanted}"
 
 
-CONTRACT_CHECK = PlatformCheck(
-    "contract", "every member can be called and returns the documented type", _run_contract
+CONTRACT = PlatformCheck(
+    "contract", "every member can be called and returns the documented type", _check_contract
 )
 
 
@@ -208,7 +208,7 @@ print(json.dumps([answers, seconds, started]))
 """
 
 
-def _run_claim(subject: PlatformSubject) -> Findings:
+def _check_claim(subject: PlatformSubject) -> Findings:
     if subject.claim is None:
         return
     code = _CLAIM_CODE.format(reference=subject.claim, device=subject.platform.device_type)
@@ -235,17 +235,17 @@ def _problems(told: list[Any], reference: str) -> Findings:
     )
 
 
-CLAIM_CHECK = PlatformCheck(
+CLAIM = PlatformCheck(
     "claim",
     "the plugin's function is fast and repeatable, and does not start a device runtime",
-    _run_claim,
+    _check_claim,
 )
 
 
 # The platform's changes to a configuration are valid and final.
 
 
-def _run_configuration(subject: PlatformSubject) -> Findings:
+def _check_configuration(subject: PlatformSubject) -> Findings:
     config = configured(EngineConfig(), subject.platform)
     yield None
     if configured(config, subject.platform) == config:
@@ -254,10 +254,10 @@ def _run_configuration(subject: PlatformSubject) -> Findings:
         yield "it changes a configuration again that it has already adapted"
 
 
-CONFIGURATION_CHECK = PlatformCheck(
+CONFIGURATION = PlatformCheck(
     "configuration",
     "configuration patches have an existing key, a valid value and a reason, and are stable",
-    _run_configuration,
+    _check_configuration,
 )
 
 
@@ -267,7 +267,7 @@ CONFIGURATION_CHECK = PlatformCheck(
 _SHAPES = ((3, 5), (1,), (0, 4), (17, 2, 9))
 
 
-def _run_device(subject: PlatformSubject) -> Findings:
+def _check_device(subject: PlatformSubject) -> Findings:
     platform = subject.platform
     platform.set_device(0)
     for dtype in (*platform.supported_dtypes, torch.int64, torch.bool):
@@ -292,8 +292,10 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.tolist() == b.tolist()
 
 
-DEVICE_CHECK = PlatformCheck(
-    "device", "tensors of every supported dtype survive a copy to the device and back", _run_device
+DEVICE = PlatformCheck(
+    "device",
+    "tensors of every supported dtype survive a copy to the device and back",
+    _check_device,
 )
 
 
@@ -303,18 +305,18 @@ DEVICE_CHECK = PlatformCheck(
 _SIZE = 32  # a multiple of what matrix units ask for
 
 
-def _run_capabilities(subject: PlatformSubject) -> Findings:
+def _check_capabilities(subject: PlatformSubject) -> Findings:
     platform = subject.platform
     for dtype in platform.supported_dtypes:
-        yield _capabilities_said(
+        yield _false_claim(
             f"{dtype} is in supported_dtypes", partial(_matmul, dtype=dtype), platform
         )
     for name, show in SHOWN.items():
         if getattr(platform.capabilities, name):
-            yield _capabilities_said(f"the capability {name} is claimed", show, platform)
+            yield _false_claim(f"the capability {name} is claimed", show, platform)
 
 
-def _capabilities_said(
+def _false_claim(
     claim: str, show: Callable[[Platform], str | None], platform: Platform
 ) -> str | None:
     try:
@@ -400,17 +402,17 @@ SHOWN: Mapping[str, Callable[[Platform], str | None]] = {
     "unified_memory": _unified_memory,
 }
 
-CAPABILITIES_CHECK = PlatformCheck(
+CAPABILITIES = PlatformCheck(
     "capabilities",
     "models can compute in every supported dtype; declared capabilities work",
-    _run_capabilities,
+    _check_capabilities,
 )
 
 
 # A seed makes random numbers reproducible, on the device and the host.
 
 
-def _run_seed(subject: PlatformSubject) -> Findings:
+def _check_seed(subject: PlatformSubject) -> Findings:
     platform = subject.platform
     for device in dict.fromkeys((platform.device_type, "cpu")):
         first, again, other = (_drawn(platform, seed, device) for seed in (1, 1, 2))
@@ -424,21 +426,21 @@ def _drawn(platform: Platform, seed: int, device: str) -> list[float]:
     return numbers
 
 
-SEED_CHECK = PlatformCheck(
-    "seed", "seed_all makes random numbers reproducible, on the device and host", _run_seed
+SEED = PlatformCheck(
+    "seed", "seed_all makes random numbers reproducible, on the device and host", _check_seed
 )
 
 
 # The default priorities name ops and providers that exist.
 
 
-def _run_priorities(subject: PlatformSubject) -> Findings:
+def _check_priorities(subject: PlatformSubject) -> Findings:
     for config in (None, EngineConfig()):
         for op, providers in subject.platform.get_default_ir_op_priority(config).items():
-            yield _priorities_problem(op, providers)
+            yield _priority_problem(op, providers)
 
 
-def _priorities_problem(op: str, providers: list[str]) -> str | None:
+def _priority_problem(op: str, providers: list[str]) -> str | None:
     if op == EVERY_OP:
         return _unknown(providers)
     try:
@@ -458,8 +460,8 @@ def _unknown(providers: list[str]) -> str | None:
     return None
 
 
-PRIORITIES_CHECK = PlatformCheck(
-    "priorities", "the default priorities name registered ops and providers", _run_priorities
+PRIORITIES = PlatformCheck(
+    "priorities", "the default priorities name registered ops and providers", _check_priorities
 )
 
 
@@ -483,18 +485,18 @@ class _Defaults(Platform):
     name, device_type = "defaults", "cpu"
 
 
-def _run_references(subject: PlatformSubject) -> Findings:
+def _check_references(subject: PlatformSubject) -> Findings:
     config, defaults = EngineConfig(), _Defaults()
     for member, name_of in _BY_CONFIG.items():
         name = name_of(subject.platform, config)
-        yield _references_said(member, _class_problem(name, name_of(defaults, config)))
+        yield _reference_problem(member, _class_problem(name, name_of(defaults, config)))
     backend = subject.platform.get_compile_backend(config)
-    yield _references_said("get_compile_backend", _backend_problem(backend))
+    yield _reference_problem("get_compile_backend", _backend_problem(backend))
     for name in subject.platform.extra_passes(config):
-        yield _references_said("extra_passes", _pass_problem(name))
+        yield _reference_problem("extra_passes", _pass_problem(name))
 
 
-def _references_said(member: str, problems: Iterator[str]) -> str | None:
+def _reference_problem(member: str, problems: Iterator[str]) -> str | None:
     try:
         problem = next(problems, None)
     except Exception as error:
@@ -536,10 +538,10 @@ def _pass_problem(name: str) -> Iterator[str]:
         yield f"{name!r} cannot be called with a graph and a context: {error}"
 
 
-REFERENCES_CHECK = PlatformCheck(
+REFERENCES = PlatformCheck(
     "references",
     "every class that the platform names exists and can replace opweave's",
-    _run_references,
+    _check_references,
 )
 
 
@@ -549,7 +551,7 @@ REFERENCES_CHECK = PlatformCheck(
 _CHECKS = ("values", "mutation")  # `opweave verify --platform` runs all
 
 
-def _run_kernels(subject: PlatformSubject) -> Findings:
+def _check_kernels(subject: PlatformSubject) -> Findings:
     ops = current_registry().ops
     lists = subject.platform.get_default_ir_op_priority()
     for name, op in ops.items():
@@ -569,10 +571,10 @@ def _verified(implementation: Subject) -> Findings:
         yield None
 
 
-KERNELS_CHECK = PlatformCheck(
+KERNELS = PlatformCheck(
     "kernels",
     "each selected implementation matches the op's definition on the device",
-    _run_kernels,
+    _check_kernels,
 )
 
 
@@ -586,7 +588,7 @@ print(json.dumps(resolution().qualname))
 """
 
 
-def _run_children(subject: PlatformSubject) -> Findings:
+def _check_children(subject: PlatformSubject) -> Findings:
     if subject.claimant is None:
         return
     told = [{"OPWEAVE_PLATFORM": subject.claimant}]
@@ -602,9 +604,7 @@ def _name(qualname: str) -> str:
     return qualname.replace(":", ".")
 
 
-CHILDREN_CHECK = PlatformCheck(
-    "children", "child processes run on the same platform", _run_children
-)
+CHILDREN = PlatformCheck("children", "child processes run on the same platform", _check_children)
 
 
 # The checks by name, in the order in which they run.
@@ -613,15 +613,15 @@ CHILDREN_CHECK = PlatformCheck(
 CHECKS: dict[str, PlatformCheck] = {
     check.name: check
     for check in (
-        CONTRACT_CHECK,
-        CLAIM_CHECK,
-        CONFIGURATION_CHECK,
-        DEVICE_CHECK,
-        CAPABILITIES_CHECK,
-        SEED_CHECK,
-        PRIORITIES_CHECK,
-        REFERENCES_CHECK,
-        KERNELS_CHECK,
-        CHILDREN_CHECK,
+        CONTRACT,
+        CLAIM,
+        CONFIGURATION,
+        DEVICE,
+        CAPABILITIES,
+        SEED,
+        PRIORITIES,
+        REFERENCES,
+        KERNELS,
+        CHILDREN,
     )
 }

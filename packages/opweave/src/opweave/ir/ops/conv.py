@@ -333,7 +333,7 @@ def _windows(ends: Tensor, count: int, history: int) -> Tensor:
 
 
 @causal_conv1d.register_input_generator
-def _causal_conv_conv_inputs(
+def _causal_conv_inputs(
     num_tokens: int = 8,
     hidden_size: int = 24,
     width: int = 4,
@@ -342,13 +342,13 @@ def _causal_conv_conv_inputs(
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, str]:
     """Make packed sequences; every second one has an initial state."""
-    x, weight, bias, *_ = _update_inputs(num_tokens, hidden_size, width, dtype, device)
+    x, weight, bias, *_ = _causal_conv_update_inputs(num_tokens, hidden_size, width, dtype, device)
     state = torch.randn(num_seqs + 2, hidden_size, width - 1, device=device).to(dtype)
     return x, weight, bias, state, *sequence_inputs(num_tokens, num_seqs, device), "silu"
 
 
 @causal_conv1d_update.register_input_generator
-def _update_inputs(
+def _causal_conv_update_inputs(
     num_tokens: int = 8,
     hidden_size: int = 24,
     width: int = 4,

@@ -52,7 +52,7 @@ def reshape_and_cache(
         ValueError: shapes or dtypes do not fit.
         IndexError: a slot is out of range and not -1 (RuntimeError from native kernels).
     """
-    _check_layout(key, value, key_cache, value_cache, slot_mapping)
+    _check_cache(key, value, key_cache, value_cache, slot_mapping)
     return _scatter(key, key_cache, slot_mapping), _scatter(value, value_cache, slot_mapping)
 
 
@@ -116,7 +116,7 @@ def _scatter(x: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
     return new.contiguous() if cache.is_contiguous() else empty_in_layout(cache).copy_(new)
 
 
-def _check_layout(
+def _check_cache(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
     op = "reshape_and_cache"
@@ -237,7 +237,7 @@ def advance_step_flashattn(
             cannot advance: its length is negative or the largest of its dtype, or its table has no
             block for the position.
     """
-    queries = _check_layout_advance_step(
+    queries = _count_queries(
         input_tokens,
         sampled_token_ids,
         input_positions,
@@ -276,7 +276,7 @@ def _fake(
     return tokens, positions, lengths, slots
 
 
-def _check_layout_advance_step(
+def _count_queries(
     input_tokens: Tensor,
     sampled_token_ids: Tensor,
     input_positions: Tensor,

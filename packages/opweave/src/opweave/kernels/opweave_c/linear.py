@@ -50,7 +50,7 @@ _widen_rows = native_op("widen_rows")
 # otherwise it widens the weights on every call.
 _BFLOAT16 = "avx512bf16" in STATUS.isa_levels
 _AMX, _TILE = torch_compat.has_amx(), 32  # columns of a bfloat16 tile
-_MOST_TOKENS = {
+_MAX_TOKENS = {
     torch.float32: 32,
     torch.bfloat16: 6 if _AMX else 16 if _BFLOAT16 else None,
     torch.float16: 16 if torch_compat.multiplies_float16() else None,
@@ -58,9 +58,9 @@ _MOST_TOKENS = {
 # On other architectures than x86, our kernel has only the vector types of the compiler, and widens
 # 16 bits without instructions for it, which torch has.
 if not torch_compat.is_x86():
-    _MOST_TOKENS.update({torch.bfloat16: 0, torch.float16: 0})
+    _MAX_TOKENS.update({torch.bfloat16: 0, torch.float16: 0})
 # Measured with 512 to 4,096 columns, for int8 and float8; torch multiplies in float32.
-_MOST_TOKENS_W8 = {
+_MAX_TOKENS_W8 = {
     torch.float32: 96,
     torch.bfloat16: 48 if _BFLOAT16 else 96,
     torch.float16: 96,
@@ -69,9 +69,9 @@ _MOST_TOKENS_W8 = {
 # which also beat torch, and tiles with AMX, for 8-bit weights only. The native op chooses at run
 # time, so dynamic graphs use it too. Measured with 512 to 8,192 columns.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_FEWEST = dict.fromkeys(_DTYPES, 16) if STATUS.isa == "avx2" else {}
-_FEWEST_W8 = (
-    {torch.float32: 9, torch.bfloat16: 4, torch.float16: 6} if STATUS.isa == "amx" else _FEWEST
+_MIN_TOKENS = dict.fromkeys(_DTYPES, 16) if STATUS.isa == "avx2" else {}
+_MIN_TOKENS_W8 = (
+    {torch.float32: 9, torch.bfloat16: 4, torch.float16: 6} if STATUS.isa == "amx" else _MIN_TOKENS
 )
 # torch uses oneDNN only for 16 bits. In float32, oneDNN is 4 % to 30 % faster than MKL, torch's
 # choice, for 33 to 512 tokens; the gain grows with the size of the weight.
@@ -79,7 +79,7 @@ _HAS_ONEDNN = torch_compat.has_onednn() and "avx512" in STATUS.isa_levels
 
 # Weights per piece and thread: 4 MiB of float32, measured with 2,048 to 14,336 columns. Smaller
 # pieces, or fewer than 64 rows, slow torch down; larger ones do not fit into the CPU caches.
-_PIECE, _FEWEST_ROWS = 1 << 20, 64
+_PIECE, _MIN_ROWS = 1 << 20, 64
 
 _WEIGHT = (
     rules.cpu("weight", "bias") & rules.ndim("weight", 2) & rules.unit_stride("weight", "bias")
@@ -129,7 +129,7 @@ def linear(
     ``auto`` chooses as measured, ``own`` and ``torch`` are for any number of tokens. torch
     multiplies only what it computes row by row.
     """
-    fewest = _FEWEST.get(x.dtype)
+    fewest = _MIN_TOKENS.get(x.dtype)
     if kernel == "auto":
         is_torchs = fewest is None and _is_torchs(x)
     else:
@@ -146,7 +146,7 @@ def linear(
 
 def _is_torchs(x: Tensor) -> bool:
     """Return whether torch is faster for the tokens of *x*, or may be in a dynamic graph."""
-    most = _MOST_TOKENS[x.dtype]
+    most = _MAX_TOKENS[x.dtype]
     return most is not None and not is_known(x.numel() <= most * x.shape[-1]) and has_whole_tiles(x)
 
 
@@ -177,8 +177,8 @@ torch_compat.trace_instead(_torchs_linear, functional.linear)
 @implements(op_w8a16, ACCEPTED_W8A16, traits=())
 def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x @ (scale * weight).T + bias``; the 8-bit *weight* is widened on the fly."""
-    fewest = _FEWEST_W8.get(x.dtype)
-    if fewest is None and is_known(x.numel() > _MOST_TOKENS_W8[x.dtype] * x.shape[-1]):
+    fewest = _MIN_TOKENS_W8.get(x.dtype)
+    if fewest is None and is_known(x.numel() > _MAX_TOKENS_W8[x.dtype] * x.shape[-1]):
         return _by_pieces(x, weight, scale, bias)
     out = new_rows(x, weight.shape[0])
     if fewest is None:
@@ -232,7 +232,7 @@ def _rows_of_piece(columns: int, tokens: int) -> int:
     piece of as many rows.
     """
     rows = max(_PIECE * torch.get_num_threads() // columns, tokens)
-    return max(rows // _FEWEST_ROWS, 1) * _FEWEST_ROWS
+    return max(rows // _MIN_ROWS, 1) * _MIN_ROWS
 
 
 torch_compat.trace_instead(_by_pieces, op_w8a16.native)
@@ -244,15 +244,15 @@ torch_compat.trace_instead(_by_pieces, op_w8a16.native)
 
 
 # From here on, torch's product of integers is faster, where the CPU has instructions for it.
-_FEWEST_INTEGERS = 16
+_MIN_TOKENS_INT8 = 16
 _MULTIPLIES_INT8 = torch_compat.has_vnni()
-_MOST_COLUMNS = 1 << 17  # for which sums of products fit into 32 bits
+_MAX_COLUMNS = 1 << 17  # for which sums of products fit into 32 bits
 # The largest number of tokens to multiply block by block; others multiply widened weights.
-_LINEAR_W8A8_MOST_TOKENS = 16
-_LINEAR_W8A8_FEWEST_ROWS = 16  # of such a block
+_MAX_TOKENS_W8A8 = 16
+_MIN_ROWS_W8A8 = 16  # of such a block
 
 
-LINEAR_W8A8_ACCEPTED = (
+ACCEPTED_W8A8 = (
     rules.cpu("x", "x_scale", "weight", "scale", "bias")
     & HAS_DIMS
     & W8A8
@@ -260,7 +260,7 @@ LINEAR_W8A8_ACCEPTED = (
 )
 
 
-@implements(linear_w8a8_op, LINEAR_W8A8_ACCEPTED, traits=())
+@implements(linear_w8a8_op, ACCEPTED_W8A8, traits=())
 def linear_w8a8(
     x: Tensor,
     x_scale: Tensor,
@@ -296,9 +296,9 @@ def _multiplies_integers(x: Tensor, x_scale: Tensor) -> bool:
     return (
         _MULTIPLIES_INT8
         and x.dtype is torch.int8
-        and x.shape[-1] <= _MOST_COLUMNS
+        and x.shape[-1] <= _MAX_COLUMNS
         and (x_scale.ndim != x.ndim or x_scale.shape[-1] == 1)
-        and is_known(x.numel() >= _FEWEST_INTEGERS * x.shape[-1])
+        and is_known(x.numel() >= _MIN_TOKENS_INT8 * x.shape[-1])
     )
 
 
@@ -324,7 +324,7 @@ def _by_blocks(
     """Multiply by blocks with a scale each."""
     tokens = widened(x, x_scale)
     rows = weight.shape[0] // scale.shape[0]
-    if x.numel() <= _LINEAR_W8A8_MOST_TOKENS * x.shape[-1] and rows >= _LINEAR_W8A8_FEWEST_ROWS:
+    if x.numel() <= _MAX_TOKENS_W8A8 * x.shape[-1] and rows >= _MIN_ROWS_W8A8:
         return of_blocks(tokens, weight, scale, bias).to(out_dtype)
     of_row = scale.repeat_interleave(rows, 0)
     one = torch.ones(1)
@@ -371,26 +371,25 @@ _widen_gguf = native_op("widen_gguf")
 
 # The largest number of tokens for which the kernel for few is faster, as measured with 2,048
 # columns. Graphs with a dynamic number of tokens use it too.
-_MULTIPLIES_BFLOAT16 = "avx512bf16" in STATUS.isa_levels
-_LINEAR_LOW_BIT_MOST_TOKENS = {
+_MAX_TOKENS_W4 = {
     torch.float32: 24,
-    torch.bfloat16: 12 if _MULTIPLIES_BFLOAT16 else 32,
+    torch.bfloat16: 12 if _BFLOAT16 else 32,
     torch.float16: 32,
 }
-_MOST_TOKENS_Q = {
+_MAX_TOKENS_Q = {
     torch.float32: 12,
-    torch.bfloat16: 6 if _MULTIPLIES_BFLOAT16 else 12,
+    torch.bfloat16: 6 if _BFLOAT16 else 12,
     torch.float16: 12,
 }
 # The smallest number of tokens in bfloat16 for which the tiles of AMX are faster; None: there are
 # none. Like torch by pieces, they round the weights to bfloat16.
-_LINEAR_LOW_BIT_FEWEST = 7 if STATUS.isa == "amx" else None
+_MIN_TOKENS_AMX = 7 if STATUS.isa == "amx" else None
 _MANY_GROUP = 32  # groups of such weights are a multiple of this
 FORMATS = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")  # in the order of the native op
 _GROUP = 8  # the kernel's sums are for so many columns
 
 
-def _linear_low_bit_fits(
+def _fits_w4a16(
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
@@ -405,7 +404,7 @@ ACCEPTED_W4A16 = (
     & rules.cpu("weight", "scale", "offset", "bias")
     & W4A16
     & rules.custom(
-        _linear_low_bit_fits, f"shapes do not fit, or a group is not a multiple of {_GROUP} columns"
+        _fits_w4a16, f"shapes do not fit, or a group is not a multiple of {_GROUP} columns"
     )
 )
 
@@ -419,19 +418,19 @@ def linear_w4a16(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Return ``x @ (weight * scale + offset).T + bias``; 4-bit weights are widened on the fly."""
-    is_narrow = _LINEAR_LOW_BIT_FEWEST is not None and x.dtype is torch.bfloat16
+    is_narrow = _MIN_TOKENS_AMX is not None and x.dtype is torch.bfloat16
     if is_narrow and group_of(weight, scale) % _MANY_GROUP == 0:
         out = new_rows(x, weight.shape[0])
-        _linear_w4a16_many(out, x, weight, scale, offset, bias, _LINEAR_LOW_BIT_FEWEST)
+        _linear_w4a16_many(out, x, weight, scale, offset, bias, _MIN_TOKENS_AMX)
         return out
-    if is_known(x.numel() > _LINEAR_LOW_BIT_MOST_TOKENS[x.dtype] * x.shape[-1]):
-        return _linear_low_bit_by_pieces(x, weight, scale, offset, bias)
+    if is_known(x.numel() > _MAX_TOKENS_W4[x.dtype] * x.shape[-1]):
+        return _by_pieces_w4(x, weight, scale, offset, bias)
     out = new_rows(x, weight.shape[0])
     _linear_w4a16(out, x, weight, scale, offset, bias)
     return out
 
 
-def _linear_low_bit_by_pieces(
+def _by_pieces_w4(
     x: Tensor, weight: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """Multiply by pieces of *weight*, like those of 8 bits.
@@ -449,14 +448,14 @@ def _linear_low_bit_by_pieces(
     return multiply_by_pieces(x, weight.shape[0], _dtype_of_pieces(x, bias), widen, bias)
 
 
-torch_compat.trace_instead(_linear_low_bit_by_pieces, op_w4a16.native)
+torch_compat.trace_instead(_by_pieces_w4, op_w4a16.native)
 
 
 def _dtype_of_pieces(x: Tensor, bias: Tensor | None) -> torch.dtype:
     """Return the dtype to multiply in; a float32 bias must not be rounded to bfloat16."""
     is_narrow = (
         x.dtype is torch.bfloat16
-        and _MULTIPLIES_BFLOAT16
+        and _BFLOAT16
         and has_whole_tiles(x)
         and (bias is None or bias.dtype is torch.bfloat16)
     )
@@ -469,11 +468,11 @@ ACCEPTED_Q = ROWS & rules.cpu("weight", "bias") & Q & rules.custom(q_fits, "shap
 @implements(op_q, ACCEPTED_Q, traits=(), needs=NEEDS_Q)
 def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> Tensor:
     """Return ``x @ dequantized(weight).T + bias``; blocks are dequantized on the fly."""
-    if _LINEAR_LOW_BIT_FEWEST is not None and x.dtype is torch.bfloat16:
+    if _MIN_TOKENS_AMX is not None and x.dtype is torch.bfloat16:
         out = new_rows(x, weight.shape[0])
-        _linear_gguf_many(out, x, weight, bias, FORMATS.index(format), _LINEAR_LOW_BIT_FEWEST)
+        _linear_gguf_many(out, x, weight, bias, FORMATS.index(format), _MIN_TOKENS_AMX)
         return out
-    if is_known(x.numel() > _MOST_TOKENS_Q[x.dtype] * x.shape[-1]):
+    if is_known(x.numel() > _MAX_TOKENS_Q[x.dtype] * x.shape[-1]):
         return _by_pieces_q(x, weight, bias, format)
     out = new_rows(x, weight.shape[0])
     _linear_gguf(out, x, weight, bias, FORMATS.index(format))

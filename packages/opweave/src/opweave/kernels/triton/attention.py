@@ -276,7 +276,8 @@ _MAX_SPLITS = 64
 _PER_PROCESSOR = 4  # programs of a multiprocessor
 _WHY = (
     f"shapes do not fit, heads are larger than {_PAGED_ATTENTION_MAX_HEAD_SIZE} or in groups of "
-    f"more than {_MAX_GROUP}, rows of a cache are not contiguous, or window or soft_cap is not positive"
+    f"more than {_MAX_GROUP}, rows of a cache are not contiguous, or window or soft_cap is not "
+    "positive"
 )
 
 

@@ -132,12 +132,12 @@ def multiply(
 # Linear layers with weights and activations of 8 bits, which matrix instructions multiply.
 
 
-_linear_w8a8_kernels = Kernels("linear_w8a8")
+_w8a8_kernels = Kernels("linear_w8a8")
 _DEPTH = 128  # columns: the usual group, and as many as float8 products add up exactly enough
 _MIN_DEPTH = 32  # the fewest that a matrix instruction takes
 
 
-def _linear_w8a8_fits(
+def _fits_w8a8(
     x: Tensor,
     x_scale: Tensor,
     weight: Tensor,
@@ -148,8 +148,7 @@ def _linear_w8a8_fits(
     return (
         w8a8_fits(x, x_scale, weight, scale, bias, out_dtype)
         and x.shape[-1] <= MAX_WIDTH  # sums of products of codes fit into 32 bits
-        and _linear_w8a8_depth(_group(x, x_scale), _block(weight, scale)[1], x.shape[-1])
-        >= _MIN_DEPTH
+        and _depth_w8a8(_group(x, x_scale), _block(weight, scale)[1], x.shape[-1]) >= _MIN_DEPTH
     )
 
 
@@ -166,7 +165,7 @@ def _block(weight: Tensor, scale: Tensor) -> tuple[int, int]:
     return (1, columns) if scale.ndim == 1 else (rows // scale.shape[0], columns // scale.shape[1])
 
 
-def _linear_w8a8_depth(group: int, columns: int, width: int) -> int:
+def _depth_w8a8(group: int, columns: int, width: int) -> int:
     """Return the number of columns in a step, a power of two, such that each has one scale."""
     shared = gcd(0 if group == width else group, 0 if columns == width else columns)
     return gcd(_DEPTH, shared)
@@ -180,7 +179,7 @@ def _linear_w8a8_depth(group: int, columns: int, width: int) -> int:
     & W8A8
     & rules.contiguous("x_scale", "scale")
     & rules.custom(
-        _linear_w8a8_fits,
+        _fits_w8a8,
         f"shapes do not fit, rows have more than {MAX_WIDTH} columns, or the size of a group of "
         f"columns is not a multiple of {_MIN_DEPTH}",
     ),
@@ -199,7 +198,7 @@ def linear_w8a8(
     width, group, (rows, columns) = x.shape[-1], _group(x, x_scale), _block(weight, scale)
     is_whole = group == columns == width
     multiply(
-        _linear_w8a8_kernels.linear_w8a8,
+        _w8a8_kernels.linear_w8a8,
         out,
         (x, x_scale, weight, scale),
         bias,
@@ -212,14 +211,14 @@ def linear_w8a8(
             rows,
             columns,
         ),
-        _linear_w8a8_tile(row_count(x), _linear_w8a8_depth(group, columns, width)),
+        _tile_w8a8(row_count(x), _depth_w8a8(group, columns, width)),
         width,
         SCALES_LAST=is_whole and x.dtype is torch.int8,
     )
     return out
 
 
-def _linear_w8a8_tile(tokens: int, depth: int) -> Tile:
+def _tile_w8a8(tokens: int, depth: int) -> Tile:
     """Return the tile: large tiles reuse weights, small ones leave work for all processors."""
     if tokens <= 16:
         return Tile(16, 32, depth)
@@ -231,7 +230,7 @@ def _linear_w8a8_tile(tokens: int, depth: int) -> Tile:
 # Weights are rounded to the dtype of the activations, which is that of the matrix instructions.
 
 
-_linear_low_bit_kernels = Kernels("linear_low_bit")
+_low_bit_kernels = Kernels("linear_low_bit")
 
 _MAX_GROUPS = 8  # of a step: the scales of more take as many registers as the weights
 _LAYOUTS = {
@@ -245,7 +244,7 @@ _LAYOUTS = {
 """How far apart the columns in a byte are, and the bytes whose low bits belong to one group."""
 
 
-def _linear_low_bit_fits(
+def _fits_w4a16(
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
@@ -261,10 +260,10 @@ def _has_whole_steps(weight: Tensor, scale: Tensor) -> bool:
     return scale.shape[1] == 1 or group % _MIN_DEPTH == 0 or _MIN_DEPTH % group == 0
 
 
-def _linear_low_bit_depth(depth: int, group: int) -> int:
+def _depth_low_bit(depth: int, group: int) -> int:
     """Return the columns of a step: whole groups, or a whole part of one.
 
-    >>> [_depth(256, group) for group in (512, 128, 96, 32, 8, 2)]
+    >>> [_depth_low_bit(256, group) for group in (512, 128, 96, 32, 8, 2)]
     [256, 256, 32, 256, 64, 32]
     """
     while depth > _MIN_DEPTH and group % depth and (depth % group or depth > _MAX_GROUPS * group):
@@ -278,7 +277,7 @@ def _linear_low_bit_depth(depth: int, group: int) -> int:
     & on_device("weight", "scale", "offset", "bias")
     & W4A16
     & rules.custom(
-        _linear_low_bit_fits,
+        _fits_w4a16,
         "shapes do not fit, or the columns of a group are neither a multiple of "
         f"{_MIN_DEPTH} nor a power of two",
     ),
@@ -293,11 +292,11 @@ def linear_w4a16(
 ) -> Tensor:
     """Return ``x @ (weight * scale + offset).T + bias``."""
     out = new_rows(x, weight.shape[0])
-    tile, group = _linear_low_bit_tile(row_count(x), x.dtype), group_of(weight, scale)
+    tile, group = _tile_low_bit(row_count(x), x.dtype), group_of(weight, scale)
     if scale.shape[1] > 1:
-        tile = tile._replace(depth=_linear_low_bit_depth(tile.depth, group))
+        tile = tile._replace(depth=_depth_low_bit(tile.depth, group))
     multiply(
-        _linear_low_bit_kernels.linear_w4a16,
+        _low_bit_kernels.linear_w4a16,
         out,
         (x, weight, scale, offset),
         bias,
@@ -327,9 +326,9 @@ def linear_w4a16(
 def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> Tensor:
     """Return ``x @ dequantized(weight).T + bias``."""
     out = new_rows(x, weight.shape[0])
-    tile, (span, size) = _linear_low_bit_tile(row_count(x), x.dtype), _LAYOUTS[format]
+    tile, (span, size) = _tile_low_bit(row_count(x), x.dtype), _LAYOUTS[format]
     multiply(
-        _linear_low_bit_kernels.linear_q,
+        _low_bit_kernels.linear_q,
         out,
         (x, weight),
         bias,
@@ -344,7 +343,7 @@ def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str 
     return out
 
 
-def _linear_low_bit_tile(tokens: int, dtype: torch.dtype) -> Tile:
+def _tile_low_bit(tokens: int, dtype: torch.dtype) -> Tile:
     """Return the tile: long steps read few rows of weights fast, large tiles reuse weights."""
     if dtype is torch.float32:  # without tensor cores: operands take most registers
         return Tile(16, 32, 64) if tokens <= 16 else Tile(32, 32, 32)

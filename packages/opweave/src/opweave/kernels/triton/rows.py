@@ -247,7 +247,6 @@ def quantize_groups(
 # A norm or an activation and the quantization of its result, in one kernel.
 
 
-_fused_quant_kernels = Kernels("activation")
 _FP8 = torch.float8_e4m3fn
 
 
@@ -369,7 +368,7 @@ def _silu_and_mul_quant(
 ) -> None:
     width = out.shape[-1]
     launch(
-        _fused_quant_kernels.silu_and_mul_quant,
+        _activation_kernels.silu_and_mul_quant,
         (row_count(x),),
         out,
         scales,
