@@ -221,7 +221,7 @@ def _providers() -> set[str]:
 def _device(name: str | None) -> str:
     if name is None:
         return platforms.current_platform.device_type
-    from opweave.conformance.platform.verify import find_platform
+    from opweave.conformance.platform.subject import find_platform
 
     device = find_platform(name).platform.device_type
     if device != "cpu" and not torch.get_device_module(device).is_available():
