@@ -23,21 +23,6 @@ from opweave_engine.kv_cache import NULL_BLOCK, EveryToken, Retention, SequenceS
 from opweave_engine.load import loader
 from opweave_engine.models.blocks import Attention, LatentAttention
 
-__all__ = [
-    "AttentionBackend",
-    "CacheSpec",
-    "FullAttentionSpec",
-    "LatentAttentionSpec",
-    "LatentPagedAttention",
-    "PagedAttention",
-    "SequenceBatch",
-    "SlidingWindowSpec",
-    "StateSpaceSpec",
-    "StateSpec",
-    "cache_specs",
-]
-
-
 # Cache specifications: the state that each layer keeps of computed tokens.
 
 

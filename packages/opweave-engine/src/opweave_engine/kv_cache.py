@@ -12,19 +12,6 @@ from typing import NamedTuple, Protocol
 from opweave_engine.errors import EngineError
 from opweave_engine.request import Request
 
-__all__ = [
-    "NULL_BLOCK",
-    "BlockPool",
-    "CacheGroup",
-    "CacheIntegrityError",
-    "EveryToken",
-    "KVCacheManager",
-    "Retention",
-    "SequenceState",
-    "Window",
-]
-
-
 # Errors in the cache's bookkeeping, which are bugs of the engine.
 
 

@@ -10,11 +10,6 @@ from opweave.config import SchedulerConfig
 from opweave_engine.kv_cache import KVCacheManager
 from opweave_engine.request import Request
 
-__all__ = [
-    "Scheduled",
-    "Scheduler",
-]
-
 
 class Scheduled(NamedTuple):
     """The tokens of one request that a step computes.

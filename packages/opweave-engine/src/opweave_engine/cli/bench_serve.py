@@ -25,16 +25,6 @@ from opweave.config.values import api_key_fault
 if TYPE_CHECKING:
     import httpx
 
-__all__ = [
-    "Answer",
-    "Client",
-    "Load",
-    "Summary",
-    "arrivals",
-    "prompts",
-    "summarize",
-]
-
 
 # Prompts and arrival times of a load test, determined by a seed.
 

@@ -26,14 +26,6 @@ from opweave import torch_compat
 from opweave.layers import TensorParallel
 from opweave_engine.errors import CommunicatorError
 
-__all__ = [
-    "Communicator",
-    "RankGroup",
-    "SharedMemoryCommunicator",
-    "TorchCommunicator",
-]
-
-
 # The interface of communicators: collectives between the ranks of an engine.
 
 

@@ -40,11 +40,6 @@ from opweave_engine.prompts import Prompt, as_ids, split_prompt
 from opweave_engine.sampling.params import RequestSeeds, SamplingParams, check_params
 from opweave_engine.tokenizer import Tokenizer, tokenizer_of
 
-__all__ = [
-    "DataParallelEngine",
-]
-
-
 # Routes requests to replicas.
 
 

@@ -31,14 +31,6 @@ from opweave_engine.load.checkpoint import Progress
 from opweave_engine.runner import ModelFacts, Worker, cpu_threads
 from opweave_engine.sampling.sampler import Sampled
 
-__all__ = [
-    "Executor",
-    "InProcessExecutor",
-    "is_follower",
-    "is_launched",
-]
-
-
 # The interface of executors.
 
 

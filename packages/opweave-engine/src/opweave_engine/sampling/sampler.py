@@ -17,15 +17,6 @@ from opweave_engine.sampling.history import History
 from opweave_engine.sampling.params import SamplingParams
 from opweave_engine.tokenizer import Tokenizer
 
-__all__ = [
-    "Sampled",
-    "Sampler",
-    "SamplingRequest",
-    "non_finite",
-    "sample",
-]
-
-
 # Stateless random numbers: hashes of a seed and a position.
 
 

@@ -14,16 +14,6 @@ from typing import Any, ClassVar, Literal, TypeVar
 from opweave_engine import StructuredOutputsParams
 from opweave_engine.structured.grammar_text import enforceable, grammar_text
 
-__all__ = [
-    "AnswerParser",
-    "ArgumentsDelta",
-    "CallStart",
-    "ContentDelta",
-    "Event",
-    "ReasoningDelta",
-]
-
-
 # The formats in which a model writes tool calls and reasoning.
 
 

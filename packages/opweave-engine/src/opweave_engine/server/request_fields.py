@@ -10,15 +10,6 @@ from typing import Any, Literal
 
 from opweave_engine.server.errors import unsupported
 
-__all__ = [
-    "ENDPOINTS",
-    "Endpoint",
-    "FieldTable",
-    "Row",
-    "Status",
-]
-
-
 # One row of the table of request fields.
 
 

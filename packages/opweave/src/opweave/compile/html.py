@@ -30,11 +30,6 @@ from opweave.compile.html_elements import (
 )  # fmt: skip  # fmt: skip
 from opweave.compile.report import FusionReport, NodeReport, PassReport, Refusal, Report
 
-__all__ = [
-    "render",
-]
-
-
 # The overview sections: figures, pipeline, decisions, fusions, memory.
 
 

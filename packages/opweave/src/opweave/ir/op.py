@@ -12,7 +12,6 @@ import torch
 
 from opweave import torch_compat, transaction
 from opweave.ir import scope
-from opweave.ir import spec as tolerance
 from opweave.ir.codegen import Function, Kind
 from opweave.ir.dispatch import Callee, CallSite, IrOpInplaceOverload, Path, TracedCallSite
 from opweave.ir.errors import (
@@ -29,7 +28,7 @@ from opweave.ir.rules import Predicate, check_traits
 from opweave.ir.schema import check_is_not_ours, check_provider_name, check_same
 from opweave.ir.scope import op_priority
 from opweave.ir.selection import needs_gradient, policy_for, select_here
-from opweave.ir.spec import OpSpec, Spelling, Tolerance
+from opweave.ir.spec import DEFAULT_TOLERANCES, OpSpec, Spelling, Tolerance
 from opweave.ir.torch_ops import TorchOps
 from opweave.registration import caller_site
 
@@ -71,7 +70,7 @@ class IrOp(Callee):
         self.fake: Function = native
         traits = spec.native_traits
         self._impls = {NATIVE: IrOpImpl(self, NATIVE, native, traits=traits, site=self.site)}
-        self._tolerances = dict(tolerance.DEFAULT_TOLERANCES)
+        self._tolerances = dict(DEFAULT_TOLERANCES)
         self._input_generator: Callable[..., tuple[Any, ...]] | None = None
         self.spellings: tuple[Spelling, ...] = ()
 

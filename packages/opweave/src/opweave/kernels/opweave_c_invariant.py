@@ -1,4 +1,4 @@
-"""Provider ``opweave_c_invariant``: the same C++ kernel for every batch size."""
+"""Provider ``opweave_c_invariant``: linear layers by the same C++ kernel for every batch size."""
 
 from __future__ import annotations
 
@@ -25,14 +25,6 @@ from opweave.kernels.opweave_c.linear import (
     widened,
 )
 from opweave.kernels.wrap import opaque
-
-__all__ = [
-    "linear",
-]
-
-
-# Linear layers with the kernel for few tokens, for any number of tokens.
-
 
 _PROVIDER = "opweave_c_invariant"
 

@@ -24,15 +24,6 @@ from opweave.ir.rules import Predicate, named_call
 from opweave.ir.torch_ops import opaque_op
 from opweave.packages import folders_of, is_installed
 
-__all__ = [
-    "FunctionByArgument",
-    "HubKernel",
-    "Output",
-    "Wrapped",
-    "wrap",
-]
-
-
 # Functions of kernel libraries, imported at the first call.
 
 
