@@ -379,6 +379,32 @@ def test_fields_that_nobody_knows_are_ignored_and_named(server: Running) -> None
     assert "x-opweave-ignored" not in server.post(COMPLETIONS, {"prompt": "x"}).headers
 
 
+@pytest.mark.parametrize(
+    ("name", "header"),
+    [
+        ("input ", r"input\x20"),
+        (" ", r"\x20"),
+        ("a, b", r"a\x2c\x20b"),
+        ("\x00\x7f\t", r"\x00\x7f\t"),
+        ("é🙂", r"\xe9\U0001f642"),
+        ("", '""'),
+    ],
+)
+def test_any_name_of_an_unknown_field_fits_the_header(
+    server: Running, name: str, header: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    content = json.dumps({"prompt": "x", "max_tokens": 1, name: 1})
+    answer = server.post(COMPLETIONS, content=content, headers=headers)
+    assert answer.status_code == 200
+    assert answer.headers["x-opweave-ignored"] == header
+    variables = {"messages": USER, "chat_template_kwargs": {name: 1}}
+    answer = server.post("/tokenize", content=json.dumps(variables), headers=headers)
+    assert answer.headers["x-opweave-ignored"].removeprefix("chat_template_kwargs.") == (
+        header if name else ""
+    )
+
+
 def test_an_error_of_the_engine_before_the_first_token(start: Start) -> None:
     engine = FakeEngine()
     engine.fails_after, engine.raises = 0, RuntimeError("a secret of the machine")

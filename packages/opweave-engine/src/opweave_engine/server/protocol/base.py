@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -138,8 +139,13 @@ class RequestBody(RequestFields):
 
 
 def for_header(paths: Sequence[str]) -> list[str]:
-    """Return the first of *paths*, shortened to fit a header."""
-    return [ascii(path)[1:-1][:64] for path in paths[:_SHOWN]]
+    r"""Return the first of *paths*, shortened and escaped to fit a header.
+
+    Spaces, commas and characters other than printable ASCII become escapes such as ``\x20``, since
+    a header may not end with a space, and the list is separated by commas.
+    """
+    escaped = (ascii(path)[1:-1].replace(" ", r"\x20").replace(",", r"\x2c") for path in paths)
+    return [path[:64] or '""' for path in islice(escaped, _SHOWN)]
 
 
 class ResponseBody(BaseModel):
