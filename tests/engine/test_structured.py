@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import random
 import re
@@ -651,6 +652,30 @@ def test_limits_are_checked_in_linear_time(kind: str, character: str) -> None:
     with contextlib.suppress(SamplingParamsError):
         StructuredOutputsParams(**{kind: text})
     assert time.process_time() - began < 1.0
+
+
+TINY_LISTS: dict[str, Any] = {"enum": [[] for _ in range(130_000)]}
+LARGE_SCHEMAS = {
+    "references": lambda: reference_chain(10_000, between=2),
+    "references in a text": lambda: json.dumps(reference_chain(10_000)),
+    "tiny lists": lambda: TINY_LISTS,
+    "tiny lists and references": lambda: {**TINY_LISTS, **reference_chain(199)},
+    "many numbers": lambda: {"enum": [1] * 7_000_000},
+    "many names": lambda: {"properties": dict.fromkeys(map(str, range(600_000)), True)},
+    "long text": lambda: {"title": "a" * 15_000_000},
+    "long text of a schema": lambda: "[" + "1," * 7_000_000 + "1]",
+    "lists in lists": lambda: {"enum": [[[[]] * 10] * 10] * 1000},
+}
+
+
+@pytest.mark.parametrize("name", LARGE_SCHEMAS)
+def test_the_limits_of_a_large_schema_are_checked_quickly(name: str) -> None:
+    schema = LARGE_SCHEMAS[name]()
+    gc.collect()
+    started = time.process_time()
+    with contextlib.suppress(SamplingParamsError):
+        StructuredOutputsParams(json=schema)
+    assert time.process_time() - started < 0.15
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 
 from fastapi import Request
 
@@ -193,7 +194,9 @@ async def chat_generation(
 
     text, prompts = await unless_gone(request, read())
     plan = AnswerPlan(server.output_style, use, text, body.form_field)
-    params = plan.constrained(params, server.engine.tokenizer)
+    constrain = partial(plan.constrained, params, server.engine.tokenizer)
+    # The schemas of many functions take too long for the event loop.
+    params = await server.as_guest(constrain, deadline) if use.functions else constrain()
     check_context(
         prompts,
         params,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -23,6 +23,8 @@ MAX_REFERENCES = 2000
 # llguidance follows references recursively, with several kilobytes of stack for each.
 MAX_REFERENCE_CHAIN = 200
 MAX_RULES = 1000
+
+_CONTAINERS = (dict, list, tuple)  # that JSON text can be written of
 
 # A rule starts a line in Lark (``?a{b}[c].1: ...``) and in GBNF (``a ::= ...``).
 _RULE = re.compile(
@@ -53,9 +55,8 @@ def check_limits(values: Mapping[str, Any]) -> None:
         _check_count("choice", "texts", len(choice), MAX_CHOICES)
         _check_size("choice", "".join(choice), MAX_BYTES)
     if (schema := values.get("json")) is not None:
-        text = json.dumps(schema)
-        _check_size("json", text, MAX_BYTES)
-        _check_schema("json", json.loads(text))  # with dicts and lists for all mappings and tuples
+        _check_schema("json", schema)
+        _check_size("json", json.dumps(schema), MAX_BYTES)
     if (grammar := values.get("grammar")) is not None:
         _check_grammar(grammar)
 
@@ -66,28 +67,53 @@ def too_deep(name: str) -> str:
 
 
 def _check_schema(name: str, schema: Any) -> None:
-    level, depth = [schema], 0
-    while level := [child for node in level for child in _children(node)]:
-        depth += 1
-        _check_count(name, "levels of nesting", depth, MAX_DEPTH)
-    count, chain = _references(schema)
-    _check_count(name, "references", count, MAX_REFERENCES)
-    _check_count(name, "references in a chain", chain, MAX_REFERENCE_CHAIN)
+    """Check a schema in one pass, which ends at the first limit that it exceeds."""
+    nodes = [schema] if isinstance(schema, _CONTAINERS) else []
+    parents = [-1]  # by node, its index in nodes, which are in breadth-first order
+    references: list[int] = []
+    items = depth = 0
+    end_of_level = 1
+    for index, node in enumerate(nodes):
+        if index == end_of_level:
+            depth, end_of_level = depth + 1, len(nodes)
+            _check_count(name, "levels of nesting", depth, MAX_DEPTH)
+        items += len(node)
+        _check_count(name, "bytes", 2 * items, MAX_BYTES)  # each has at least a digit and a comma
+        if isinstance(node, dict) and "$ref" in node:
+            references.append(index)
+            _check_count(name, "references", len(references), MAX_REFERENCES)
+        for child in node.values() if isinstance(node, dict) else node:
+            if isinstance(child, _CONTAINERS):
+                nodes.append(child)
+                parents.append(index)
+    if len(references) > MAX_REFERENCE_CHAIN:  # fewer cannot form a longer chain
+        referring: set[int] = set()  # ids of the nodes with a reference in them
+        for reference in references:
+            index = reference
+            while index >= 0 and id(nodes[index]) not in referring:
+                referring.add(id(nodes[index]))
+                index = parents[index]
+        chain = _longest_chain(schema, referring)
+        _check_count(name, "references in a chain", chain, MAX_REFERENCE_CHAIN)
 
 
-def _references(schema: Any) -> tuple[int, int]:
-    """Return the number of ``$ref`` keywords, and the length of the longest chain of them."""
-    count = 0
+def _longest_chain(schema: Any, referring: Set[int]) -> int:
+    """Return the length of the longest chain of references.
+
+    Args:
+        schema: the schema.
+        referring: the ids of the nodes with a reference in them.
+    """
     # By node. A reference to a node that is still in progress closes a cycle, and ends a chain.
     longest: dict[int, int] = {}
     stack = [schema]
     while stack:
         node = stack[-1]
         target = _target(schema, node)
-        children = _children(node)
+        values = node.values() if isinstance(node, dict) else node
+        children = [child for child in values if id(child) in referring]
         if id(node) not in longest:
             longest[id(node)] = 0
-            count += target is not None
             below = children if target is None else [*children, target]
             stack += [child for child in below if id(child) not in longest]
         else:
@@ -96,7 +122,7 @@ def _references(schema: Any) -> tuple[int, int]:
             if target is not None:
                 chain = max(chain, 1 + longest[id(target)])
             longest[id(node)] = chain
-    return count, longest[id(schema)]
+    return longest[id(schema)]
 
 
 def _target(schema: Any, node: Any) -> Any:
@@ -109,16 +135,11 @@ def _target(schema: Any, node: Any) -> Any:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(target, dict):
             target = target.get(key)
-        elif isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+        elif isinstance(target, list | tuple) and key.isdecimal() and int(key) < len(target):
             target = target[int(key)]
         else:
             return None
     return target if isinstance(target, dict) else None
-
-
-def _children(node: Any) -> list[Any]:
-    values = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return [child for child in values if isinstance(child, dict | list)]
 
 
 def _check_grammar(grammar: str) -> None:
@@ -231,10 +252,11 @@ class StructuredOutputsParams:
             if getattr(self, name) not in (None, True, False):
                 raise _error(f"{name}={getattr(self, name)!r} must be True or False")
         self._check_choice()
-        if self.json is not None:
-            self._check_schema()
+        schema = None if self.json is None else self._checked_schema()
         try:
-            check_limits({**vars(self), "json": None if self.json is None else self.schema})
+            check_limits({**vars(self), "json": schema})
+        except TypeError as error:  # of a schema that is not JSON
+            raise _error(f"json is not valid JSON: {error}") from error
         except ValueError as error:
             raise _error(str(error)) from error
 
@@ -267,16 +289,18 @@ class StructuredOutputsParams:
             raise _error(f"choice={self.choice!r} must be a list of one or more strings")
         object.__setattr__(self, "choice", tuple(self.choice))
 
-    def _check_schema(self) -> None:
+    def _checked_schema(self) -> Mapping[str, Any] | bool:
+        if isinstance(self.json, str) and len(self.json) > MAX_BYTES:
+            raise _error(f"json exceeds the limit of {MAX_BYTES} bytes")
         try:
             schema = self.schema
-            json.dumps(schema)
         except RecursionError as error:
             raise _error(too_deep("json")) from error
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise _error(f"json is not valid JSON: {error}") from error
         if not isinstance(schema, Mapping | bool):
             raise _error(f"json={self.json!r} must be a JSON schema, which is an object")
+        return schema
 
 
 def _error(problem: str) -> SamplingParamsError:

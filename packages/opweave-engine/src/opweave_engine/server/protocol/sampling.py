@@ -122,10 +122,14 @@ class FormFields(RequestBody):
         if self.response_format is not None and (form := _of(self.response_format)):
             yield "response_format", {**form, **spaces}
         if self.structured_outputs is not None:
-            declared = self.structured_outputs.model_dump(by_alias=True)
-            known = type(self.structured_outputs).model_fields.items()
-            names = {info.alias or name for name, info in known}
-            yield "structured_outputs", {name: declared[name] for name in names}
+            fields = type(self.structured_outputs).model_fields.items()
+            yield (
+                "structured_outputs",
+                {
+                    info.alias or name: getattr(self.structured_outputs, name)
+                    for name, info in fields
+                },
+            )
         for field, kind in _GUIDED.items():
             if (value := getattr(self, field)) is not None:
                 yield field, {kind: value, **spaces}
