@@ -199,8 +199,14 @@ def http_error(status: int, detail: str, headers: Mapping[str, str] | None) -> A
 
 
 _SHOWN = 3  # problems in one message
-_MAX_CONTAINERS = 1 << 17  # arrays and objects of one body
-_OTHER_BYTES = bytes(set(range(256)) - set(b'"[{'))
+# Limits of one body: each part takes few bytes in it, but up to 200 bytes of memory, and parsing
+# blocks all other requests, for less than 0.2 s within these limits.
+_MAX_PARTS = {
+    "arrays and objects": (b"[{", 1 << 17),
+    "names": (b":", 1 << 18),
+    "values": (b",", 1 << 21),
+}
+_OTHER_BYTES = bytes(set(range(256)) - set(b'"[{:,'))
 
 
 def validation_error(error: RequestValidationError, content_type: str) -> ApiError:
@@ -233,24 +239,24 @@ def validation_error(error: RequestValidationError, content_type: str) -> ApiErr
 
 
 def check_size(body: bytes, content_type: str) -> None:
-    """Raise ApiError if a body of JSON has too many arrays and objects.
-
-    Each takes at least two bytes in the body, but up to 200 bytes of memory.
-    """
-    if not _is_json(content_type) or body.count(b"{") + body.count(b"[") <= _MAX_CONTAINERS:
+    """Raise ApiError if a body of JSON has too many arrays and objects, names, or values."""
+    if not _is_json(content_type):
+        return
+    if all(sum(map(body.count, kinds)) <= most for kinds, most in _MAX_PARTS.values()):
         return
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     # A regular expression would take a second for a body of many short strings.
     marks = np.frombuffer(unescaped.translate(None, _OTHER_BYTES), np.uint8)
     is_quote = marks == ord('"')
-    is_in_string = np.logical_xor.accumulate(is_quote)
-    count = len(marks) - int(np.count_nonzero(is_in_string | is_quote))
-    if count > _MAX_CONTAINERS:
-        raise ApiError(
-            f"The body has {count} arrays and objects, but the server takes at most "
-            f"{_MAX_CONTAINERS}. Send several requests.",
-            code="invalid_request",
-        )
+    marks = marks[~(np.logical_xor.accumulate(is_quote) | is_quote)]
+    for name, (kinds, most) in _MAX_PARTS.items():
+        count = sum(int(np.count_nonzero(marks == kind)) for kind in kinds)
+        if count > most:
+            raise ApiError(
+                f"The body has {count} {name}, but the server takes at most {most}. Send several "
+                "requests.",
+                code="invalid_request",
+            )
 
 
 def _is_json(content_type: str) -> bool:

@@ -84,7 +84,7 @@ _access = logging.getLogger("opweave_engine.server.access")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _LINGERS_SECONDS = 1.0
-_QUICK = 1 << 16  # bytes that are decompressed in less than a millisecond or two
+_QUICK = 1 << 16  # bytes that are decompressed or checked in less than a millisecond or two
 _OF_THE_ENCODED = (b"content-encoding", b"content-length")  # headers about the body as it was sent
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})  # for probes, which have no key
 
@@ -224,7 +224,8 @@ class WholeBody:
         try:
             async with asyncio.timeout(self._timeout):
                 body = await self._decoded(scope, await self._read(scope, receive))
-                check_size(body, Headers(scope=scope).get("content-type", ""))
+                check = partial(check_size, body, Headers(scope=scope).get("content-type", ""))
+                await asyncio.to_thread(check) if len(body) > _QUICK else check()
         except TimeoutError:
             await _refuse(not_arrived(self._timeout), receive, send)
         except ApiError as error:

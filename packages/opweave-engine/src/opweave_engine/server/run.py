@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import signal
@@ -140,6 +141,7 @@ def run(
     try:
         asyncio.run(_serve(app, server, bound, ready, ends_with_engine))
     finally:
+        gc.unfreeze()
         server.engine.shutdown()
         bound.close()
         if file is not None:
@@ -161,6 +163,10 @@ async def _serve(
         while not http.started and not serving.done():
             await asyncio.sleep(0.005)
         if http.started:
+            # A full garbage collection takes a quarter of a second for the objects of the libraries
+            # and of the engine, and a large body would trigger several.
+            gc.collect()
+            gc.freeze()
             ready()
         await serving
         if left := set(http.server_state.tasks):  # cancelled, and about to release what they hold
