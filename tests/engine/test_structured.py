@@ -36,6 +36,7 @@ from opweave_engine import (
     Tokenizer,
 )
 from opweave_engine.sampling.sampler import SamplingRequest, adjusted
+from opweave_engine.server.output_parser import Hermes, answer_grammar
 from opweave_engine.structured import grammar_compiler, grammar_program
 from opweave_engine.structured.grammar_compiler import (
     GrammarCompiler,
@@ -601,7 +602,7 @@ def nested(depth: int) -> dict[str, Any]:
     return {"type": "array", "items": nested(depth - 1)} if depth else {"type": "null"}
 
 
-CRASHING = reference_chain(190, between=12)  # within the limits, but it overflows the stack
+CRASHING = reference_chain(59, between=24)  # within the limits, but it overflows the stack
 CHOICE_OF_30_000 = [f"item number {i}" for i in range(30_000)]
 LARK_JSON = "start: a\na: %json "
 
@@ -611,7 +612,7 @@ LARK_JSON = "start: a\na: %json "
     [
         ({"json": reference_chain(4000)}, "json exceeds the limit of 2000 references"),
         ({"json": json.dumps(reference_chain(4000))}, "limit of 2000 references"),
-        ({"json": reference_chain(201)}, "json exceeds the limit of 200 references in a chain"),
+        ({"json": reference_chain(61)}, "json exceeds the limit of 60 references in a chain"),
         ({"json": nested(101)}, "json exceeds the limit of 100 levels of nesting"),
         ({"json": "[" * 100_000}, "json exceeds the limit of 100 levels of nesting"),
         ({"json": {"title": "x" * 2**20}}, "json exceeds the limit of 1048576 bytes"),
@@ -619,15 +620,15 @@ LARK_JSON = "start: a\na: %json "
         ({"grammar": rule_chain(4000, " ::=", "root")}, "limit of 1000 rules"),
         ({"grammar": "start: " + "x" * 2**17}, "grammar exceeds the limit of 131072 bytes"),
         ({"grammar": f"start: {'(' * 101}"}, "grammar exceeds the limit of 100 levels of nesting"),
-        ({"grammar": LARK_JSON + json.dumps(reference_chain(201))}, "200 references in a chain"),
+        ({"grammar": LARK_JSON + json.dumps(reference_chain(61))}, "60 references in a chain"),
         ({"grammar": f'{LARK_JSON}{{"a":{"[" * 9000}'}, "limit of 100 levels of nesting"),
         (
             {"grammar": json.dumps({"grammars": [{"lark_grammar": rule_chain(600)}] * 2})},
             "limit of 1000 rules",
         ),
         (
-            {"grammar": json.dumps({"grammars": [{"json_schema": reference_chain(201)}]})},
-            "200 references in a chain",
+            {"grammar": json.dumps({"grammars": [{"json_schema": reference_chain(61)}]})},
+            "60 references in a chain",
         ),
         ({"grammar": "{"}, "grammar starts with { but is not valid JSON"),
         ({"regex": "a" * 2**17}, "regex exceeds the limit of 65536 bytes"),
@@ -654,12 +655,36 @@ def test_limits_are_checked_in_linear_time(kind: str, character: str) -> None:
     assert time.process_time() - began < 1.0
 
 
+@pytest.mark.parametrize("key", ["$ref", "allOf", "properties"])
+def test_the_longest_chain_of_references_compiles_for_every_form(key: str) -> None:
+    def schema(length: int) -> dict[str, Any]:
+        chain = reference_chain(length, {"type": "object", "properties": {"a": {}}})
+        if key != "$ref":
+            for i in range(length):
+                part = chain["$defs"][f"d{i}"]
+                chain["$defs"][f"d{i}"] = {key: [part] if key == "allOf" else {"a": part}}
+        return chain
+
+    layout = Hermes.layout("")
+    for form in (
+        lambda schema: StructuredOutputsParams(json=schema),
+        lambda schema: StructuredOutputsParams(json={"type": "object", **schema}),
+        lambda schema: answer_grammar(
+            layout=layout, functions=[("f", {"type": "object", **schema})]
+        ),
+    ):
+        # One more reference leads to the first definition.
+        GRAMMARS.start(SamplingParams(structured_outputs=form(schema(59))))
+        with pytest.raises(SamplingParamsError, match="limit of 60 references in a chain"):
+            form(schema(60))
+
+
 TINY_LISTS: dict[str, Any] = {"enum": [[] for _ in range(130_000)]}
 LARGE_SCHEMAS = {
     "references": lambda: reference_chain(10_000, between=2),
     "references in a text": lambda: json.dumps(reference_chain(10_000)),
     "tiny lists": lambda: TINY_LISTS,
-    "tiny lists and references": lambda: {**TINY_LISTS, **reference_chain(199)},
+    "tiny lists and references": lambda: {**TINY_LISTS, **reference_chain(59, between=8)},
     "many numbers": lambda: {"enum": [1] * 7_000_000},
     "many names": lambda: {"properties": dict.fromkeys(map(str, range(600_000)), True)},
     "long text": lambda: {"title": "a" * 15_000_000},
@@ -681,7 +706,7 @@ def test_the_limits_of_a_large_schema_are_checked_quickly(name: str) -> None:
 @pytest.mark.parametrize(
     "form",
     [
-        {"json": reference_chain(100, {"type": "integer"})},
+        {"json": reference_chain(59, {"type": "integer"})},
         # A cycle is not a chain, and a word in a list of values is not a reference.
         {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"items": {"$ref": "#/$defs/a"}}}}},
         {"json": {"enum": ["$ref", 1]}},

@@ -205,7 +205,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SCHEMAS = {
     "references": (reference_chain(4000), "exceeds the limit of 2000 references"),
-    "chain": (reference_chain(201), "exceeds the limit of 200 references in a chain"),
+    "chain": (reference_chain(61), "exceeds the limit of 60 references in a chain"),
     "crash": (CRASHING, "too complex: compiling it ended a process with SIG"),
 }
 LARK = {

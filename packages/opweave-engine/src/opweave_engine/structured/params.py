@@ -20,8 +20,9 @@ MAX_REGEX_BYTES = 2**16
 MAX_CHOICES = 50_000
 MAX_DEPTH = 100
 MAX_REFERENCES = 2000
-# llguidance follows references recursively, with several kilobytes of stack for each.
-MAX_REFERENCE_CHAIN = 200
+# llguidance merges the schemas of a chain, of at most 64 references, if another keyword is next to
+# its first one, such as the type of a function's arguments.
+MAX_REFERENCE_CHAIN = 60
 MAX_RULES = 1000
 
 _CONTAINERS = (dict, list, tuple)  # that JSON text can be written of
