@@ -19,10 +19,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from opweave import __version__
+from opweave import __version__, platforms
 from opweave.config.terminal import ProgressBar
 from opweave.packages import is_in_project
-from opweave.platforms import current_platform
 
 # Errors of user input.
 
@@ -238,12 +237,12 @@ def progress_bar(what: str, *, then: str = "", counts: bool = True) -> ProgressB
 
 def facts() -> dict[str, str]:
     """Return the facts by name, for the head of a page."""
-    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    command, platform = [Path(sys.argv[0]).name, *sys.argv[1:]], platforms.current_platform
     return {
         "opweave": __version__,
         "torch": torch.__version__,
         "Python": python_platform.python_version(),
-        "device": f"{current_platform.get_device_name()} ({current_platform.name})",
+        "device": f"{platform.get_device_name()} ({platform.name})",
         "threads": str(torch.get_num_threads()),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "command": shlex.join(command),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from opweave import platforms
 from opweave.config.child_process import ChildWorker, ending
 from opweave.config.environment import TUNING_FILE
 from opweave.conformance.inputs import arguments, options_of
@@ -19,7 +20,7 @@ from opweave.ir import IrOp, IrOpImpl
 from opweave.ir.codegen import functional
 from opweave.ir.priority import NATIVE
 from opweave.ir.spec import least_bytes
-from opweave.platforms import current_platform, resolution
+from opweave.platforms import resolution
 from opweave.platforms.resolution import VARIABLE
 from opweave.tuning.timing import Effort, Time, compare, is_faster
 from opweave.tuning.trace import Trace, TracedCall, TuningError, WorkerFailedError
@@ -71,7 +72,7 @@ def generated(
     """
     if not op.has_input_generator:
         raise TuningError(f"{op.name} has no input generator: measure it with a trace.")
-    subject = Subject(op, "native", current_platform.device_type)
+    subject = Subject(op, "native", platforms.current_platform.device_type)
     known = options_of(subject)
     for name, given in (("--tokens", "num_tokens"), ("--dtype", "dtype")):
         if given not in known and (given == "num_tokens" or dtype is not None):
@@ -218,7 +219,9 @@ def verified(case: Case, provider: str) -> Measurement:
     if reason:
         return Measurement(provider, "rejected", reason)
     try:
-        result = Subject(op, provider, current_platform.device_type).run(copied(case.values))
+        result = Subject(op, provider, platforms.current_platform.device_type).run(
+            copied(case.values)
+        )
         problem = outputs_problem(case, result)
         if problem:
             return Measurement(provider, "failed", problem)

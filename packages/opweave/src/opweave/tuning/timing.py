@@ -13,9 +13,8 @@ from typing import Any, Self
 
 import torch
 
-from opweave import native
+from opweave import native, platforms
 from opweave.packages import __version__
-from opweave.platforms import current_platform
 
 # The machine and software that a measurement is valid for.
 
@@ -43,8 +42,8 @@ class Machine:
     def here(cls) -> Self:
         """Return this machine."""
         return cls(
-            current_platform.name,
-            current_platform.get_device_name(),
+            platforms.current_platform.name,
+            platforms.current_platform.get_device_name(),
             native.status().isa or "",
             torch.get_num_threads(),
             torch.__version__,
@@ -142,7 +141,7 @@ def is_faster(one: Time, other: Time, least: float = 0.02) -> bool:
 def copy_speed(size: int | None = None) -> float:
     """Return the bandwidth of a large copy in bytes per second, reads and writes."""
     size = size or _COPIED
-    source = torch.ones(size, dtype=torch.uint8, device=current_platform.device_type)
+    source = torch.ones(size, dtype=torch.uint8, device=platforms.current_platform.device_type)
     target = torch.empty_like(source)
     found = compare({"copy": lambda: target.copy_(source)}, Effort(rounds=5))
     return 2e6 * size / found["copy"].microseconds
@@ -161,11 +160,11 @@ def interleaved(
 
 def _elapsed(call: Callable[[], object], repeats: int) -> float:
     """Return seconds per call."""
-    current_platform.synchronize()
+    platforms.current_platform.synchronize()
     start = time.perf_counter()
     for _ in range(repeats):
         call()
-    current_platform.synchronize()
+    platforms.current_platform.synchronize()
     return (time.perf_counter() - start) / repeats
 
 

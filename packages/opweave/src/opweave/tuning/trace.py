@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opweave import platforms
 from opweave.errors import OpweaveError
 from opweave.ir import IrOp
 from opweave.ir.registry import find_op
 from opweave.ir.scope import Scope, current_scope, entered
 from opweave.ir.selection import Selection, tokens_of
 from opweave.packages import __version__
-from opweave.platforms import current_platform
 
 # Errors of recording, measuring and tuning.
 
@@ -267,8 +267,8 @@ class Trace:
     def here(cls) -> Trace:
         """Return an empty trace of this machine."""
         return cls(
-            device=current_platform.device_type,
-            device_name=current_platform.get_device_name(),
+            device=platforms.current_platform.device_type,
+            device_name=platforms.current_platform.get_device_name(),
             versions={"opweave": __version__, "torch": torch.__version__},
         )
 
@@ -338,7 +338,7 @@ class Trace:
         Raises:
             TraceError: a description is malformed.
         """
-        device = {self.device: current_platform.device_type}
+        device = {self.device: platforms.current_platform.device_type}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:
