@@ -64,6 +64,8 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
             "not sent in streams",
         ),
         (COMPLETIONS, {"prompt": "x", "prompt_logprobs": -1}, "prompt_logprobs", "at least 0"),
+        (COMPLETIONS, {"prompt": "x", "stop": "y" * 4097}, "stop", "at most 4096 characters"),
+        (COMPLETIONS, {"prompt": "x", "stop": ["a", "y" * 4097]}, "stop", "at most 4096"),
         (COMPLETIONS, {"prompt": "x", "bad_words": "y"}, "bad_words", "valid list"),
         (COMPLETIONS, {"prompt": "x", "bad_words": ["y"] * 257}, "bad_words", "256"),
         (COMPLETIONS, {"prompt": "x", "bad_words": ["y" * 257]}, "bad_words", "256"),

@@ -75,7 +75,7 @@ SAMPLING = (
     supported("temperature", "From 0, which is greedy, to 2."),
     supported("top_p", "Sample from the most likely tokens that reach this probability."),
     supported("n", "The number of answers."),
-    supported("stop", "One or more strings that end the answer."),
+    supported("stop", "Up to 64 strings, of at most 4096 characters, that end the answer."),
     supported("seed", "Makes sampling reproducible."),
     supported("presence_penalty", "From -2 to 2."),
     supported("frequency_penalty", "From -2 to 2."),

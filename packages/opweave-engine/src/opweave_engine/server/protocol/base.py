@@ -33,7 +33,8 @@ T = TypeVar("T")
 _SHOWN = 16  # paths of unknown fields in a header
 
 
-def _is_text(text: str) -> str:
+def is_text(text: str) -> str:
+    """Return *text*, unless it has half of a surrogate pair."""
     if not text.isascii():
         try:
             text.encode("utf-8")
@@ -48,7 +49,7 @@ def _whole(value: object) -> object:
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
-Text = Annotated[str, AfterValidator(_is_text)]
+Text = Annotated[str, AfterValidator(is_text)]
 # pydantic creates an error for every wrong item, which takes seconds and gigabytes for a long list.
 # So the lists of requests stop at their first fault.
 Items = Annotated[list[T], Field(fail_fast=True)]

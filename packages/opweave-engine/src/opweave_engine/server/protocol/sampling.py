@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from opweave_engine import SamplingParams, SamplingParamsError, StructuredOutputsParams
 from opweave_engine.server.errors import ApiError, unsupported
@@ -22,6 +22,7 @@ from opweave_engine.server.protocol.base import (
     StopsAtFault,
     Text,
     TokenIds,
+    is_text,
 )
 
 # The fields for structured output, of OpenAI and of vLLM.
@@ -171,7 +172,7 @@ def _of(form: ResponseFormat) -> dict[str, Any]:
 # Sampling parameters in requests.
 
 
-_MAX_STOPS = 64
+_MAX_STOPS, _MAX_STOP_CHARACTERS = 64, 4096  # the matcher's table takes a second for megabytes
 _MAX_WORDS, _LONGEST = 256, 256  # words and their characters: they are tokenized at once
 _SAME = (
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "presence_penalty", "frequency_penalty",
@@ -184,6 +185,7 @@ _HOTTEST = 2.0  # as in OpenAI's API; SamplingParams has no limit
 
 Priority = Annotated[Int, Field(ge=-(2**31), lt=2**31)]
 CacheSalt = Annotated[Text, Field(min_length=1)]
+StopString = Annotated[str, Field(max_length=_MAX_STOP_CHARACTERS), AfterValidator(is_text)]
 
 
 def _token(key: object) -> object:
@@ -210,7 +212,7 @@ class SamplingFields(FormFields):
     temperature: float | None = None
     top_p: float | None = None
     n: Int | None = None
-    stop: Text | Annotated[Items[Text], Field(max_length=_MAX_STOPS)] | None = None
+    stop: StopString | Annotated[Items[StopString], Field(max_length=_MAX_STOPS)] | None = None
     seed: Int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
