@@ -143,7 +143,7 @@ def test_what_is_well(fresh_cases: FreshCases) -> None:
     assert found["why"] == "the tests say so" and found["facts"] == {"driver": "1.2.3"}
     assert {"extend_cli", "extra_passes"} <= set(found["overrides"])
     assert [each["name"] for each in found["candidates"]] == ["acme", "cpu"]
-    assert "diagnostics.py" in found["first_asked_by"]
+    assert "doctor.py" in found["first_asked_by"]
     owned = {(each["kind"], each["name"]) for each in report["overrides"]}
     assert owned == {("compiler pass", "acme.fold"), ("plugin option", "acme.depth")}
     assert report["states"] == {"acme": "active"} and report["problems"] == []

@@ -96,10 +96,10 @@ def test_sources_of_an_implementation_are_what_it_imports() -> None:
 
     triton = names("conformance/paged_attention:triton")
     folder = "packages/opweave/src/opweave/kernels/triton"
-    assert {f"{folder}/paged_attention.py", f"{folder}/jit/paged_attention.py"} <= triton
-    assert f"{folder}/registration.py" in triton
+    assert {f"{folder}/attention.py", f"{folder}/jit/paged_attention.py"} <= triton
+    assert f"{folder}/launch.py" in triton
     assert "packages/opweave/src/opweave/ir/ops/paged_attention.py" in triton
-    assert not triton & {f"{folder}/norm.py", f"{folder}/jit/norm.py"}
+    assert not triton & {f"{folder}/rows.py", f"{folder}/jit/norm.py"}
     norm = names("conformance/rms_norm:triton")
     assert f"{folder}/jit/norm.py" in norm
     assert f"{folder}/jit/paged_attention.py" not in norm

@@ -22,7 +22,7 @@ from warm_python import warm_python
 
 from .zoo import ZOO
 
-ROOT = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[2] / "packages" / "opweave"
 QUICK = ("--check", "values", "--check", "mutation")
 Run = Callable[..., tuple[int, str, str]]
 
@@ -240,10 +240,10 @@ def package(tmp_path: Path) -> Path:
     """A folder with a package of kernels, and pytest's entry point as pyproject.toml says it."""
     (tmp_path / "mine.py").write_text(KERNELS, encoding="utf-8")
     (tmp_path / "test_own.py").write_text("def test_own(): pass", encoding="utf-8")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text(encoding="utf-8"))
     entries = project["project"]["entry-points"]["pytest11"]
     for module in entries.values():
-        shutil.copytree(ROOT / "src" / module, tmp_path / module)
+        shutil.copytree(PACKAGE / "src" / module, tmp_path / module)
     info = tmp_path / "stand_in-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stand-in\nVersion: 1\n")

@@ -639,7 +639,7 @@ def test_what_is_wrong_shows_before_ray_is_started() -> None:
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingDependencyError, match=r"'ray'.*pip install 'opweave\[ray\]'"):
+    with pytest.raises(MissingDependencyError, match=r"'ray'.*pip install 'opweave-engine\[ray\]'"):
         open_engine(CHECKPOINT, config=parallel())
 
 

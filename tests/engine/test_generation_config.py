@@ -81,7 +81,7 @@ def test_prompts_without_parameters_get_the_defaults(path: Path) -> None:
 
 def test_defaults_are_logged_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(path, **VALUES, top_h=None, num_beams=4, do_sample=True, suppress_tokens=[])
-    caplog.set_level("INFO", "opweave")
+    caplog.set_level("INFO", "opweave_engine")
     defaults(path)
     found = [r.message for r in caplog.records if "generation_config.json" in r.message]
     assert len(found) == 2

@@ -174,7 +174,7 @@ def test_an_empty_prompt_without_such_a_token(checkpoint: Checkpoints, tmp_path:
         ([5] * 200, "has 200 tokens.*Shorten it by 105"),
         (7, "not int"),
         (None, "not NoneType"),
-        ({"a": 1}, "not dict"),
+        ({"a": 1}, "has the fields 'a'"),
         ([None], "A prompt is None"),
         ([[1, "a"]], "A prompt is"),
         ([True], "A prompt is True"),

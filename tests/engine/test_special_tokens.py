@@ -148,7 +148,7 @@ def test_padding_and_truncation_are_disabled(
 ) -> None:
     path = with_padding(tmp_path)
     theirs = AutoTokenizer.from_pretrained(path)
-    caplog.set_level("INFO", "opweave")
+    caplog.set_level("INFO", "opweave_engine")
     ours = Tokenizer(Checkpoint(path))
     for text in ("", "dog", "the quick brown fox jumps over the lazy dog " * 10):
         assert ours.encode(text) == theirs(text)["input_ids"]

@@ -12,7 +12,8 @@ from torch import Tensor
 from opweave import ir
 from opweave.conformance import Case
 from opweave.tuning import Effort, Measurement, TuningError, contest, record_calls
-from opweave.tuning.measure import Sized, generated, relative_error, traced
+from opweave.tuning.cases import Sized, generated, traced
+from opweave.tuning.measure import relative_error
 from opweave.tuning.timing import Time
 
 QUICK = Effort(rounds=2, seconds=1e-5)

@@ -22,7 +22,8 @@ def folders(build: Path = ROOT / "build" / "gpu") -> tuple[str, ...]:
 
 
 def _written(folder: Path) -> Path:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    path = ROOT / "packages" / "opweave" / "pyproject.toml"
+    project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
     name, release = project["name"], project["version"]
     info = folder / f"{name}-{release}.dist-info"
     info.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,13 @@ from gpu_queue.gate import Gate
 from gpu_queue.job import ROOT, Job, Row
 from gpu_queue.state import CRASHED, FAILED, PASSED, STOPPED, TIMEOUT
 
-PATHS = ("packages/opweave/src", "packages/opweave-engine/src", "benchmarks", "tests/runs", "tests")
+PATHS = (
+    "packages/opweave/src",
+    "packages/opweave-engine/src",
+    "benchmarks",
+    "tests/runs",
+    "tests",
+)
 _MODULES = ("torch", "opweave.conformance")
 _STARTING = 120.0  # seconds to import them
 _LINES, _WIDTH = 15, 240  # of the output that is kept of a failure

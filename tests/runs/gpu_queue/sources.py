@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpu_queue.job import ROOT, Job
 
-SRC = ROOT / "src"
+SRC = ROOT / "packages" / "opweave" / "src"  # kernels and their definitions
 
 
 def digest_of(job: Job) -> str:

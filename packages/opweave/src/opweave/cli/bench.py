@@ -36,7 +36,7 @@ from opweave.cli.record import TokensOption, shown_time
 if TYPE_CHECKING:
     from opweave.ir import IrOp
     from opweave.tuning import Effort, Measurement
-    from opweave.tuning.measure import Sized
+    from opweave.tuning.cases import Sized
 
 
 # ``opweave bench OP``: compare the implementations of an op on this machine.
@@ -124,7 +124,7 @@ def _cases(
     from opweave.conformance.find import with_inputs
     from opweave.conformance.subject import Subject
     from opweave.tuning import Trace
-    from opweave.tuning.measure import TOKENS, generated, traced
+    from opweave.tuning.cases import TOKENS, generated, traced
 
     if trace is not None:
         if tokens or shape or dtype:

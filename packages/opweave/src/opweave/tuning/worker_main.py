@@ -14,6 +14,7 @@ from opweave.config.child_process import end_with_parent
 from opweave.conformance.find import import_named, subject_named
 from opweave.conformance.subject import Case
 from opweave.errors import described
+from opweave.tuning.cases import for_subject
 from opweave.tuning.measure import (
     Done,
     Job,
@@ -22,7 +23,6 @@ from opweave.tuning.measure import (
     TuningStage,
     contest,
     default_provider,
-    for_subject,
 )
 
 
