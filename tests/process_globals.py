@@ -14,8 +14,9 @@ from typing import Any
 
 from opweave import ir
 from opweave.config import compilation, plugin_options, terminal
+from opweave.packages import PROJECT
 
-_SHOWN = ("opweave", "uvicorn")  # the loggers that ``opweave serve`` configures
+_SHOWN = (*PROJECT, "uvicorn")  # the loggers that ``opweave serve`` configures
 _Undo = Callable[[], None]
 
 

@@ -40,6 +40,8 @@ def test_the_checkpoint_of_the_readme_in_bfloat16() -> None:
         model, backend="opweave", dynamic=True, fullgraph=True, options={"eager_rounding": True}
     )
     with torch.inference_mode():
-        for tokens in (9, 70):
+        # For up to 16 tokens, eager mode multiplies with another kernel than dynamic graphs on CPUs
+        # with bf16 instructions but without AMX; see opweave.kernels.opweave_c.linear.
+        for tokens in (33, 70):
             ids, positions = torch.randint(0, model.vocab_size, (tokens,)), torch.arange(tokens)
             assert torch.equal(forward(ids, positions), model(ids, positions))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -391,20 +392,23 @@ async def _all(engine: AsyncEngine) -> list[RequestOutput]:
 def test_a_dead_engine_tells_everybody(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    calls, execute = itertools.count(), engine._core.executor.execute
+
     def fail(steps: Any) -> Any:
-        raise RuntimeError("the device is gone")
+        if next(calls) > 2:
+            raise RuntimeError("the device is gone")
+        return execute(steps)
 
     async def reads(stream: AsyncIterator[RequestOutput]) -> None:
         async for _ in stream:
             pass
 
     async def run() -> None:
+        monkeypatch.setattr(engine._core.executor, "execute", fail)
         jobs = [
             asyncio.create_task(reads(engine.generate(PROMPTS[i], LONG, request_id=str(i))))
             for i in range(3)
         ]
-        await asyncio.sleep(0.05)
-        monkeypatch.setattr(engine._core.executor, "execute", fail)
         for error in await asyncio.gather(*jobs, return_exceptions=True):
             assert isinstance(error, EngineDeadError)
             assert "the device is gone" in str(error)

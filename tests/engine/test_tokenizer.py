@@ -187,7 +187,7 @@ def test_missing_dependencies(
     from opweave_engine import LLM
 
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'opweave\[serve\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install opweave-engine"):
         LLM(checkpoint("llama")[0])
 
 

@@ -247,7 +247,7 @@ def test_transformers_is_recommended_where_it_is_missing(
 ) -> None:
     for name in ("is_available", "is_causal_lm"):
         monkeypatch.setattr(loader.backend, name, lambda *_: False)
-    with pytest.raises(UnsupportedModelError, match=r"pip install 'opweave\[transformers\]'"):
+    with pytest.raises(UnsupportedModelError, match=r"'opweave-engine\[transformers\]'"):
         load_model(family("olmo2")[0])
 
 
