@@ -43,18 +43,14 @@ from opweave.cli.output import (
     write,
     write_json,
 )
-from opweave.compile import Report
-from opweave.compile.report import NodeReport
 from opweave.ir import Selection
 from opweave.ir.errors import OpweaveError
 from opweave.ir.scope import Scope, current_scope, entered
 from opweave.ir.spec import least_bytes
-from opweave.tuning.timing import Effort, compare, copy_speed
 
 if TYPE_CHECKING:
-    import torch
-
     from opweave.compile import Report
+    from opweave.compile.report import NodeReport
 
 
 # Kernel selections of an eager run, as a table and as data.
@@ -199,9 +195,6 @@ def _summary(report: Report) -> str:
 # Times the kernels of a model on their actual arguments.
 
 
-_EFFORT = Effort(rounds=5, seconds=0.02)
-
-
 @dataclass
 class Timing:
     """The time of one kernel for one signature.
@@ -242,13 +235,15 @@ class Profile:
 
     def timings(self, progress: Callable[[int, int], object]) -> Iterator[Timing]:
         """Time every distinct call; *progress* gets the number of finished and of all calls."""
-        limit = copy_speed()
+        from opweave.tuning.timing import Effort, compare, copy_speed
+
+        limit, effort = copy_speed(), Effort(rounds=5, seconds=0.02)
         for done, (key, (selection, values)) in enumerate(self._calls.items()):
             progress(done, len(self._calls))
             call = partial(selection.impl.impl_fn, *values)
             with torch.inference_mode():
                 results = call()
-            seconds = compare({"call": call}, _EFFORT)["call"].microseconds / 1e6
+            seconds = compare({"call": call}, effort)["call"].microseconds / 1e6
             moved = least_bytes(selection.op, values, [results])
             speed = moved / seconds if moved else None
             op, provider, shapes = key

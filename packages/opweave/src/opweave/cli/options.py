@@ -20,7 +20,6 @@ from opweave.config.environment import TUNING_FILE
 from opweave.config.plugin_options import apply_plugin_options
 from opweave.config.sources import apply_command_line
 from opweave.config.values import read_object
-from opweave.conformance.find import import_named
 from opweave.ir import current_registry
 from opweave.plugins import load_general_plugins
 
@@ -105,9 +104,12 @@ def import_modules(names: Iterable[str] | None) -> None:
         OpweaveError: a module is missing or fails to import.
     """
     sys.path.append(os.getcwd())
-    with redirect_stdout(sys.stderr):  # stdout is for results only
-        for name in names or ():
-            import_named("--import", name)
+    if names:
+        from opweave.conformance.find import import_named
+
+        with redirect_stdout(sys.stderr):  # stdout is for results only
+            for name in names:
+                import_named("--import", name)
 
 
 # The option ``--compilation-config.<key>=value``, or ``--compilation-config`` and JSON.
