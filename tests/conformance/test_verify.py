@@ -54,7 +54,9 @@ def test_some_implementations_are_right(subject: Subject) -> None:
 
 @pytest.mark.parametrize("subject", OTHERS, ids=str)
 def test_other_implementations_are_right_with_the_usual_arguments(subject: Subject) -> None:
-    result = verify(subject, ["options", "none", "empty", "batch_invariance"])
+    # Large batches of sequences take long: tests/ir/test_batch_invariance.py has small ones.
+    invariance = [] if "attention" in subject.op.name else ["batch_invariance"]
+    result = verify(subject, ["options", "none", "empty", *invariance])
     result.raise_if_failed()
     assert result.status == "passed" or not subject.impl.supported, result.obstacle
 
