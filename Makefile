@@ -21,8 +21,11 @@ CHECKPOINT := examples/models/tiny-pydoc
 # Without build isolation, CMake's build folder is kept: an isolated environment is a new one for each
 # build, and scikit-build-core would compile everything again for it.
 INSTALL := $(PIP) install --no-build-isolation --constraint constraints.txt
+# The instruction sets of the native kernels: the base level and this machine's; all of them for test-all.
+LEVELS := native
 # Keeps the build folder, so that only what has changed is compiled.
-NATIVE_BUILD := --config-settings build-dir=$(CURDIR)/build/{wheel_tag}
+NATIVE_BUILD = --config-settings build-dir=$(CURDIR)/build/{wheel_tag} \
+  --config-settings cmake.define.OPWEAVE_LEVELS=$(LEVELS)
 BUILD_TOOLS := "scikit-build-core>=0.10" "cmake>=3.25" ninja "hatchling>=1.27" "editables>=0.5"
 NATIVE_INPUTS := packages/opweave/CMakeLists.txt packages/opweave/pyproject.toml \
   $(shell find packages/opweave/csrc -type f)
@@ -56,7 +59,7 @@ test: $(DEV) $(WEIGHTS)/installed.stamp ## run the tests, native kernels for bas
 	  --hypothesis-profile $(PROFILE)
 	$(BIN)/python -m pytest -m timed $$(grep -rl "mark.timed" tests packages --include="test_*.py")
 
-test-all: $(DEV) $(WEIGHTS)/installed.stamp ## run the tests, slow sweeps and every instruction set included
+test-all: $(DEV) $(VENV)/levels.stamp $(WEIGHTS)/installed.stamp ## run the tests, slow sweeps and every instruction set included
 	$(BIN)/python -m pytest
 
 verify: $(DEV) ## verify every implementation, and write docs/reference/certificate.json.xz
@@ -195,7 +198,7 @@ $(MINDSPORE)/env.stamp: packages/opweave/csrc/mindspore/requirements.txt
 # With the kernels of the torch module, which do not depend on Python or torch.
 $(MINDSPORE)/built.stamp: $(MINDSPORE)/env.stamp $(VENV)/native.stamp
 	export PATH="$(CURDIR)/$(MINDSPORE)/bin:$$PATH"; \
-	cmake -S packages/opweave -B build/mindspore -G Ninja -DOPWEAVE_MINDSPORE=ON \
+	cmake -S packages/opweave -B build/mindspore -G Ninja -DOPWEAVE_MINDSPORE=ON -DOPWEAVE_LEVELS=$(LEVELS) \
 	  -DOPWEAVE_KERNELS_OF="$$(echo "$(CURDIR)"/build/cp310-*)" \
 	  -DPython_EXECUTABLE="$(CURDIR)/$(MINDSPORE)/bin/python" && \
 	cmake --build build/mindspore
@@ -207,6 +210,11 @@ $(VENV)/bin/python:
 # Compiles what has changed, and installs the package without its dependencies.
 $(VENV)/native.stamp: $(VENV)/bin/python $(NATIVE_INPUTS)
 	$(PIP) install $(BUILD_TOOLS)
+	$(INSTALL) --no-deps $(NATIVE_BUILD) --editable packages/opweave
+	touch $@
+
+$(VENV)/levels.stamp: LEVELS :=
+$(VENV)/levels.stamp: $(VENV)/native.stamp $(NATIVE_INPUTS)
 	$(INSTALL) --no-deps $(NATIVE_BUILD) --editable packages/opweave
 	touch $@
 
