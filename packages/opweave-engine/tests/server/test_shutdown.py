@@ -19,8 +19,9 @@ import pytest
 
 from opweave_engine.server.middleware import Envelope
 from server.test_limits import stalled, until
+from support import TEST_ROOTS
 
-TESTS = Path(__file__).parents[1]
+PATHS = os.pathsep.join(map(str, TEST_ROOTS))
 PATH = "/v1/completions"
 
 # Starts a server for each line that it reads, in a fork: importing torch takes seconds. Another
@@ -117,7 +118,7 @@ class Served:
 def forks() -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         [sys.executable, "-W", "error", "-c", FORKS], stdin=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        env={**os.environ, "PYTHONPATH": PATHS},
     ) as process:  # fmt: skip
         yield process
 
