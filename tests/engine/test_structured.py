@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from opweave_engine.structured.grammar_compiler import (
 )
 from opweave_engine.structured.grammar_program import native_vocabulary
 from opweave_engine.structured.grammar_text import enforceable
+from opweave_engine.structured.params import MAX_DEPTH
 from server.fake_engine import CHECKPOINT, VOCABULARY
 
 EOS = 2
@@ -447,12 +449,21 @@ def test_enforced_formats_are_the_documented_ones() -> None:
         assert ("format" in enforceable({"format": name})) == (name in names)
 
 
-def test_a_schema_that_is_nested_too_deeply() -> None:
+@pytest.mark.parametrize(
+    "wrap", [lambda inner: {"anyOf": [inner]}, lambda inner: {"properties": {"a": inner}}]
+)
+def test_a_schema_that_is_nested_too_deeply(
+    wrap: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
     schema: dict[str, Any] = {}
-    for _ in range(330):
-        schema = {"anyOf": [schema]}
-    with pytest.raises(ValueError, match="the schema is nested too deeply"):
-        enforceable(schema)
+    for _ in range(MAX_DEPTH // 2):  # a wrapped schema has two more levels
+        schema = wrap(schema)
+    assert enforceable(schema) == schema
+    StructuredOutputsParams(json=schema)
+    with pytest.raises(ValueError, match=f"the schema exceeds the limit of {MAX_DEPTH} levels"):
+        enforceable(wrap(schema))
+    with pytest.raises(SamplingParamsError, match=f"json exceeds the limit of {MAX_DEPTH} levels"):
+        StructuredOutputsParams(json=wrap(schema))
 
 
 @pytest.mark.parametrize(
