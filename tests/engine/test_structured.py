@@ -762,8 +762,8 @@ def test_a_grammar_that_takes_too_long_is_refused() -> None:
 def test_memory_of_the_process_is_limited() -> None:
     code = (
         f"import runpy; program = runpy.run_path({grammar_program.__file__!r})\n"
-        "bytearray(400 << 20); program['_limit_memory'](); bytearray(400 << 20)\n"
-        "try: bytearray(600 << 20)\nexcept MemoryError: print('limited')"
+        "bytearray(200 << 20); program['_limit_memory'](); bytearray(200 << 20)\n"
+        "try: bytearray(300 << 20)\nexcept MemoryError: print('limited')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "limited\n"
@@ -799,12 +799,29 @@ def test_small_grammars_do_not_wait_for_large_ones(monkeypatch: pytest.MonkeyPat
     grammars.close()
 
 
-def test_the_cache_of_grammars_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "_CACHED_CHARACTERS", 1000)
+def test_a_small_text_that_takes_much_memory_is_refused() -> None:
+    with pytest.raises(SamplingParamsError, match=r"takes \d+ MiB of memory .* at most 64 MiB"):
+        GRAMMARS.start(constrained(regex="(a?)" * 5000 + "a" * 5000))
+
+
+def test_the_memory_of_a_compiled_grammar_is_counted() -> None:
+    small, large = started(regex="a{10}").grammar, started(regex="(a{200}){200}").grammar
+    assert small.size < 2**20
+    assert 10 * 2**20 < large.size < 64 * 2**20
+
+
+def test_the_memory_of_all_grammars_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = GrammarCompiler(PYDOC, VOCABULARY, [EOS])
+    monkeypatch.setattr(grammars._quick, "check", lambda *_: 400)
+    monkeypatch.setattr(grammar_compiler, "_HELD_BYTES", 1200)
     for letter in "abc":
-        started(grammars, regex=letter * 400)
-    assert [text.count("a") > 400 for text in grammars._compiled] == [False, False]
+        started(grammars, regex=letter)
+    assert len(grammars._compiled) == 2
+    answers = [started(grammars, regex=letter) for letter in "bc"]
+    with pytest.raises(GrammarQueueFullError, match="The grammars of unfinished answers take"):
+        started(grammars, regex="d")
+    answers.pop()
+    assert started(grammars, regex="d")
     grammars.close()
 
 
