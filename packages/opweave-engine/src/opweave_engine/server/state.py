@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Annotated, TypeVar, cast
 
+from cyclopts import Parameter
 from fastapi import Depends, Request
 
 from opweave.config.child_process import DaemonThreads
@@ -60,40 +61,54 @@ class Deadline:
 MEBIBYTE = 1024 * 1024
 
 
+@Parameter(name="*", negative=())
 @dataclass(frozen=True)
 class ServerConfig:
-    """The configuration of a server.
+    """The configuration of a server; ``opweave serve`` has an option for each of them.
 
-    Attributes:
-        api_keys: accepted API keys; if empty, none is required.
-        served_model_names: the names of the model in requests; responses use the first one. If
-            empty, the engine's name.
-        root_path: the path under which a reverse proxy serves the server.
-        cors_origins: origins of web pages that may call the server; ``*`` allows all.
-        max_requests: the maximum number of running and waiting answers, counting each prompt ``n``
-            times; further requests get a 429.
-        max_body_bytes: the maximum size of a request body in bytes.
-        body_timeout: timeout in seconds for the headers of a request, and then for its body.
-        request_timeout: timeout in seconds for a complete response.
-        drain_timeout: timeout in seconds for accepted requests at shutdown.
-        log_prompts: whether prompts are logged.
-        ssl_keyfile: the certificate's private key; None: it is in *ssl_certfile*.
-        ssl_certfile: serve HTTPS with the certificate in this file; None: serve HTTP.
-        trust_request_chat_template: whether requests may contain a chat template. A template is a
-            program, which can use a CPU for any length of time.
-        tool_call_parser: the model's format of tool calls.
-        reasoning_parser: the model's format of reasoning.
+    Parameters
+    ----------
+    api_keys
+        API key that requests must have; repeatable. Also OPWEAVE_API_KEY.
+    served_model_names
+        Name of the model for clients; repeatable. Responses have the first one.
+    root_path
+        The path prefix that a proxy adds, such as /api.
+    cors_origins
+        Allowed CORS origin, such as https://example.com; * allows all.
+    max_requests
+        Maximum number of running and waiting answers, counting each prompt n times; others get a
+        429.
+    max_body_bytes
+        Maximum size of a request body in bytes.
+    body_timeout
+        Timeout in seconds for reading a request's headers, and then its body.
+    request_timeout
+        Timeout in seconds for a complete answer.
+    drain_timeout
+        Timeout in seconds for finishing accepted requests at shutdown.
+    log_prompts
+        Log the text of prompts.
+    ssl_keyfile
+        The private key of the certificate, if it is not in the file of --ssl-certfile.
+    ssl_certfile
+        Serve HTTPS with the certificate in this file, in PEM format.
+    trust_request_chat_template
+        Allow chat templates in requests. Templates are programs, and may use unbounded CPU time.
+    tool_call_parser
+        Format of the model's tool calls; auto detects it from the chat template.
+    reasoning_parser
+        Format of the model's reasoning; auto detects it from the chat template.
 
-    Raises:
-        ServerConfigError: a value is out of range.
+    A value that is out of range raises ServerConfigError.
     """
 
-    api_keys: tuple[str, ...] = ()
-    served_model_names: tuple[str, ...] = ()
+    api_keys: Annotated[tuple[str, ...], Parameter(name="--api-key")] = ()
+    served_model_names: Annotated[tuple[str, ...], Parameter(name="--served-model-name")] = ()
     root_path: str = ""
-    cors_origins: tuple[str, ...] = ()
+    cors_origins: Annotated[tuple[str, ...], Parameter(name="--cors")] = ()
     max_requests: int = 1024
-    max_body_bytes: int = 16 * MEBIBYTE
+    max_body_bytes: Annotated[int, Parameter(name="--max-body-size")] = 16 * MEBIBYTE
     body_timeout: float = 30.0
     request_timeout: float = 600.0
     drain_timeout: float = 60.0
