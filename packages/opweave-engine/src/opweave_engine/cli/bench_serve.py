@@ -10,11 +10,12 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
@@ -156,15 +157,8 @@ class Client:
             limits=library.Limits(max_connections=None, max_keepalive_connections=None),
         )
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def aclose(self) -> None:
+        """Close all connections."""
         await self._client.aclose()
 
     async def model(self) -> str:
@@ -352,19 +346,11 @@ def summarize(answers: Sequence[Answer], seconds: float) -> Summary:
 
 def _distribution(values: Sequence[float]) -> dict[str, float]:
     """Return mean and percentiles, in milliseconds."""
-    found = {"mean": statistics.fmean(values) * 1e3}
-    ordered = sorted(values)
-    for percent in PERCENTILES:
-        found[f"p{percent}"] = _percentile(ordered, percent) * 1e3
-    return found
-
-
-def _percentile(ordered: Sequence[float], percent: float) -> float:
-    """Interpolate linearly between the two nearest values."""
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    percentiles = zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)
+    return {
+        "mean": statistics.fmean(values) * 1e3,
+        **{f"p{percent}": float(value) * 1e3 for percent, value in percentiles},
+    }
 
 
 # The command.
@@ -438,7 +424,7 @@ def serve(
 
 
 async def _measure(client: Client, model: str | None, load: Load) -> tuple[str, Summary]:
-    async with client:
+    async with aclosing(client):
         name = model or await client.model()
         with progress_bar("answers") as progress:
             return name, summarize(*await client.run(name, load, progress))

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from fastapi import Request
 
@@ -75,9 +76,9 @@ class GenerationJob:
         object.__setattr__(self, "id", f"{self.kind}-{self.request_id or self._name}")
 
     @property
-    def model(self) -> str:
-        """The name of the model in responses."""
-        return self.server.model_names[0]
+    def header(self) -> dict[str, Any]:
+        """The fields that all responses begin with."""
+        return {"id": self.id, "created": self.created, "model": self.server.model_names[0]}
 
     async def deltas(self) -> Deltas:
         """Yield the deltas of all prompts, each with the index of its prompt. Closing it aborts.

@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 from fastapi import Request
 
 from opweave_engine import ChatTemplate, PoolingParams, SamplingParams, Tokenizer, TokenizerError
+from opweave_engine.prompts import truncated
 from opweave_engine.server.errors import ApiError, no_tokenizer
 from opweave_engine.server.protocol.base import Input, for_header
 from opweave_engine.server.protocol.chat import Conversation
@@ -48,24 +49,17 @@ class Reading:
         """Return the settings for the prompts of a request with *params*."""
         return cls(add_special_tokens, params.prompt_limit(server.engine.max_model_len))
 
-    def tokens(self, text: str, tokenizer: Tokenizer) -> list[int]:
-        """Return the tokens of a text."""
-        return tokenizer.encode(
-            text,
-            add_special_tokens=self.add_special_tokens,
-            keep=self.keep,
-            truncation_side=self.side,
-        )
-
-    def prompt(self, text: str, ids: list[int]) -> Prompt:
+    def prompt(self, content: str | list[int], tokenizer: Tokenizer) -> Prompt:
         """Return a prompt; if it may be truncated, its text is detokenized from its tokens."""
-        return Prompt(None if len(ids) == self.keep else text, ids)
-
-    def cut(self, ids: list[int]) -> list[int]:
-        """Truncate a prompt that was sent as tokens."""
-        if self.keep is None:
-            return ids
-        return ids[-self.keep :] if self.side == "left" else ids[: self.keep]
+        ids = truncated(
+            content,
+            tokenizer,
+            self.keep,
+            side=self.side,
+            add_special_tokens=self.add_special_tokens,
+        )
+        is_whole = isinstance(content, str) and len(ids) != self.keep
+        return Prompt(content if is_whole else None, ids)
 
 
 DEFAULT_READING = Reading()
@@ -119,15 +113,11 @@ async def read_prompts(
         raise ApiError(f"{param} is empty; it must hold at least one prompt.", param=param)
     count = len(several) if at_once is None else min(len(several), at_once)
     server.admission.check(count * n, param=param if n == 1 else "n")
-    texts = [one for one in several if isinstance(one, str)]
-    for text in texts:
-        check_length(text, server, param=param, reading=reading)
-    encode = partial(reading.tokens, tokenizer=server.engine.tokenizer)
-    read = iter(await read_all(encode, texts, server, deadline, param=param))
-    prompts = [
-        reading.prompt(one, next(read)) if isinstance(one, str) else Prompt(None, reading.cut(one))
-        for one in several
-    ]
+    for text in several:
+        if isinstance(text, str):
+            check_length(text, server, param=param, reading=reading)
+    encode = partial(reading.prompt, tokenizer=server.engine.tokenizer)
+    prompts = await read_all(encode, several, server, deadline, param=param, size=_text_size)
     return [replace(prompt, cache_salt=cache_salt) for prompt in prompts]
 
 
@@ -289,6 +279,10 @@ async def read_all(
         raise no_tokenizer() from error
 
 
+def _text_size(prompt: str | list[int]) -> int:
+    return len(prompt) if isinstance(prompt, str) else 0  # the tokenizer does not read token ids
+
+
 def _pair_size(pair: tuple[str, str]) -> int:
     return len(pair[0]) + len(pair[1])
 
@@ -361,6 +355,6 @@ def check_context(
             )
 
 
-def _as_list(given: Input) -> list[str] | list[list[int]]:
+def _as_list(given: Input) -> list[str | list[int]]:
     is_one = isinstance(given, str) or (given and isinstance(given[0], int))
-    return cast("list[str] | list[list[int]]", [given] if is_one else given)
+    return cast("list[str | list[int]]", [given] if is_one else given)

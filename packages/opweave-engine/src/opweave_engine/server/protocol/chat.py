@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -68,8 +68,8 @@ class ChatMessage(RequestFields):
 
     is_open = True
 
-    role: Text = Field(
-        min_length=1, description="The author's role: one that the chat template accepts."
+    role: Annotated[Text, Field(min_length=1)] = Field(
+        description="The author's role: one that the chat template accepts."
     )
     content: Text | Items[Text | ContentPart] | None = supported(
         "Text, or a list of parts; null is empty text."

@@ -60,12 +60,10 @@ class _ChatWriter:
     plan: AnswerPlan
 
     def response(self, output: RequestOutput) -> ChatResponse:
-        generation, ids, counter = self.generation, output.prompt_token_ids, UsageCounter()
+        ids, counter = output.prompt_token_ids, UsageCounter()
         counter.add(output)
         return ChatResponse(
-            id=generation.id,
-            created=generation.created,
-            model=generation.model,
+            **self.generation.header,
             choices=[self._choice(answer) for answer in output.outputs],
             usage=counter.usage(),
             prompt_token_ids=ids if self.body.return_token_ids else None,
@@ -170,14 +168,7 @@ class _ChatWriter:
         )
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatChunk:
-        generation = self.generation
-        return ChatChunk(
-            id=generation.id,
-            created=generation.created,
-            model=generation.model,
-            choices=choices,
-            usage=usage,
-        )
+        return ChatChunk(**self.generation.header, choices=choices, usage=usage)
 
 
 def _finish_reason(reason: FinishReason | None, parsed: ParsedAnswer) -> ChatFinishReason | None:

@@ -186,14 +186,7 @@ class _CompletionsWriter:
         return UsageCounter(counts_completion=not self.body.writes_nothing)
 
     def _body(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionResponse:
-        generation = self.generation
-        return CompletionResponse(
-            id=generation.id,
-            created=generation.created,
-            model=generation.model,
-            choices=choices,
-            usage=usage,
-        )
+        return CompletionResponse(**self.generation.header, choices=choices, usage=usage)
 
 
 def _error(output: RequestOutput) -> ErrorDetail | None:

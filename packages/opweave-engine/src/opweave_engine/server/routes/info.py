@@ -136,7 +136,7 @@ async def _tokens(
     tokenizer, reading = server.engine.tokenizer, Reading(add_special_tokens=body.special)
 
     def encode(text: str) -> tuple[list[int], list[str] | None]:
-        ids = reading.tokens(text, tokenizer)
+        ids = reading.prompt(text, tokenizer).ids
         return ids, [tokenizer.token(i) or "" for i in ids] if body.return_token_strs else None
 
     if isinstance(body, TokenizePrompt):

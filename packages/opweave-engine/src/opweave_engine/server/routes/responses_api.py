@@ -234,7 +234,7 @@ class _ResponsesWriter:
             "id": generation.id,
             "object": "response",
             "created_at": generation.created,
-            "model": generation.model,
+            "model": generation.header["model"],
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
