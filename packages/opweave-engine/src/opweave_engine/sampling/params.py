@@ -80,31 +80,6 @@ def token_ids(name: str, ids: object) -> tuple[int, ...]:
 
 MAX_LOGPROBS = 20  # as many as OpenAI's API gives
 MAX_N = 128  # answers to one prompt
-_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"}
-_INTEGERS = {  # the least value, and a note for the message
-    "max_tokens": (1, "or None for no limit"),
-    "top_k": (-1, "where 0 and -1 mean all tokens"),
-    "seed": (-(2**63), "or None"),
-    "n": (1, f"and at most {MAX_N}"),
-    "min_tokens": (0, "and at most max_tokens"),
-    "truncate_prompt_tokens": (1, "or -1 for as many as there is room for"),
-    "logprobs": (0, f"at most {MAX_LOGPROBS}, or None"),
-    "prompt_logprobs": (0, f"at most {MAX_LOGPROBS}, or None"),
-}
-_MAXIMA = {"n": MAX_N, "logprobs": MAX_LOGPROBS, "prompt_logprobs": MAX_LOGPROBS}
-_NUMBERS = {
-    "temperature": (0.0, math.inf),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, math.inf),
-}
-# Values in the range of a number, but without a meaning.
-_NO_ZERO = {
-    "top_p": "leaves no token; it must be above 0, and at most 1",
-    "repetition_penalty": "divides by zero; it must be above 0",
-}
 _FLAGS = (
     "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
     "include_stop_str_in_output",
@@ -195,22 +170,33 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids", "kept_special_tokens"):
             if name != "allowed_token_ids" or self.allowed_token_ids is not None:
                 object.__setattr__(self, name, token_ids(name, getattr(self, name)))
-        for name, (least, note) in _INTEGERS.items():
-            value = getattr(self, name)
-            if name == "truncate_prompt_tokens" and value == -1:
-                continue
-            if value is not None or name not in _OPTIONAL:
-                check_int(name, value, least, note)
-            if name in _MAXIMA and value is not None and value > _MAXIMA[name]:
-                raise SamplingParamsError(f"{name}={value} must be at most {_MAXIMA[name]}.", name)
-        for name, limits in _NUMBERS.items():
-            check_number(name, getattr(self, name), *limits)
-            if name in _NO_ZERO and getattr(self, name) == 0:
-                raise SamplingParamsError(f"{name}=0 {_NO_ZERO[name]}.", name)
-        for name in _FLAGS:
-            check_flag(name, getattr(self, name))
+        if self.max_tokens is not None:
+            check_int("max_tokens", self.max_tokens, 1, "or None for no limit")
+        check_number("temperature", self.temperature, 0.0, math.inf)
+        check_number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0:
+            message = "top_p=0 leaves no token; it must be above 0, and at most 1."
+            raise SamplingParamsError(message, "top_p")
+        check_int("top_k", self.top_k, -1, "where 0 and -1 mean all tokens")
+        if self.seed is not None:
+            check_int("seed", self.seed, -(2**63), "or None")
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_int("n", self.n, 1, f"and at most {MAX_N}")
+        if self.n > MAX_N:
+            raise SamplingParamsError(f"n={self.n} must be at most {MAX_N}.", "n")
+        self._check_limits()
+        self._check_penalties()
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
+        form = self.structured_outputs
+        if form is not None and not isinstance(form, StructuredOutputsParams):
+            message = f"structured_outputs={form!r} must be StructuredOutputsParams, or None."
+            raise SamplingParamsError(message, "structured_outputs")
+
+    def _check_limits(self) -> None:
+        check_int("min_tokens", self.min_tokens, 0, "and at most max_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise SamplingParamsError(
                 f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}.",
@@ -219,13 +205,22 @@ class SamplingParams:
         if self.allowed_token_ids == ():
             message = "allowed_token_ids is empty, which leaves no token; None allows all."
             raise SamplingParamsError(message, "allowed_token_ids")
-        self._check_logit_bias()
-        form = self.structured_outputs
-        if form is not None and not isinstance(form, StructuredOutputsParams):
-            message = f"structured_outputs={form!r} must be StructuredOutputsParams, or None."
-            raise SamplingParamsError(message, "structured_outputs")
+        if (count := self.truncate_prompt_tokens) is not None and count != -1:
+            check_int("truncate_prompt_tokens", count, 1, "or -1 for as many as there is room for")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                check_int(name, value, 0, f"at most {MAX_LOGPROBS}, or None")
+                if value > MAX_LOGPROBS:
+                    message = f"{name}={value} must be at most {MAX_LOGPROBS}."
+                    raise SamplingParamsError(message, name)
 
-    def _check_logit_bias(self) -> None:
+    def _check_penalties(self) -> None:
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
+        if self.repetition_penalty == 0:
+            message = "repetition_penalty=0 divides by zero; it must be above 0."
+            raise SamplingParamsError(message, "repetition_penalty")
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, Mapping):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 from cyclopts import Parameter
 from fastapi import Depends, Request
@@ -19,6 +19,7 @@ from opweave.config.child_process import DaemonThreads
 from opweave.config.values import api_key_fault
 from opweave_engine import ChatTemplate, EngineClient
 from opweave_engine.prompts import IOProcessor
+from opweave_engine.server.disconnect import unless_gone
 from opweave_engine.server.errors import HANG_UP, RETRY, ApiError, ServerConfigError
 from opweave_engine.server.output_parser import OutputStyle, ReasoningParser, ToolCallParser
 from opweave_engine.server.protocol.base import RequestBody
@@ -265,19 +266,6 @@ class ServerState:
         """The served model names; answers have the first one."""
         return self.config.served_model_names or (self.engine.model_name,)
 
-    def deadline(self) -> Deadline:
-        """Return the deadline of a request that arrives now."""
-        return Deadline(self.config.request_timeout)
-
-    async def as_guest(self, work: Callable[[], T], deadline: Deadline) -> T:
-        """Return the result of *work*, which runs third-party code and may block.
-
-        Raises:
-            ApiError: the deadline passes.
-        """
-        async with deadline.limit():
-            return await asyncio.get_running_loop().run_in_executor(self.guests, work)
-
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if the model is not served under that name; None and "" match any."""
         if name and name not in self.model_names:
@@ -289,8 +277,13 @@ class ServerState:
                 code="model_not_found",
             )
 
-    def accept(self, body: RequestBody, request: Request) -> None:
+    def accept(self, body: RequestBody, request: Request, param: str) -> ServerCall:
         """Check the model's name and the engine, and record the ignored fields of *body*.
+
+        Args:
+            body: the body of *request*.
+            request: the HTTP request.
+            param: the field of its prompts.
 
         Raises:
             ApiError: the model does not exist, or the engine is dead.
@@ -299,6 +292,48 @@ class ServerState:
         self.check_model(body.model)
         if not self.engine.is_running:
             raise ApiError("The engine does not run.", status=503, code="engine_dead")
+        return ServerCall(self, request, param)
+
+
+@dataclass
+class ServerCall:
+    """An HTTP request that the server has accepted.
+
+    Attributes:
+        server: the server.
+        request: the HTTP request.
+        param: the field of its prompts.
+        deadline: when the response must be complete.
+    """
+
+    server: ServerState
+    request: Request
+    param: str
+    deadline: Deadline = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.deadline = Deadline(self.server.config.request_timeout)
+
+    def places(self, count: int) -> AbstractContextManager[None]:
+        """Reserve *count* outputs, as :meth:`Admission.places`."""
+        return self.server.admission.places(count, param=self.param)
+
+    async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of *work*; cancel it as soon as the client disconnects.
+
+        Raises:
+            ClientGoneError: the client has disconnected.
+        """
+        return await unless_gone(self.request, work)
+
+    async def as_guest(self, work: Callable[[], T]) -> T:
+        """Return the result of *work*, which runs third-party code and may block.
+
+        Raises:
+            ApiError: the deadline passes.
+        """
+        async with self.deadline.limit():
+            return await asyncio.get_running_loop().run_in_executor(self.server.guests, work)
 
 
 async def _server(request: Request) -> ServerState:
