@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from opweave_engine import PoolingParams
+from opweave_engine.sampling.params import check_truncation
 from opweave_engine.server.errors import ApiError
 from opweave_engine.server.protocol.base import (
     Input,
@@ -42,16 +43,10 @@ class EncoderFields(RequestBody):
         """Return the maximum number of tokens of a prompt for this *context*; None: no truncation.
 
         Raises:
-            ApiError: the number is out of range.
+            SamplingParamsError: the number is out of range.
         """
-        keep = self.truncate_prompt_tokens
-        if keep is not None and keep != -1 and keep < 1:
-            raise ApiError(
-                f"truncate_prompt_tokens={keep} must be at least 1, or -1 for as many as the model "
-                "takes.",
-                param="truncate_prompt_tokens",
-            )
-        return context if keep == -1 else keep
+        check_truncation(self.truncate_prompt_tokens)
+        return context if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
 
 class EmbeddingFields(EncoderFields, TextOnly):

@@ -6,7 +6,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from opweave_engine.server.errors import ApiError
 from opweave_engine.server.protocol.base import (
     Int,
     Items,
@@ -56,34 +55,18 @@ class RerankRequest(ScoringFields):
     """Sort documents by their score for a query."""
 
     query: Text = Field(description="The first text of every pair.")
-    documents: Items[Text | Document] = Field(description="The second texts: strings or objects.")
-    top_n: Int | None = supported("The maximum number of results; 0: all.")
+    documents: Items[Text | Document] = Field(
+        min_length=1, description="The second texts: strings or objects."
+    )
+    top_n: Int | None = supported("The maximum number of results; 0: all.", ge=0)
     return_documents: bool | None = supported("True by default; false leaves the texts out.")
     rank_fields: Unused = refused("Documents have one field, text.", [], ["text"])
     max_chunks_per_doc: Unused = refused("Documents are not split; use truncate_prompt_tokens.")
     max_tokens_per_doc: Unused = refused("Use truncate_prompt_tokens.")
 
     def texts(self) -> list[str]:
-        """Return the texts of the documents.
-
-        Raises:
-            ApiError: there are no documents.
-        """
-        if not self.documents:
-            raise ApiError("documents is empty; it must hold at least one.", param="documents")
+        """Return the texts of the documents."""
         return [one if isinstance(one, str) else one.text for one in self.documents]
-
-    def num_results(self) -> int:
-        """Return the maximum number of results.
-
-        Raises:
-            ApiError: ``top_n`` is out of range.
-        """
-        if self.top_n is not None and self.top_n < 0:
-            raise ApiError(
-                f"top_n={self.top_n} must be at least 1, or 0 for all documents.", param="top_n"
-            )
-        return self.top_n or len(self.documents)
 
 
 class Score(ResponseBody):

@@ -33,7 +33,7 @@ router = APIRouter(responses=ERRORS, tags=["Scoring"])
 async def rerank(body: RerankRequest, request: Request, server: Server) -> Response:
     """Sort documents by their score for a query, with a cross-encoder."""
     call = server.accept(body, request, "documents")
-    texts, count = body.texts(), body.num_results()
+    texts = body.texts()
     outputs = await _outputs(body, [(body.query, text) for text in texts], call)
     results = [
         RerankResult(
@@ -47,7 +47,7 @@ async def rerank(body: RerankRequest, request: Request, server: Server) -> Respo
     response = RerankResponse(
         id=f"rerank-{uuid.uuid4().hex}",
         model=server.model_names[0],
-        results=results[:count],
+        results=results[: body.top_n or None],
         usage=_usage(outputs),
     )
     return json_response(response, exclude_none=True)
