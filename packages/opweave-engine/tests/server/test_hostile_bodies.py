@@ -375,24 +375,6 @@ def test_the_limit_of_a_text_grows_with_the_context(start: Start, held: HeldToke
     assert "at most 1280000" in error["message"]
 
 
-def test_short_texts_are_tokenized_quickly_next_to_the_longest(server: Running) -> None:
-    def longest() -> None:
-        words = {"prompt": ("some words " * LIMIT)[:LIMIT]}
-        counts.append(server.post("/tokenize", words).json()["count"])
-
-    counts: list[int] = []
-    thread = threading.Thread(target=longest)
-    thread.start()
-    until(lambda: server.state.admission.active == 1)
-    seconds = []
-    while thread.is_alive():
-        started = time.perf_counter()
-        assert server.post("/tokenize", {"prompt": "word " * 1_000}).status_code == 200
-        seconds.append(time.perf_counter() - started)
-    assert counts[0] > LIMIT // 20
-    assert max(seconds) < 0.5
-
-
 def test_many_items_of_one_turn_are_joined_at_once() -> None:
     items = [{"role": "assistant", "content": "a" * 50}] * 40_000
     started = time.process_time()
