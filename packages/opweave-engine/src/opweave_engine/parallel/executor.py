@@ -24,9 +24,9 @@ from torch.distributed.rendezvous import rendezvous
 from opweave.config import EngineConfig
 from opweave.platforms import Platform
 from opweave.plugins import resolve_obj_by_qualname
-from opweave_engine.cache_plan import CachePlan
+from opweave_engine.decode_graphs import SequenceStep
 from opweave_engine.errors import EngineDeadError, InvalidArgumentError, RankFailedError
-from opweave_engine.forward import SequenceStep
+from opweave_engine.kv_cache import CachePlan
 from opweave_engine.load.checkpoint import Progress
 from opweave_engine.runner import ModelFacts, Worker, cpu_threads
 from opweave_engine.sampling.sampler import Sampled

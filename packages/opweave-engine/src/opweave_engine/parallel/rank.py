@@ -33,9 +33,9 @@ from opweave.plugins import (
     plugin_report,
     resolve_obj_by_qualname,
 )
-from opweave_engine.cache_plan import CachePlan
+from opweave_engine.decode_graphs import SequenceStep
 from opweave_engine.errors import NonFiniteLogitsError, RankFailedError
-from opweave_engine.forward import SequenceStep
+from opweave_engine.kv_cache import CachePlan
 from opweave_engine.load.checkpoint import Progress
 from opweave_engine.parallel.communicators import Communicator, RankGroup
 from opweave_engine.runner import ModelFacts, Worker

@@ -26,7 +26,7 @@ from opweave.config import EngineConfig
 from opweave.config.child_process import ChildProcess
 from opweave.ir.errors import OpweaveError, described
 from opweave.platforms import Platform
-from opweave_engine.cache_plan import CachePlan
+from opweave_engine.decode_graphs import SequenceStep
 from opweave_engine.errors import (
     CommunicatorError,
     EngineDeadError,
@@ -34,7 +34,7 @@ from opweave_engine.errors import (
     NonFiniteLogitsError,
     RankFailedError,
 )
-from opweave_engine.forward import SequenceStep
+from opweave_engine.kv_cache import CachePlan
 from opweave_engine.load.checkpoint import Progress
 from opweave_engine.load.loader import check_ranks
 from opweave_engine.parallel.executor import Executor, Launch
