@@ -16,14 +16,12 @@ from models.running import assert_near, expected
 from models.tiny_checkpoints import random_ids
 from models.two_ranks import RANKS, run_rank
 from opweave.config.engine import ModelImpl
-from opweave_engine.models import PatchGrid
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 LLAMA = ("llama", "biases", "mistral", "qwen2", "qwen3")  # of the one fixture, the others
 LANGUAGE = ("mixtral", "qwen3_moe", "deepseek", "gemma3", "mamba2")  # of the other
 COMPILED = ("one_layer", "mixtral_one_layer")
 TOKENS = 17  # more than the sliding windows
-SIZES = [(1, 4, 6), (2, 2, 4)]  # images, in patches
 
 
 class Case(NamedTuple):
@@ -59,14 +57,6 @@ def bert(built: tuple[Path, Any]) -> Case:
     ids = torch.tensor(random_ids(12, TOKENS))
     hidden = reference(input_ids=ids[None]).last_hidden_state[0]
     return Case(path, {"ids": ids, "positions": torch.arange(TOKENS)}, hidden)
-
-
-def vision(built: tuple[Path, Any]) -> Case:
-    path, reference = built
-    grid = PatchGrid.of(SIZES, 2)
-    pixels = torch.randn(len(grid.positions), 3 * 2 * 4 * 4)
-    merged = reference(pixels, torch.tensor(SIZES)).pooler_output
-    return Case(path, {"pixels": pixels, **grid._asdict()}, merged)
 
 
 def gpt_oss(path: Path) -> Case:
@@ -113,7 +103,6 @@ def outcomes(
         cases = {kind: language_model(checkpoint(kind)) for kind in LLAMA}
         cases |= {kind: language_model(layer_checkpoint(kind)) for kind in LANGUAGE}
         cases["bert"] = bert(layer_checkpoint("bert"))
-        cases["qwen2_vision"] = vision(layer_checkpoint("qwen2_vision"))
         cases["gpt_oss"] = gpt_oss(tmp_path_factory.mktemp("gpt_oss"))
         cases |= compiled_cases(checkpoint, layer_checkpoint)
     return run(cases, tmp_path_factory.mktemp("two_ranks"))
@@ -132,7 +121,7 @@ def check(outcome: Outcome) -> None:
         assert_near(result, outcome.wanted)
 
 
-@pytest.mark.parametrize("kind", [*LLAMA, *LANGUAGE, "bert", "qwen2_vision", "gpt_oss", *COMPILED])
+@pytest.mark.parametrize("kind", [*LLAMA, *LANGUAGE, "bert", "gpt_oss", *COMPILED])
 def test_two_processes_give_the_results_of_transformers(kind: str, outcomes: Outcomes) -> None:
     check(outcomes[kind])
 

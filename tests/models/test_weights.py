@@ -29,7 +29,6 @@ LAYERS = (
     "gemma3_untied",
     "mamba2",
     "bert",
-    "qwen2_vision",
 )
 
 

@@ -31,12 +31,6 @@ from opweave_engine.models.gpt_oss import GptOssMoE
 from opweave_engine.models.llama import LlamaForCausalLM
 from opweave_engine.models.mamba2 import Mamba2Config, Mamba2ForCausalLM
 from opweave_engine.models.mixture import MixtralForCausalLM, MixtureConfig, Qwen3MoeForCausalLM
-from opweave_engine.models.qwen2_vision import (
-    PatchGrid,
-    PatchGridError,
-    Qwen2VisionConfig,
-    Qwen2VisionTransformer,
-)
 from opweave_engine.models.registry import (
     build_model,
     model_class,
@@ -77,10 +71,6 @@ __all__ = [
     "MixtralForCausalLM",
     "MixtureConfig",
     "ModelError",
-    "PatchGrid",
-    "PatchGridError",
-    "Qwen2VisionConfig",
-    "Qwen2VisionTransformer",
     "Qwen3MoeForCausalLM",
     "UnsupportedModelError",
     "WeightsError",
