@@ -219,14 +219,16 @@ def test_absent_keys_mean_what_they_mean_to_transformers(
     absent = ("max_position_embeddings", "num_experts_per_tok")
     sizes = {k: v for k, v in RAW.items() if k not in absent}
     theirs = AutoConfig.for_model(model_type, **{**sizes, **changes})
-    read = MixtureConfig.mixtral if model_type == "mixtral" else MixtureConfig.qwen3_moe
-    ours = read({**sizes, **changes})
+    architecture = "Mixtral" if model_type == "mixtral" else "Qwen3Moe"
+    ours = MixtureConfig.from_hf(
+        {"architectures": [f"{architecture}ForCausalLM"], **sizes, **changes}
+    )
     for name in ("max_position_embeddings", "rms_norm_eps", "num_key_value_heads", "vocab_size",
                  "intermediate_size", "num_experts_per_tok", "tie_word_embeddings"):  # fmt: skip
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.num_experts == theirs.num_local_experts
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 16)
-    assert ours.sliding_window == theirs.sliding_window
+    assert {*ours.windows} == {theirs.sliding_window}
     assert ours.rope["rope_theta"] == theirs.rope_parameters["rope_theta"]
     if model_type == "qwen3_moe":
         assert ours.norm_topk_prob == theirs.norm_topk_prob
@@ -258,7 +260,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_configurations_that_are_wrong(case: int) -> None:
     changes, error, match = WRONG[case]
     with pytest.raises(error, match=match):
-        MixtureConfig.qwen3_moe({**RAW, **changes})
+        MixtureConfig.from_hf({"architectures": ["Qwen3MoeForCausalLM"], **RAW, **changes})
 
 
 def test_the_block_of_gpt_oss_needs_enough_experts() -> None:

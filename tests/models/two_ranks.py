@@ -50,10 +50,7 @@ def _run(
         options = {"codegen": codegen}
         run = torch.compile(model, backend="opweave", fullgraph=True, dynamic=True, options=options)
     hidden = run(*given.values())
-    if isinstance(model, LanguageModel):
-        result = model.compute_logits(hidden)
-    else:
-        result = hidden
+    result = model.compute_logits(hidden) if isinstance(model, LanguageModel) else hidden
     return {"result": result, "numel": torch.tensor(sum(p.numel() for p in model.parameters()))}
 
 
