@@ -349,8 +349,8 @@ def load_model(
             checkpoint.check_index(shapes_of(files), optional=HEAD if is_tied else None)
             check_shapes(planned, {n: s for n, s in shapes.items() if not is_cache_scale(n)})
         weight_dtype = weight_dtype or dtype_of(sources)
-        config = untied(config, planned, sources, weight_dtype)
-        model, packed = build_quantized(config, weight_dtype, sources)
+        values = untied(config, planned, sources, weight_dtype)
+        model, packed = build_quantized(values, weight_dtype, sources)
         move_parameters(model)
         with fit_errors():
             model.load_weights(_tensors(sources, packed, progress or (lambda *_: None)))

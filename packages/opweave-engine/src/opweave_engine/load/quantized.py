@@ -531,7 +531,8 @@ def _faults(weights: Mapping[str, Any], tensors: Tensors, shape: tuple[int, int]
         shape: ``(out, in)`` of the matrix.
     """
     rows, columns = shape
-    kind, size = weights.get("type") or "int", weights.get("group_size")
+    kind: str = weights.get("type") or "int"
+    size: Any = weights.get("group_size")
     is_float = "weight" in tensors and tensors["weight"].dtype is torch.float8_e4m3fn
     if is_float != (kind == "float"):
         yield f"weights are not of the type {kind!r}"

@@ -62,9 +62,9 @@ def new_directory(path: Path) -> Iterator[Path]:
             for folder in new_parents:
                 folder.rmdir()
         # Errors while writing data do not name the file.
-        file = error.filename if isinstance(error, OSError) else None
+        name = error.filename if isinstance(error, OSError) else None
         folders = (partial, *new_parents)
-        is_within = file is None or any(Path(str(file)).is_relative_to(f) for f in folders)
+        is_within = name is None or any(Path(str(name)).is_relative_to(f) for f in folders)
         if isinstance(error, OSError) and is_within:
             raise InvalidArgumentError(
                 f"{str(path)!r} cannot be written: {error.strerror or error}."
