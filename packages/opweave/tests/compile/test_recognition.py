@@ -15,7 +15,7 @@ import opweave.compile
 from opweave import ir
 from opweave.compile.report import Report
 from opweave.ir import IrOp
-from opweave.ir.spec import Spelling
+from opweave.ir.op import Spelling
 
 from .conftest import all_native
 from .test_identity import generated

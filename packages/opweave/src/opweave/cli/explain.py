@@ -45,8 +45,8 @@ from opweave.cli.output import (
 )
 from opweave.ir import Selection
 from opweave.ir.errors import OpweaveError
+from opweave.ir.op import least_bytes
 from opweave.ir.scope import Scope, current_scope, entered
-from opweave.ir.spec import least_bytes
 
 if TYPE_CHECKING:
     from opweave.compile import Report

@@ -1,6 +1,6 @@
 """Recognition: find ops in graphs of plain PyTorch operators, the graphs of unmodified models.
 
-Each op declares its spellings (:mod:`opweave.ir.spec`). A spelling is traced like a composite
+Each op declares its spellings (:mod:`opweave.ir.op`). A spelling is traced like a composite
 and found by the same matcher, which compares the dtype of every intermediate result. It is replaced
 with a call of the op if an implementation other than native would run. Graphs with gradients are
 not changed.
@@ -32,8 +32,8 @@ from opweave.compile.plan import Context
 from opweave.compile.report import RecognitionReport
 from opweave.compile.tracing import AtenTrace, inline, variables
 from opweave.ir import IrOp, current_registry
+from opweave.ir.op import Spelling
 from opweave.ir.priority import NATIVE
-from opweave.ir.spec import Spelling
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NEAR = 0.6  # the share of a pattern that must match for a near miss
