@@ -141,12 +141,6 @@ VARIABLES = (
         "Whether a failing plugin is an error. With `0`, opweave logs a warning and continues.",
     ),
     Variable(
-        "OPWEAVE_PLUGIN_TIMEOUT",
-        "number",
-        "1.5",
-        "The time limit of a plugin's function in seconds, without its imports.",
-    ),
-    Variable(
         TUNING_FILE,
         "path",
         "",
