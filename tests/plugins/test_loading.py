@@ -370,44 +370,6 @@ def test_a_plugin_may_use_ops_and_ask_for_plugins(
     assert set(registry.ops) == {"triple"}
 
 
-def test_a_thread_that_a_plugin_leaves_behind_registers_nothing(
-    installed: Install, registry: ir.Registry
-) -> None:
-    source = """
-        import contextvars, threading
-        from opweave import ir
-        from torch import Tensor
-        go, done, errors = threading.Event(), threading.Event(), []
-        def late():
-            go.wait(10)
-            try:
-                @ir.register_op
-                def triple(x: Tensor) -> Tensor:
-                    return x * 3
-            except Exception as error:
-                errors.append(error)
-            done.set()
-        def register():
-            import opweave_test_threads as shared
-            shared.module = (go, done, errors)
-            context = contextvars.copy_context()
-            threading.Thread(target=context.run, args=(late,)).start()
-            raise OSError
-    """
-    shared = type(sys)("opweave_test_threads")
-    sys.modules["opweave_test_threads"] = shared
-    try:
-        with pytest.raises(PluginFailedError):
-            installed(plugin("a", source)).load_general()
-    finally:
-        del sys.modules["opweave_test_threads"]
-    go, done, errors = shared.module  # type: ignore[attr-defined]
-    go.set()
-    assert done.wait(10)
-    assert "cannot be registered any more" in str(errors[0])
-    assert not registry.ops
-
-
 def test_unknown_groups_and_plugins(installed: Install) -> None:
     loader = installed(plugin("acme", CALLS))
     with pytest.raises(UnknownGroupError, match=r"Did you mean 'opweave.general_plugins'\?"):

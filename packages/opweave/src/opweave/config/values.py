@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, Self, TypeVar
 
@@ -274,7 +273,7 @@ class RegistryEntry(Generic[T]):
 class OpenRegistry(Generic[T]):
     """Values by unique name, with the plugin that registered each.
 
-    If a plugin fails, its registrations are undone.
+    If a plugin fails, its registrations are taken back.
 
     Args:
         noun: the kind of the values, for messages: ``"compiler pass"``.
@@ -300,8 +299,7 @@ class OpenRegistry(Generic[T]):
                 f"{_shown(self._entries[name].owner)}, so {_shown(current_owner())} cannot use "
                 "that name. Choose another."
             )
-        self._entries[name] = RegistryEntry(value, current_owner())
-        enter(f"{self.noun} {name}", partial(self._entries.__delitem__, name))
+        enter(f"{self.noun} {name}", self._entries, name, RegistryEntry(value, current_owner()))
         return value
 
     def __getitem__(self, name: str) -> T:
