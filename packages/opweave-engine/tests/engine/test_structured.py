@@ -818,6 +818,8 @@ def test_the_memory_of_all_grammars_is_limited(monkeypatch: pytest.MonkeyPatch) 
         started(grammars, regex=letter)
     assert len(grammars._compiled) == 2
     answers = [started(grammars, regex=letter) for letter in "bc"]
+    assert started(grammars, regex="small")
+    monkeypatch.setattr(grammar_compiler, "_SMALL_BYTES", 100)
     with pytest.raises(GrammarQueueFullError, match="The grammars of unfinished answers take"):
         started(grammars, regex="d")
     answers.pop()

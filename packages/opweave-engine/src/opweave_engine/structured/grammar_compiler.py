@@ -236,6 +236,7 @@ class GrammarState:
 
 _CACHED_GRAMMARS = 256
 _HELD_BYTES = 256 * 2**20  # of the grammars in the cache and of unfinished answers
+_SMALL_BYTES = 2**20  # of a grammar that does not wait until unfinished answers with large ones end
 # Grammars that are larger or take longer wait for each other, but nothing else waits for them.
 _QUICK_CHARACTERS, _QUICK_SECONDS = 2**16, 0.25
 _MAX_SECONDS = 10.0
@@ -405,6 +406,8 @@ class GrammarCompiler:
         """
         with self._lock:
             while (held := sum(compiled.size for compiled in self._held)) + size > _HELD_BYTES:
+                if not self._compiled and size <= _SMALL_BYTES:
+                    return
                 if not self._compiled:
                     raise GrammarQueueFullError(
                         f"The grammars of unfinished answers take {held / 2**20:.0f} MiB, and this "
