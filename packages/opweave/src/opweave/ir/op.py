@@ -420,6 +420,8 @@ class OpDefinition:
         self.site, self.owner = caller_site(), current_owner()
         traits = check_traits({DIFFERENTIABLE, *native_traits})
         self._impls = {NATIVE: IrOpImpl(self, NATIVE, native, traits=traits, site=self.site)}
+        # By provider; several implementations where the function has tunable parameters.
+        self._groups: dict[str, Sequence[IrOpImpl]] = {NATIVE: [self._impls[NATIVE]]}
         self._tolerances = dict(DEFAULT_TOLERANCES)
         self._input_generator: Callable[..., tuple[Any, ...]] | None = None
         self.spellings: tuple[Spelling, ...] = ()
@@ -528,24 +530,16 @@ class OpDefinition:
                     f"{self.name}: provider {provider!r} is registered already{by}, at "
                     f"{first.site}; this is {made[0].site}. Use another name, or override=True."
                 )
-            self._enter(provider, made)
+            label = f"implementation {self.name}:{provider}"
+            transaction.enter(label, self._groups, provider, made, self._use_groups)
+            self._use_groups()
             return function
 
         return decorate
 
-    def _enter(self, provider: str, made: Sequence[IrOpImpl]) -> None:
-        """Replace the implementations of *provider*, one for each value of its parameters."""
-        former = {name: each for name, each in self._impls.items() if each.base == provider}
-        others = {name: each for name, each in self._impls.items() if name not in former}
-        self._impls = {**others, **{impl.provider: impl for impl in made}}
+    def _use_groups(self) -> None:
+        self._impls = {impl.provider: impl for group in self._groups.values() for impl in group}
         self.reset()
-
-        def undo() -> None:
-            kept = {name: each for name, each in self._impls.items() if each not in made}
-            self._impls = {**kept, **former}
-            self.reset()
-
-        transaction.enter(f"implementation {self.name}:{provider}", undo)
 
     def supported_providers(self) -> list[str]:
         """Return the providers that can run on this system."""

@@ -6,6 +6,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, overload
 from weakref import WeakValueDictionary
@@ -229,8 +230,8 @@ class Registry:
 
     @property
     def ops(self) -> Mapping[str, IrOp]:
-        """The declared ops by name."""
-        return MappingProxyType(self._ops)
+        """The declared ops by name, as they are now: other threads may register more."""
+        return MappingProxyType(self._ops.copy())
 
     def op(self, name: str) -> IrOp:
         """Return the op called *name*.
@@ -268,10 +269,10 @@ class Registry:
                 self._check_replaceable(former, op, override=override)
                 former.torch_ops.remove()  # torch does not allow redefinition
             op.define()
-            self._ops = {**self._ops, op.name: op}
+            restored = partial(self._define_again, op, former)
+            transaction.enter(f"op {op.name}", self._ops, op.name, op, restored)
             if former is not None:
                 self._reset_ops()
-        transaction.enter(f"op {op.name}", lambda: self._remove(op, former))
         return op
 
     def _check_replaceable(self, former: IrOp, op: IrOp, *, override: bool) -> None:
@@ -289,13 +290,11 @@ class Registry:
             f"@ir.ops.{op.name}.register_impl. {advice}."
         )
 
-    def _remove(self, op: IrOp, former: IrOp | None) -> None:
+    def _define_again(self, op: IrOp, former: IrOp | None) -> None:
         with self.lock:
-            self._ops = {name: each for name, each in self._ops.items() if each is not op}
             op.torch_ops.remove()
             if former is not None:
                 former.define()
-                self._ops = {**self._ops, former.name: former}
             self._reset_ops()
 
     def on_first_use(

@@ -132,7 +132,7 @@ class Settings:
         self._on_change, self.ensure_ready = on_change, ensure_ready
         self.lock = threading.RLock()
         self._priorities: dict[Source, dict[str, Entries]] = {}
-        self._default_owners: dict[str, Owner | None] = {}
+        self._defaults: dict[str, tuple[Entries, Owner | None]] = {}
         self._required: dict[Source, dict[str, str]] = {}
         self._check_donation = False
         self._tuned: dict[str, tuple[SizeRange, ...]] = {}
@@ -177,30 +177,16 @@ class Settings:
         Warn if a plugin replaces the default of another owner, since the result then depends on
         the load order.
         """
-        defaults = self._priorities.setdefault(Source.SET_DEFAULT, {})
-        before, owner = (defaults.get(op), self.default_owner(op)), current_owner()
-        if before[0] is not None and owner not in (None, before[1]):
-            warnings.warn(_replaced(op, before[0], owner), ReplacedWarning, stacklevel=3)
-        self._enter_default(op, entries, owner)
-
-        def undo() -> None:
-            if defaults.get(op) is entries:
-                self._enter_default(op, *before)
-
-        transaction.enter(f"default of {op}", undo)
+        former, owner = self._defaults.get(op), current_owner()
+        if former is not None and owner not in (None, former[1]):
+            warnings.warn(_replaced(op, former[0], owner), ReplacedWarning, stacklevel=3)
+        default = None if entries is None else (entries, owner)
+        transaction.enter(f"default of {op}", self._defaults, op, default, self._on_change)
+        self._on_change()
 
     def default_owner(self, op: str) -> Owner | None:
         """Return the plugin that set the default of the op, if any."""
-        return self._default_owners.get(op)
-
-    def _enter_default(self, op: str, entries: Entries | None, owner: Owner | None) -> None:
-        defaults = self._priorities[Source.SET_DEFAULT]
-        if entries is None:
-            defaults.pop(op, None)
-        else:
-            defaults[op] = entries
-        self._default_owners[op] = owner
-        self._on_change()
+        return self._defaults[op][1] if op in self._defaults else None
 
     def priorities(self, op: str, providers: Container[str], tuned: Entries = ()) -> list[Entries]:
         """Return the lists for *op*, strongest first.
@@ -211,6 +197,8 @@ class Settings:
             tuned: the list of the tuning file.
         """
         by_source = {s: lists[op] for s, lists in self._priorities.items() if op in lists}
+        if op in self._defaults:
+            by_source[Source.SET_DEFAULT] = self._defaults[op][0]
         if tuned:
             by_source[Source.TUNED] = tuned
         if Source.PLATFORM not in by_source:
@@ -221,8 +209,9 @@ class Settings:
     def configured_ops(self) -> dict[str, str]:
         """Return the ops that any source names, with the origin of the strongest."""
         named: dict[str, str] = {}
-        for source in sorted(self._priorities):
-            for op, entries in self._priorities[source].items():
+        defaults = {op: entries for op, (entries, _) in self._defaults.items()}
+        for source, lists in sorted({**self._priorities, Source.SET_DEFAULT: defaults}.items()):
+            for op, entries in lists.items():
                 if (source, op) != (Source.PLATFORM, EVERY_OP):
                     named.setdefault(op, entries[0].origin)
         return named

@@ -15,13 +15,15 @@ __all__ = ["isolated_registry", "restored", "written_out"]
 @contextmanager
 def restored(*ops: IrOp) -> Iterator[None]:
     """Restore the implementations of *ops* at the end of the block."""
-    before = {op: dict(op.impls) for op in ops}
+    for op in ops:
+        op.registry.ensure_ready()
+    before = {op: dict(op._groups) for op in ops}
     try:
         yield
     finally:
-        for op, impls in before.items():
-            op._impls = impls
-            op.reset()
+        for op, groups in before.items():
+            op._groups = groups
+            op._use_groups()
 
 
 @contextmanager
