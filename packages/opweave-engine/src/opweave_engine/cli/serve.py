@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -37,6 +38,7 @@ from opweave_engine.server.state import ServerConfig
 
 
 _SECRET = ("--api-key",)
+_M_ARENA_MAX = -8  # of glibc's malloc.h
 _KINDS = ".yaml, .yml, .json or .toml"
 
 
@@ -336,6 +338,7 @@ def serve(
     """
     level = log_level or environment.logging_level() or "INFO"
     choose_log(level, as_json=log_format == "json", others={"uvicorn": "WARNING"})
+    limit_arenas()
     from opweave_engine import ChatTemplate, Checkpoint, open_engine
     from opweave_engine.errors import require
     from opweave_engine.parallel.rank import launch_of
@@ -439,6 +442,16 @@ def _check_utilization() -> None:
             "--kv-cache-memory BYTES",
             platform.name,
         )
+
+
+def limit_arenas() -> None:
+    """Let all threads of this process allocate from one arena, where glibc is the C library.
+
+    Each further arena keeps what the largest request of a thread freed, for that thread only.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def _log_options() -> None:
