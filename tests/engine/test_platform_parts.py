@@ -161,7 +161,6 @@ COMMON = {"executor", "worker", "runner", "scheduler", "sampler", "request", "mo
 @pytest.mark.parametrize(
     ("kind", "attention"),
     [
-        ("llama", {"attention", "attention metadata"}),
         ("gemma3", {"attention", "attention metadata"}),
         ("deepseek", {"latent attention"}),
         ("mamba2", set()),
