@@ -504,7 +504,8 @@ class DataParallelEngine(StreamingClient):
                 self._replicas.receive()
         except BaseException as error:  # all readers must be released, regardless of the error
             self._dead_with = error
-            _log.critical("the messages of the replicas cannot be read", exc_info=error)
+            if not isinstance(error, SystemExit):  # which Ray raises when the program ends
+                _log.critical("the messages of the replicas cannot be read", exc_info=error)
         finally:
             self._tell(lambda: self._fail(self._unfinished, self._why_not()))
 
