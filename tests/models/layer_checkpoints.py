@@ -69,6 +69,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 0,
         },
     ),
+    "deepseek_one_layer": (
+        "deepseek_v3",
+        {**_DEEPSEEK, "num_hidden_layers": 1, "first_k_dense_replace": 0},
+    ),
     "gemma3": (
         "gemma3_text",
         {
