@@ -18,7 +18,7 @@ from gguf.constants import Keys
 from numpy.typing import NDArray
 
 from engine.compared_logits import close, logits, theirs
-from engine.gguf_files import write
+from engine.gguf_files import finish, put, write
 from models import layer_checkpoints, tiny_checkpoints
 from opweave.layers.rotary_scaling import RopeContext, read_scaling
 from opweave_engine import CheckpointError, load_model
@@ -28,21 +28,6 @@ from opweave_engine.load.gguf import read_gguf
 from opweave_engine.models import UnsupportedModelError
 
 HEAD_DIM, LENGTH, THETA = 16, 64, 10_000.0  # of the small model
-
-
-def put(writer: GGUFWriter, key: str, value: Any) -> None:
-    """Add the key, or give it another value; None removes it."""
-    values = writer.kv_data[0]
-    values.pop(key, None)
-    if value is None:
-        return
-    if isinstance(value, str):
-        writer.add_string(key, value)
-    elif isinstance(value, list):
-        writer.add_array(key, value)
-    else:
-        kinds = {bool: Type.BOOL, int: Type.UINT32, float: Type.FLOAT32}
-        writer.add_key_value(key, value, kinds[type(value)])
 
 
 def changed(path: Path, model: Any, changes: dict[str, Any]) -> Path:
@@ -507,11 +492,7 @@ def test_other_files(data: bytes, message: str, tmp_path: Path) -> None:
 
 
 def test_an_unsupported_architecture(tmp_path: Path) -> None:
-    writer = GGUFWriter(tmp_path / "model.gguf", "falcon")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(GGUFWriter(tmp_path / "model.gguf", "falcon"))
     with pytest.raises(UnsupportedModelError, match=r"'falcon', which is not supported.*llama"):
         load_model(tmp_path / "model.gguf")
 
