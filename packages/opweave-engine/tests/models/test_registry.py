@@ -23,7 +23,6 @@ from opweave_engine.models import (
     registry,
     supported_architectures,
 )
-from support.fixtures import FreshPython
 
 ACME, OTHER = Owner("acme", "acme-device", "0.1.0"), Owner("other", "other-models", "2.0")
 
