@@ -92,7 +92,7 @@ class Fields:
         return self._integer(key, default, 0, _NATURAL)
 
     def _integer(self, key: str, default: int | None, least: int, kind: str) -> int:
-        value = self._value(key, default, kind, int)
+        value: int = self._value(key, default, kind, int)
         if not least <= value < 2**63:
             raise self._wrong(key, value, kind)
         return value
@@ -110,11 +110,13 @@ class Fields:
 
     def flag(self, key: str, default: bool) -> bool:
         """Return a boolean."""
-        return bool(self._value(key, default, "true or false", bool))
+        value: bool = self._value(key, default, "true or false", bool)
+        return value
 
     def text(self, key: str, default: str | None = None) -> str:
         """Return a string."""
-        return str(self._value(key, default, "a string", str))
+        value: str = self._value(key, default, "a string", str)
+        return value
 
     def texts(self, key: str) -> list[str]:
         """Return a list of strings; empty if the key is absent."""
