@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opweave_engine import Checkpoint, Tokenizer
+from opweave_engine.detokenizer import IncrementalDecoder
 from opweave_engine.server.logprobs import Offsets, prompt_offsets
 from server.fake_engine import CHECKPOINT
 
@@ -49,7 +50,8 @@ def test_special_tokens_count_where_the_text_has_them(text: str) -> None:
 def test_pieces_of_an_answer_have_the_places_of_the_whole(
     ids: list[int], data: st.DataObject
 ) -> None:
-    whole, parts, found = Offsets(TOKENIZER, [5]), Offsets(TOKENIZER, [5]), []
+    whole, parts = (Offsets(IncrementalDecoder(TOKENIZER, [5])) for _ in range(2))
+    found: list[int] = []
     rest = list(ids)
     while rest:
         count = data.draw(st.integers(1, len(rest)))

@@ -120,12 +120,11 @@ async def embeddings(body: EmbeddingBody, request: Request, server: Server) -> R
     outputs = await call.unless_gone(embed(prompts, call, [params] * len(prompts)))
     _check_dimensions(body.dimensions, outputs)
     check_finite(outputs, code="non_finite_embedding")
-    tokens = sum(len(output.prompt_token_ids) for output in outputs)
     data = [
         Embedding(index=index, embedding=_encoded(output.embedding, body.encoding_format))
         for index, output in enumerate(outputs)
     ]
-    usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
+    usage = EmbeddingUsage.of(outputs)
     return json_response(EmbeddingResponse(model=server.model_names[0], data=data, usage=usage))
 
 
