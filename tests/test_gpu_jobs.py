@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import ROOT
+from support import ROOT
 
-# At the end: tests/runs/gpu.py is not benchmarks/gpu.py, nor benchmarks/engine.py tests/engine.
+# Last: tests/runs/gpu.py is not benchmarks/gpu.py, nor benchmarks/engine.py the tests' engine.
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests" / "runs")]
 
 from gpu_queue.bodies import conformance, generation, greedy, kernels, models, smoke

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import opweave.compile
-from conftest import ROOT
-from processes import is_alive, wait_until
+from support import ROOT
+from support.processes import is_alive, wait_until
 
 PROGRAM = ROOT / "tests" / "runs" / "gpu.py"
-# At the end: tests/runs/gpu.py is not benchmarks/gpu.py, nor benchmarks/engine.py tests/engine.
+# Last: tests/runs/gpu.py is not benchmarks/gpu.py, nor benchmarks/engine.py the tests' engine.
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests" / "runs")]
 
 from gpu_queue import metadata, state  # noqa: E402

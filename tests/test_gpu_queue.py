@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from conftest import ROOT
-from processes import is_alive
+from support import ROOT
+from support.processes import is_alive
 
-# At the end: tests/runs/gpu.py is not benchmarks/gpu.py, nor benchmarks/engine.py tests/engine.
+# Last: tests/runs/gpu.py is not benchmarks/gpu.py, nor benchmarks/engine.py the tests' engine.
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests" / "runs")]
 
 from gpu_queue import pool, report, sources, state
