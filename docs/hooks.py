@@ -42,8 +42,13 @@ def _ops() -> str:
 
 
 def _environment() -> str:
-    rows = [f"| `{v.name}` | {v.kind} | {v.default or '-'} | {v.doc} |" for v in VARIABLES]
-    return "\n".join(["| variable | type | default | meaning |", "|---|---|---|---|", *rows])
+    rows = [
+        f"| `{v.name}` | {f'`{v.file_key}`' if v.in_file else '-'} | {v.kind} | {v.default or '-'} "
+        f"| {v.doc} |"
+        for v in VARIABLES
+    ]
+    header = ["| variable | key of the config file | type | default | meaning |"]
+    return "\n".join([*header, "|---|---|---|---|---|", *rows])
 
 
 def _traits() -> str:

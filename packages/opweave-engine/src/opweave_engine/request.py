@@ -504,7 +504,25 @@ class RequestFactory:
         deltas: bool = False,
         add_special_tokens: bool = True,
     ) -> ActiveRequest:
-        """Return a new request; see :meth:`EngineCore.prepare`."""
+        """Return a request for :meth:`EngineCore.add_request`.
+
+        Args:
+            request_id: a name that is unique among unfinished requests.
+            prompt: a text, token ids, or a dict with one of them and a ``cache_salt``.
+            params: the sampling parameters.
+            priority: the scheduling priority, an integer; with the priority policy, lower ones are
+                scheduled first.
+            streams: return an output after every token instead of only at the end.
+            deltas: outputs contain only new text and tokens; only the first contains the prompt.
+            add_special_tokens: add the tokenizer's special tokens to a text.
+
+        Raises:
+            PromptError: the prompt is empty, too long, or has token ids outside the vocabulary.
+            SamplingParamsError: *params* are not SamplingParams, name token ids outside the
+                vocabulary, or contain a grammar that cannot be compiled.
+            InvalidArgumentError: *priority* is not an integer.
+            OpweaveError: the platform rejects the request.
+        """
         check_params(params)
         check_priority(priority)
         content, salt = split_prompt(prompt)

@@ -18,8 +18,8 @@ import torch
 from torch import multiprocessing
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from opweave_engine.parallel.executor import HOST
 from opweave_engine.parallel.rank import follow
-from opweave_engine.parallel.ranked import HOST
 
 _ENDING = 60.0  # seconds
 
@@ -47,7 +47,7 @@ class SharedRank:
         self._start()
 
     def rank(self, port: int) -> SharedRankProcess:
-        """Become a rank, as a process of ``opweave_engine.parallel.ranked`` does."""
+        """Become a rank, as a process of ``opweave_engine.parallel.executor`` does."""
         if not self.process.is_alive():
             self._start()
         return SharedRankProcess(self, port)

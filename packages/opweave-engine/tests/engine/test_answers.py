@@ -319,7 +319,7 @@ def test_a_long_prompt_is_scored_in_parts(
     checkpoint: Checkpoints, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = llm.generate(PROMPTS[4], greedy(prompt_logprobs=1))[0].prompt_logprobs
-    monkeypatch.setattr("opweave_engine.runner._SCORED", 7)
+    monkeypatch.setattr("opweave_engine.runner._SCORED_TOKENS", 7)
     parts = llm.generate(PROMPTS[4], greedy(prompt_logprobs=1))[0].prompt_logprobs
     assert whole is not None
     assert parts is not None

@@ -8,10 +8,17 @@ import pytest
 
 from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
 from opweave.ir.errors import SettingError
-from opweave_engine.attention import LayerGroup
-from opweave_engine.cache_plan import UNBOUNDED_MODEL_LEN, CachePlan, plan_cache
 from opweave_engine.errors import CacheSizeError
-from opweave_engine.kv_cache import EveryToken, Retention, SequenceState, Window
+from opweave_engine.kv_cache import (
+    UNBOUNDED_MODEL_LEN,
+    CachePlan,
+    EveryToken,
+    LayerGroup,
+    Retention,
+    SequenceState,
+    Window,
+    plan_cache,
+)
 
 BYTES = 1000  # of a block
 CONTEXT = 256

@@ -24,8 +24,8 @@ from opweave.ir.errors import SettingError
 from opweave.layers.registry import UnusedOpWarning
 from opweave_engine import LLM, SamplingParams
 from opweave_engine.errors import InvalidArgumentError
-from opweave_engine.forward import _ISOLATED, compiled_forward, graph_sizes
 from opweave_engine.load.loader import load_model
+from opweave_engine.runner import _ISOLATED, compiled_forward, graph_sizes
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 SHORT = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)

@@ -24,7 +24,7 @@ from opweave.platforms.builtin import CpuPlatform
 from opweave_engine import CompletionOutput, SamplingParams
 from opweave_engine.attention import PagedAttention
 from opweave_engine.core import EngineCore
-from opweave_engine.forward import decode_sizes, record_decode_graphs
+from opweave_engine.decode_graphs import decode_sizes, record_decode_graphs
 
 Checkpoints = Callable[[str], tuple[Any, Any]]
 
@@ -155,7 +155,7 @@ def test_ranks_are_not_recorded(recorder: FakeRecorder, caplog: pytest.LogCaptur
 
     def record(platform: CpuPlatform) -> object:
         return record_decode_graphs(
-            lambda ids, positions: ids, caches, several, platform, 1, 64, torch.device("cpu")
+            lambda ids, positions: ids, caches, several, platform, 64, torch.device("cpu")
         )
 
     assert record(CpuPlatform()) is None

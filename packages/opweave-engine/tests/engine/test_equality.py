@@ -180,7 +180,7 @@ def two_ranks(
     second_rank: Any, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., LLM]]:
     """Return a function that starts an engine of a kind, compiled or not, on two ranks."""
-    monkeypatch.setattr("opweave_engine.parallel.ranked.Process", second_rank)
+    monkeypatch.setattr("opweave_engine.parallel.executor.Process", second_rank)
     started: list[LLM] = []
 
     def start(kind: str, **compiling: Any) -> LLM:

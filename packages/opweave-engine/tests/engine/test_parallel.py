@@ -36,10 +36,8 @@ from opweave_engine import (
 )
 from opweave_engine.errors import InvalidArgumentError
 from opweave_engine.load.loader import load_model
-from opweave_engine.parallel import executor as launch
-from opweave_engine.parallel.executor import Launch, is_follower
-from opweave_engine.parallel.rank import AGREED, Agreement, Start
-from opweave_engine.parallel.ranked import HOST, Process, RankedExecutor
+from opweave_engine.parallel.executor import HOST, Process, RankedExecutor
+from opweave_engine.parallel.rank import AGREED, Agreement, Launch, Start, launch_of
 from support.fixtures import FreshPython
 from support.processes import is_alive, wait_until
 
@@ -288,7 +286,7 @@ def test_more_ranks_than_heads(
     def never(*_: Any) -> None:
         raise AssertionError("a process is started")
 
-    monkeypatch.setattr("opweave_engine.parallel.ranked.Process", never)
+    monkeypatch.setattr("opweave_engine.parallel.executor.Process", never)
     config = json.loads((checkpoint("one_layer")[0] / "config.json").read_text())
     config |= {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -361,10 +359,10 @@ def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
             Launch.from_environment(given)
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
-    assert is_follower(2)
-    assert not is_follower(1)
+    assert launch_of(2) == Launch(1, 2, 1, 2, "localhost")
+    assert launch_of(1) is None
     with pytest.raises(InvalidArgumentError, match=r"2 processes.*tensor_parallel_size is 4"):
-        is_follower(4)
+        launch_of(4)
 
 
 @pytest.mark.parametrize(
@@ -401,7 +399,7 @@ def test_other_machines_are_not_sent_a_loopback_address(
 
     monkeypatch.setattr(socket, "gethostname", lambda: "node")
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(launch, "_network", iter(networks).__next__)
+    monkeypatch.setattr("opweave_engine.parallel.rank._network", iter(networks).__next__)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", variable)
     store = HashStore()
     with ThreadPoolExecutor(2) as ranks:

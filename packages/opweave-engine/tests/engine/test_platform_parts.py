@@ -21,12 +21,12 @@ from opweave_engine.attention import (
     PagedAttention,
     SequenceBatch,
 )
+from opweave_engine.decode_graphs import SequenceStep
 from opweave_engine.errors import (
     InvalidArgumentError,
     NonFiniteLogitsError,
     UnsupportedCacheError,
 )
-from opweave_engine.forward import SequenceStep
 from opweave_engine.parallel.executor import InProcessExecutor
 from opweave_engine.runner import ModelRunner, Worker
 from opweave_engine.sampling.sampler import Sampled, Sampler, SamplingRequest

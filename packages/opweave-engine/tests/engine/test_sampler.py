@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 )
 
 from opweave_engine import NonFiniteLogitsError, SamplingParams
-from opweave_engine.forward import SequenceStep
+from opweave_engine.decode_graphs import SequenceStep
 from opweave_engine.sampling.history import History
 from opweave_engine.sampling.sampler import (
     Sampler,

@@ -14,7 +14,7 @@ from opweave import platforms
 from opweave.config import EngineConfig
 from opweave.ir.errors import SettingError
 from opweave_engine import LLM, AsyncEngine, Embedder, SamplingParams
-from opweave_engine.parallel.ranked import _threads
+from opweave_engine.parallel.executor import _threads
 from opweave_engine.runner import cpu_threads
 
 Checkpoints = Callable[[str], tuple[Path, Any]]

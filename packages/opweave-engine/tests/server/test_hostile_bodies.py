@@ -208,6 +208,26 @@ def test_bodies_of_short_strings_are_counted_quickly(part: bytes) -> None:
     assert time.process_time() - started < 0.3
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "count", "parts"),
+    [
+        *(("/v1/chat/completions", "messages", count, 0) for count in (16_384, 16_385)),
+        *(("/v1/chat/completions", "messages", count, 1) for count in (8192, 8193)),
+        ("/v1/chat/completions", "messages", 1, 16_384),
+        *(("/v1/responses", "input", count, 0) for count in (16_384, 16_385)),
+    ],
+)
+def test_the_messages_of_a_conversation_are_limited(
+    server: Running, path: str, field: str, count: int, parts: int
+) -> None:
+    content = [{"type": "text", "text": "x"}] * parts or "x"
+    answer = server.post(path, json={field: [{"role": "user", "content": content}] * count})
+    error = error_of(answer, 400)
+    assert error["param"] == field
+    is_refused = f"{count} messages with {count * parts} content parts" in error["message"]
+    assert is_refused == (count + count * parts > 16_384)  # others are too long for the context
+
+
 def test_garbage_collections_of_a_server_are_short() -> None:
     frozen: list[int] = []
 

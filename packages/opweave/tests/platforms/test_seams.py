@@ -26,7 +26,7 @@ from opweave.platforms.resolution import registered_passes
 from opweave.plugins.entry import ReferenceNameError
 from opweave.registration import Owner, owned_by
 from opweave_engine.errors import InvalidArgumentError
-from opweave_engine.forward import check_backend, compiled_forward
+from opweave_engine.runner import check_backend, compiled_forward
 from support.fixtures import FreshCases
 
 from .conftest import Acme, installed

@@ -325,7 +325,7 @@ def serve(
     choose_log(level, as_json=log_format == "json", others={"uvicorn": "WARNING"})
     from opweave_engine import ChatTemplate, Checkpoint, open_engine
     from opweave_engine.errors import require
-    from opweave_engine.parallel.executor import is_follower, is_launched
+    from opweave_engine.parallel.rank import launch_of
     from opweave_engine.prompts import IOProcessors
     from opweave_engine.tokenizer import SpecialTokens
 
@@ -372,8 +372,9 @@ def serve(
     )
     processor = IOProcessors(checkpoint, engine_config).find(io_processor)
     parallel = engine_config.parallel
-    launched = parallel.data_parallel_size == 1 and is_launched(parallel.tensor_parallel_size)
-    if launched and is_follower(parallel.tensor_parallel_size):
+    is_alone = parallel.data_parallel_size == 1
+    launch = launch_of(parallel.tensor_parallel_size) if is_alone else None
+    if launch is not None and launch.rank > 0:
         open_engine(path, config=engine_config)  # ends the process when rank 0 stops
     # Bind first: loading the model takes longer than finding out that the address is in use.
     bound = listen(host, port) if uds is None else listen_unix(uds)
@@ -383,14 +384,14 @@ def serve(
     with bound:
         with loading_bar(engine_config) as loading:
             engine = open_engine(path, config=engine_config, progress=loading)
-        if parallel.data_parallel_size == 1:
+        if is_alone:
             _log_threads(running.cpu_threads)
         app = create_app(engine, settings, template, processor, SpecialTokens.of(checkpoint).named)
         run(
             app,
             bound,
             lambda: print_text(f"opweave serves {engine.model_name} on {url(bound, settings)}"),
-            ends_with_engine=launched,  # torchrun only sees that a process ended
+            ends_with_engine=launch is not None,  # torchrun only sees that a process ended
         )
     if (failure := engine.dead_with) is not None:
         show_error(f"the engine died: {failure}{notes(failure)}")

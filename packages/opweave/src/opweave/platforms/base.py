@@ -359,7 +359,7 @@ EXECUTOR = "opweave_engine.parallel.executor.InProcessExecutor"
 SAMPLER = "opweave_engine.sampling.sampler.Sampler"
 ATTENTION = "opweave_engine.attention.PagedAttention"
 LATENT_ATTENTION = "opweave_engine.attention.LatentPagedAttention"
-RANKED_EXECUTOR = "opweave_engine.parallel.ranked.RankedExecutor"
+RANKED_EXECUTOR = "opweave_engine.parallel.executor.RankedExecutor"
 COMMUNICATOR = "opweave_engine.parallel.communicators.TorchCommunicator"
 HOST_COMMUNICATOR = "opweave_engine.parallel.communicators.SharedMemoryCommunicator"
 

@@ -160,7 +160,8 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(str(part) for part in first["loc"])
-        raise ApiError(f"{path}: {first['msg']}.", param="input") from error
+        message = str(first["msg"]).removeprefix("Value error, ")
+        raise ApiError(f"{path}: {message}.", param="input") from error
 
 
 def _renamed(error: ApiError) -> ApiError:

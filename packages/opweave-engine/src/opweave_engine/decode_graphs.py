@@ -1,32 +1,28 @@
-"""The forward of a model: its input for one step, its compilation, and recorded decode graphs."""
+"""Recorded forwards of decode batches, and the input of one forward."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from math import ceil
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from opweave.config import CompilationConfig, CompilationMode, EngineConfig
+from opweave.config import EngineConfig
 from opweave.config.terminal import ProgressBar
-from opweave.ir.errors import did_you_mean
 from opweave.platforms import Platform
 from opweave.platforms.base import GraphRecorder
-from opweave.plugins import resolve_obj_by_qualname
 from opweave_engine.attention import LayerCaches, SequenceBatch
-from opweave_engine.errors import InvalidArgumentError
 from opweave_engine.kv_cache import NULL_BLOCK
 from opweave_engine.load.checkpoint import Progress
 from opweave_engine.models import ForwardContext, forward_context
 from opweave_engine.sampling.sampler import SamplingRequest
+
+Forward = Callable[[Tensor, Tensor], Tensor]
 
 # The input of a worker for one step: plain data that any process can read.
 
@@ -64,127 +60,22 @@ def padded_tables(steps: Sequence[SequenceStep], group: int) -> list[list[int]]:
     return [[*table, *[NULL_BLOCK] * (width - len(table))] for table in tables]
 
 
-# Compilation of a model's forward.
-
-
-Forward = Callable[[Tensor, Tensor], Tensor]
-
-# Dynamo limits the graphs of one function, which the models of all engines in a process share.
-# torch 2.13 can count them by engine; before, another engine may need torch.compiler.reset().
-_BY_ENGINE = "isolate_recompiles"
-_ISOLATED: dict[str, Any] = (
-    {_BY_ENGINE: True} if _BY_ENGINE in inspect.signature(torch.compile).parameters else {}
-)
-
-
-def check_backend(config: CompilationConfig) -> None:
-    """Check that the backend exists: one of torch's, or the ``"package.module:function"`` named.
-
-    Raises:
-        InvalidArgumentError: the backend of torch or the option of Inductor does not exist.
-        OptionError: the option of opweave's passes does not exist.
-        ReferenceNameError: (an ImportError) the function does not exist.
-    """
-    if callable(_backend(config.backend)):
-        return
-    # torch loads all of its compiler to list the backends; the default is always one of them.
-    is_default = config.backend == CompilationConfig.backend
-    if not is_default and config.backend not in torch.compiler.list_backends(exclude_tags=()):
-        raise InvalidArgumentError(
-            f"compilation_config: backend {config.backend!r} is not a backend of torch.compile. "
-            f"{did_you_mean(config.backend, torch.compiler.list_backends())}"
-        )
-    if config.compiles and config.backend_options:
-        _check_options(config)
-
-
-def _check_options(config: CompilationConfig) -> None:
-    from opweave.compile import CompileOptions, compat
-
-    if config.uses_passes:
-        CompileOptions.parse(config.backend_options)
-    elif config.backend == "inductor":
-        known = compat.inductor_option_names()
-        for name in config.backend_options:
-            if name.replace("-", "_") not in known:
-                raise InvalidArgumentError(
-                    f"compilation_config: Inductor has no option {name!r}. "
-                    f"{did_you_mean(name, sorted(known))} Those of opweave's passes need mode="
-                    f"{CompilationMode.OPWEAVE_COMPILE.name}."
-                )
-
-
-def _backend(name: str) -> str | Callable[..., Any]:
-    """Return the backend for ``torch.compile``: a registered name, or a function."""
-    if ":" not in name:
-        return name
-    found: Callable[..., Any] = resolve_obj_by_qualname(name)
-    return found
-
-
-def compiled_forward(model: nn.Module, config: CompilationConfig) -> Forward:
-    """Return ``model(ids, positions)``, compiled for any number of tokens if *config* compiles.
-
-    In mode ``OPWEAVE_COMPILE``, backend ``inductor`` means opweave's passes and then Inductor.
-    """
-    if not config.compiles:
-        return model
-    forward: Forward = torch.compile(
-        model,
-        backend="opweave" if config.uses_passes else _backend(config.backend),
-        dynamic=True,
-        fullgraph=config.mode != CompilationMode.STOCK_TORCH_COMPILE,
-        options=dict(config.backend_options) or None,
-        **_ISOLATED,
-    )
-    return forward
-
-
-def graph_sizes(config: EngineConfig) -> list[int]:
-    """Return the smallest number of tokens of each graph, in ascending order.
-
-    A graph runs for all numbers up to the next graph's. Running the model once with each of these
-    numbers compiles all graphs. ``torch.compile`` has one graph for one token and one for more;
-    sequence parallelism, one for few and one for many tokens per rank; and ``compile_ranges``, one
-    for each range.
-    """
-    compiling = config.compilation
-    if not compiling.compiles:
-        return [1]
-    found = {1, 2}
-    if compiling.uses_passes:
-        found |= _sizes_of_passes(config)
-    most = config.scheduler.max_num_batched_tokens
-    return sorted(size for size in found if size <= most)
-
-
-def _sizes_of_passes(config: EngineConfig) -> set[int]:
-    from opweave.compile import CompileOptions
-    from opweave.compile.sequence import MIN_ROWS
-
-    options = CompileOptions.parse(config.compilation.backend_options)
-    found = {size for low, high in options.ranges for size in (low, high + 1) if size > 0}
-    ranks = config.parallel.tensor_parallel_size
-    if options.sequence_parallelism and ranks > 1:
-        found.add(MIN_ROWS * ranks)
-    return found
-
-
 # Recorded forwards of decode batches, which replace the launches of a step by one.
 
 
 _log = logging.getLogger(__name__)
 
-_LARGEST = 256  # sequences; beyond, kernels take longer than their launches
+_MAX_SEQUENCES = 256  # beyond, kernels take longer than their launches
 _NO_SLOT = -1
 
 
 def decode_sizes(config: EngineConfig) -> list[int]:
     """Return the numbers of sequences to record graphs for, in ascending order."""
     most = min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
-    given = config.compilation.decode_graph_sizes
-    sizes = {1, 2, 4, *range(8, _LARGEST + 1, 8)} if given is None else set(given)
-    return sorted(size for size in sizes if size <= most)
+    sizes = config.compilation.decode_graph_sizes
+    if sizes is None:
+        sizes = (1, 2, 4, *range(8, _MAX_SEQUENCES + 1, 8))
+    return sorted({size for size in sizes if size <= most})
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,14 +121,9 @@ class DecodeGraphs:
         recorder: GraphRecorder,
         progress: Progress | None = None,
     ) -> None:
-        """Record *forward* for every size.
+        """Record *forward*, whose layers have *caches*, for every size.
 
-        Args:
-            forward: the model's forward.
-            caches: of its layers.
-            platform: of the device.
-            recorder: of the device.
-            progress: called with the number of graphs recorded so far and in total.
+        *progress* is called with the number of graphs recorded so far and in total.
 
         Raises:
             RuntimeError: the device cannot record it.
@@ -248,10 +134,7 @@ class DecodeGraphs:
         for done, size in enumerate(reversed(self._sizes)):
             if progress is not None:
                 progress(done, len(self._sizes))
-            context = ForwardContext(caches.step(self._batches(size)))
-            results: list[Tensor] = []
-            run = partial(self._run_forward, size, forward, context, platform, results)
-            self._graphs[size] = _Graph(recorder.record(run), results)
+            self._graphs[size] = self._recorded(size, forward, caches, platform, recorder)
         after = _tensors(caches)
         if [tensor.data_ptr() for tensor in after] != [tensor.data_ptr() for tensor in before]:
             raise RuntimeError("an attention backend does not update its cache in place")
@@ -273,19 +156,15 @@ class DecodeGraphs:
         graph.replay()
         return graph.results[0][:count]
 
-    def _run_forward(
+    def _recorded(
         self,
         size: int,
         forward: Forward,
-        context: ForwardContext,
+        caches: LayerCaches,
         platform: Platform,
-        results: list[Tensor],
-    ) -> None:
-        with platform.inference_mode(), forward_context(context):
-            results[:] = [forward(self._tokens[0, :size], self._tokens[1, :size])]
-
-    def _batches(self, size: int) -> dict[int, SequenceBatch]:
-        return {
+        recorder: GraphRecorder,
+    ) -> _Graph:
+        batches = {
             group: SequenceBatch(
                 query_starts=self._starts[: size + 1],
                 seq_lens=self._lengths[:size],
@@ -296,6 +175,13 @@ class DecodeGraphs:
             )
             for group, table in enumerate(self._tables)
         }
+        context, results = ForwardContext(caches.step(batches)), list[Tensor]()
+
+        def run() -> None:
+            with platform.inference_mode(), forward_context(context):
+                results[:] = [forward(self._tokens[0, :size], self._tokens[1, :size])]
+
+        return _Graph(recorder.record(run), results)
 
     def _fill(self, steps: Sequence[SequenceStep], size: int) -> None:
         """Copy a step to the static inputs, and padding up to *size* sequences."""
@@ -321,7 +207,6 @@ def record_decode_graphs(
     caches: LayerCaches,
     config: EngineConfig,
     platform: Platform,
-    groups: int,
     max_model_len: int,
     device: torch.device,
     progress: Progress | None = None,
@@ -333,7 +218,6 @@ def record_decode_graphs(
         caches: of its layers.
         config: which sizes to record.
         platform: of the device.
-        groups: the number of groups of layers.
         max_model_len: the maximum length of a sequence.
         device: of the model.
         progress: of loading; a progress bar then shows the number of graphs.
@@ -344,13 +228,17 @@ def record_decode_graphs(
     sizes, recorder = decode_sizes(config), platform.graph_recorder()
     if recorder is None or not sizes:
         return None
-    obstacle = _obstacle(config, caches)
-    if obstacle is not None:
+    obstacle, ranks = "", config.parallel.tensor_parallel_size
+    if ranks > 1:
+        obstacle = f"with tensor_parallel_size={ranks}, ranks communicate, which is not recorded"
+    elif caches.states is not None:
+        obstacle = "the model has recurrent layers, whose states are addressed by the host"
+    if obstacle:
         _log.warning("decode steps run without graphs: %s", obstacle)
         return None
     bar = progress.stage("recording graphs") if isinstance(progress, ProgressBar) else None
-    block_size = config.cache.block_size
-    graphs = DecodeGraphs(sizes, groups, ceil(max_model_len / block_size), block_size, device)
+    size = config.cache.block_size
+    graphs = DecodeGraphs(sizes, caches.num_groups, ceil(max_model_len / size), size, device)
     try:
         graphs.record(forward, caches, platform, recorder, bar)
     except RuntimeError as error:
@@ -362,16 +250,6 @@ def record_decode_graphs(
         return None
     _log.info("recorded graphs of decode steps with %s sequences", ", ".join(map(str, sizes)))
     return graphs
-
-
-def _obstacle(config: EngineConfig, caches: LayerCaches) -> str | None:
-    """Return why the steps of a model cannot be recorded, or None."""
-    ranks = config.parallel.tensor_parallel_size
-    if ranks > 1:
-        return f"with tensor_parallel_size={ranks}, ranks communicate, which is not recorded"
-    if caches.states is not None:
-        return "the model has recurrent layers, whose states are addressed by the host"
-    return None
 
 
 def _tensors(caches: LayerCaches) -> list[Tensor]:
