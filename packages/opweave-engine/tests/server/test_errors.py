@@ -297,13 +297,6 @@ def test_nesting_that_json_allows_is_no_harm(server: Running) -> None:
     assert error["code"] == "context_length_exceeded"
 
 
-@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
-def test_variables_of_a_template_may_have_any_name(server: Running, path: str) -> None:
-    names = ["self", "context", "func", "conversation", "a b", "environment"]
-    body = {"messages": USER, "chat_template_kwargs": dict.fromkeys(names, 1)}
-    assert server.post(path, body).status_code == 200
-
-
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/embeddings", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize(
     "kind", ["application/x-www-form-urlencoded", "text/json", "text/plain; charset=utf-8", ""]

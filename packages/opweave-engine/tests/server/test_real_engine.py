@@ -12,14 +12,12 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from models.layer_checkpoints import write_checkpoint
-from models.tiny_checkpoints import write_tokenizer
 from opweave.plugins import loader
 from opweave.plugins.discovery import PluginPolicy
 from opweave.plugins.loader import Loader
-from opweave_engine import LLM, Embedder, SamplingParams, open_engine
+from opweave_engine import LLM, SamplingParams
 from plugins import helpers
-from server.conftest import Running, events, running, texts_of
+from server.conftest import Running, events, texts_of
 from server.fake_engine import CHECKPOINT
 from server.test_limits import until
 from server.test_openai_client import EXTENSIONS, OPTIONS
@@ -186,25 +184,3 @@ def test_the_metrics_and_what_ran(
         if sample.name == "opweave_op_calls"
     }
     assert calls["silu_and_mul", "1"] == layers
-
-
-def test_vectors_of_an_encoder(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, "bert")
-    write_tokenizer(tmp_path)
-    prompts = [[5, 6, 7], [8], list(range(5, 40))]
-    expected = [output.embedding for output in Embedder(tmp_path).embed(prompts)]
-    engine: Any = open_engine(tmp_path)
-    with running(engine, template=None) as server:
-        name = server.get("/v1/models").json()["data"][0]["id"]
-        answer = server.openai().embeddings.create(model=name, input=prompts)
-        assert [each.embedding for each in answer.data] == [
-            pytest.approx(vector, abs=1e-6) for vector in expected
-        ]
-        assert answer.usage.prompt_tokens == 39
-        assert server.get("/health").status_code == 200
-        assert "opweave_num_requests_running" in server.get("/metrics").text
-        assert any(each["ran"] for each in server.get("/v1/ops").json()["data"])
-        refused = server.post(PATH, {"prompt": [5, 6], "max_tokens": 2})
-        assert refused.status_code == 400
-        assert "generates no text" in refused.text
-    engine.shutdown()

@@ -185,29 +185,6 @@ def test_replacements_deny_only_features_without_a_page() -> None:
         assert not [page for page in pages if stem in page], f"{feature} has a page"
 
 
-def test_replacements_are_right_about_keys_and_origins() -> None:
-    config = ServerConfig(api_keys=("secret",), cors_origins=("https://one.example",))
-    key = {"Authorization": "Bearer secret"}
-    with running(FakeEngine(), config) as server, httpx.Client(base_url=server.url) as client:
-        assert "needs an API key" in REPLACEMENTS["--disable-fastapi-docs"]
-        assert client.get("/docs").status_code == 401
-        assert client.get("/docs", headers=key).status_code == 200
-        assert client.get("/metrics").status_code == 200
-        preflight = client.options(
-            "/v1/completions",
-            headers={
-                "Origin": "https://one.example",
-                "Access-Control-Request-Method": "DELETE",
-                "Access-Control-Request-Headers": "X-Odd",
-            },
-        )
-        assert preflight.status_code == 200
-        assert "DELETE" in preflight.headers["access-control-allow-methods"]
-        assert "X-Odd" in preflight.headers["access-control-allow-headers"]
-        assert "access-control-allow-credentials" not in preflight.headers
-        assert "does not allow cookies" in REPLACEMENTS["--allow-credentials"]
-
-
 def test_a_share_of_memory_that_means_nothing_here_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
