@@ -16,22 +16,12 @@ from typing import Any, Literal
 from cyclopts import App, Argument, ArgumentCollection
 from cyclopts.config import Dict
 
-from opweave.cli.options import (
-    CompilationOption,
-    Flag,
-    PluginOption,
-    PriorityOption,
-    TuningFileOption,
-    apply_compilation,
-    apply_plugins,
-    apply_priorities,
-    apply_tuning,
-)
+from opweave.cli.options import Flag
 from opweave.cli.output import CliError, print_text, show_error
 from opweave.config import CacheConfig, SchedulerConfig, environment
 from opweave.config.terminal import choose_log
 from opweave.ir.errors import did_you_mean, notes
-from opweave_engine.cli.options import ModelOptions, given, loading_bar
+from opweave_engine.cli.options import KernelOptions, ModelOptions, given, loading_bar
 from opweave_engine.server.state import ServerConfig
 
 # Option files of ``opweave serve --config``.
@@ -244,7 +234,7 @@ _PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
 
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
-_SERVER, _RUNNING = ServerConfig(), ModelOptions()
+_SERVER, _RUNNING, _KERNELS = ServerConfig(), ModelOptions(), KernelOptions()
 _sources = OptionSources()
 serve_app = App(name="serve", config=_sources, help_format="plaintext")
 
@@ -277,10 +267,7 @@ def serve(
     log_level: Level | None = None,
     log_format: Literal["text", "json"] = "text",
     config: Path | None = None,
-    ir_op_priority: PriorityOption = None,
-    tuning_file: TuningFileOption = None,
-    compilation_config: CompilationOption = None,
-    plugin: PluginOption = None,
+    kernels: KernelOptions = _KERNELS,
 ) -> None:
     """Serve a model with an OpenAI-compatible HTTP API.
 
@@ -358,15 +345,7 @@ def serve(
     if not settings.api_keys:
         settings = replace(settings, api_keys=tuple(environment.api_keys()))
     check_certificate(settings)
-    apply_plugins(plugin)
-    apply_priorities(ir_op_priority)
-    apply_tuning(tuning_file)
-    apply_compilation(
-        {
-            **(compilation_config or {}),
-            **({"mode": "0", "cudagraph_capture_sizes": ()} if enforce_eager else {}),
-        }
-    )
+    kernels.apply(**({"mode": "0", "cudagraph_capture_sizes": ()} if enforce_eager else {}))
     engine_config = running.config(
         {
             "data_parallel_size": data_parallel_size,
