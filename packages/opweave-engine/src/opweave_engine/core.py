@@ -13,7 +13,6 @@ from pathlib import Path
 from opweave import ir, platforms
 from opweave.config import EngineConfig
 from opweave.platforms import Platform
-from opweave.plugins import resolve_obj_by_qualname
 from opweave_engine.cache_plan import CachePlan, plan_cache
 from opweave_engine.errors import EngineError, InvalidArgumentError, NonFiniteLogitsError
 from opweave_engine.forward import SequenceStep, check_backend
@@ -22,6 +21,7 @@ from opweave_engine.load.checkpoint import Checkpoint, Progress, log_defaults, s
 from opweave_engine.metrics import EngineStats, SelectionReport, StatCounter, stat_loggers
 from opweave_engine.outputs import RequestOutput
 from opweave_engine.parallel.executor import Executor
+from opweave_engine.parts import part
 from opweave_engine.prompts import Prompt, PromptReader
 from opweave_engine.request import ActiveRequest, DetokenizedOutput, Request, RequestFactory
 from opweave_engine.sampling.params import SamplingParams
@@ -127,7 +127,7 @@ class EngineCore:
         self.tokenizer = tokenizer_of(checkpoint, config)
         self.sampling_defaults = sampling_defaults(checkpoint, config.generation_config)
         log_defaults(checkpoint, config.generation_config, self.sampling_defaults)
-        executor: type[Executor] = resolve_obj_by_qualname(self.platform.get_executor_cls(config))
+        executor: type[Executor] = part(self.platform, "get_executor_cls", config)
         self.executor = executor(model, config, self.platform, progress)
         try:
             self._start()
@@ -147,9 +147,7 @@ class EngineCore:
             plan.block_size,
             enable_prefix_caching=config.cache.enable_prefix_caching,
         )
-        scheduler: type[Scheduler] = resolve_obj_by_qualname(
-            self.platform.get_scheduler_cls(config)
-        )
+        scheduler: type[Scheduler] = part(self.platform, "get_scheduler_cls", config)
         limits = config.scheduler
         if facts.needs_whole_prompts:
             budget = max(limits.max_num_batched_tokens, self.max_model_len)

@@ -12,7 +12,7 @@ import torch
 
 from opweave.config import EngineConfig
 from opweave.ir.priority import EVERY_OP
-from opweave.platforms import base, probes
+from opweave.platforms import probes
 from opweave.platforms.base import (
     Capabilities,
     CudaGraphRecorder,
@@ -64,9 +64,6 @@ class CpuPlatform(Platform):
         # batch size.
         own = ["opweave_c", "opweave_c_invariant"]
         return {EVERY_OP: own, **{op: ["aten"] for op in _CPU_TORCH_OPS}}
-
-    def get_device_communicator_cls(self) -> str:
-        return base.HOST_COMMUNICATOR
 
     def get_device_name(self, index: int = 0) -> str:
         return probes.cpu_name()
