@@ -385,7 +385,7 @@ def test_an_array_of_equal_sizes(key: str, tmp_path: Path) -> None:
         ({"expert_count": 2**31, "expert_used_count": 2}, "has no tensor blk.0.ffn_down_exps"),
         ({"context_length": 2**31}, "2147483648"),
         ({"attention__key_length": 0}, "has heads of 0 values"),
-        ({"block_count": 2.0}, "block_count='2.0'; it must be an integer"),
+        ({"block_count": 2.0}, "block_count=2.0; it must be an integer"),
         ({"rope__scaling__type": ["linear"]}, "it must be a text"),
     ],
     ids=str,

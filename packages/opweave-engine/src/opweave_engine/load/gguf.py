@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from opweave.errors import shown
 from opweave.ir.ops.low_bit import GGUF_BLOCKS
 from opweave.layers.linear import LinearMethod
 from opweave.layers.linear_methods import BlockMethod
@@ -291,7 +292,7 @@ class GgufFile:
         value = self.metadata.get(key, default)
         kinds = int | float if kind is float else kind
         if not isinstance(value, kinds) or isinstance(value, bool):
-            problem = f"has {key}={str(value)[:80]!r}" if value is not None else f"has no {key}"
+            problem = f"has {key}={shown(value)}" if value is not None else f"has no {key}"
             raise CheckpointError(f"{self.path} {problem}; it must be {_KINDS[kind]}.")
         return value
 

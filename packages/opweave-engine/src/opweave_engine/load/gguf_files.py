@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from opweave.errors import shown
 from opweave_engine.errors import TokenizerError
 from opweave_engine.load.gguf import GgufFile, config_of
 
@@ -216,7 +217,7 @@ def _flag(file: GgufFile, key: str, default: bool) -> bool:
     value = file.metadata.get(f"tokenizer.ggml.{key}", default)
     if not isinstance(value, int):
         raise TokenizerError(
-            f"{file.path} has tokenizer.ggml.{key}={str(value)[:80]!r}; it must be a boolean."
+            f"{file.path} has tokenizer.ggml.{key}={shown(value)}; it must be a boolean."
         )
     return bool(value)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from opweave.errors import shown
 from opweave_engine.server.errors import unsupported
 
 # One row of the table of request fields.
@@ -384,7 +384,7 @@ def _check(values: Mapping[str, Any], node: _Node, prefix: str, unknown: set[str
                 unknown.add(path)
             continue
         if child.row.status == "refused" and not child.row.is_off(value):
-            raise unsupported(path, f"{path}={reprlib.repr(value)}", child.row.note)
+            raise unsupported(path, f"{path}={shown(value)}", child.row.note)
         if child.children:
             for part in value if isinstance(value, list) else [value]:
                 if isinstance(part, dict):
