@@ -8,6 +8,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,15 +16,8 @@ from cyclopts import App, Argument, ArgumentCollection, Parameter
 from cyclopts.config import Dict
 
 from opweave.cli.options import (
-    CompilationOption,
     Flag,
-    PluginOption,
-    PriorityOption,
-    TuningFileOption,
-    apply_compilation,
-    apply_plugins,
-    apply_priorities,
-    apply_tuning,
+    RunOptions,
 )
 from opweave.cli.output import CliError, print_text, show_error
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, environment
@@ -246,6 +240,9 @@ _sources = OptionSources()
 serve_app = App(name="serve", config=_sources, help_format="plaintext")
 
 
+_OPTIONS = RunOptions()
+
+
 @serve_app.default
 def serve(
     directory: Path | None = None,
@@ -293,10 +290,7 @@ def serve(
     log_format: Literal["text", "json"] = "text",
     log_prompts: Flag = False,
     config: Path | None = None,
-    ir_op_priority: PriorityOption = None,
-    tuning_file: TuningFileOption = None,
-    compilation_config: CompilationOption = None,
-    plugin: PluginOption = None,
+    options: RunOptions = _OPTIONS,
 ) -> None:
     """Serve a model with an OpenAI-compatible HTTP API.
 
@@ -431,15 +425,11 @@ def serve(
         ssl_certfile=ssl_certfile,
     )
     check_certificate(settings)
-    apply_plugins(plugin)
-    apply_priorities(ir_op_priority)
-    apply_tuning(tuning_file)
-    apply_compilation(
-        {
-            **(compilation_config or {}),
-            **({"mode": "0", "cudagraph_capture_sizes": ()} if enforce_eager else {}),
-        }
-    )
+    if enforce_eager:
+        eager = {"mode": "0", "cudagraph_capture_sizes": ()}
+        compilation = {**(options.compilation_config or {}), **eager}
+        options = replace(options, compilation_config=compilation)
+    options.apply()
     engine_config = EngineConfig(
         dtype=dtype,
         load_format=load_format,
