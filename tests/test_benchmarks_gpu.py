@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import ROOT
+from support import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))  # at the end: its engine.py is not tests/engine
 

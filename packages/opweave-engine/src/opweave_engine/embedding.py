@@ -25,7 +25,7 @@ from opweave_engine.models.config import Fields
 from opweave_engine.outputs import EmbeddingOutput, PoolingParams, ScoreOutput
 from opweave_engine.prompts import IOProcessors, Prompt, PromptReader, as_list, as_pairs
 from opweave_engine.runner import cpu_threads
-from opweave_engine.sampling.params import check_int
+from opweave_engine.sampling.params import check_truncation
 from opweave_engine.tokenizer import tokenizer_of
 from opweave_engine.transformers import TransformersCrossEncoder
 
@@ -415,7 +415,7 @@ class Embedder:
                 *truncate_prompt_tokens* is out of range.
             InvalidArgumentError: the model is a cross-encoder.
         """
-        _check_truncation(truncate_prompt_tokens)
+        check_truncation(truncate_prompt_tokens)
         self._check_task(scores=False)
         params = self.check_params(params)
         tokens = [
@@ -453,7 +453,7 @@ class Embedder:
             SamplingParamsError: *truncate_prompt_tokens* is out of range.
             InvalidArgumentError: the model is not a cross-encoder.
         """
-        _check_truncation(truncate_prompt_tokens)
+        check_truncation(truncate_prompt_tokens)
         self._check_task(scores=True)
         keep = self.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
         pairs = [
@@ -574,11 +574,6 @@ class Embedder:
             numbers: list[float] = torch.cat(pooled).tolist()
         ends = list(accumulate(len(vector) for vector in pooled))
         return [numbers[end - len(one) : end] for end, one in zip(ends, pooled, strict=True)]
-
-
-def _check_truncation(keep: int | None) -> None:
-    if keep not in (None, -1):
-        check_int("truncate_prompt_tokens", keep, 1, "-1 or None")
 
 
 def _is_sigmoid(config: Mapping[str, Any]) -> bool:

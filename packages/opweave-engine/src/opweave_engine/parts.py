@@ -15,7 +15,7 @@ _OWN: Mapping[str, Callable[..., str]] = {
     "get_executor_cls": lambda platform, config: (
         "opweave_engine.parallel.executor.InProcessExecutor"
         if config.parallel.tensor_parallel_size == 1
-        else "opweave_engine.parallel.ranked.RankedExecutor"
+        else "opweave_engine.parallel.executor.RankedExecutor"
     ),
     "get_sampler_cls": lambda platform, config: "opweave_engine.sampling.sampler.Sampler",
     "get_attn_backend_cls": lambda platform, spec: (

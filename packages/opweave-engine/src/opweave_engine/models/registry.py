@@ -149,9 +149,6 @@ for _architecture, _model in {
     "MistralForCausalLM": "opweave_engine.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "opweave_engine.models.mixture:MixtralForCausalLM",
     "Qwen2ForCausalLM": "opweave_engine.models.llama:LlamaForCausalLM",
-    "Qwen2VisionTransformerPretrainedModel": (
-        "opweave_engine.models.qwen2_vision:Qwen2VisionTransformer"
-    ),
     "Qwen3ForCausalLM": "opweave_engine.models.llama:LlamaForCausalLM",
     "Qwen3MoeForCausalLM": "opweave_engine.models.mixture:Qwen3MoeForCausalLM",
 }.items():

@@ -15,7 +15,7 @@ import torch
 from opweave import platforms
 from opweave.config import ParallelConfig, environment
 from opweave_engine.errors import InvalidArgumentError, ReplicaFailedError, require
-from opweave_engine.parallel.executor import Launch
+from opweave_engine.parallel.rank import Launch
 from opweave_engine.parallel.replicas import (
     CPU,
     LoadOrder,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from opweave.ir.codegen import Function
 from opweave.ir.dispatch import Callee
-from opweave.ir.op import IrOp
-from opweave.ir.registry import current_registry, isolated_registry
+from opweave.ir.registry import IrOp, current_registry, isolated_registry
+from opweave.ir.schema import Function
 
 __all__ = ["isolated_registry", "restored", "written_out"]
 
