@@ -30,12 +30,14 @@ BUILD_TOOLS := "scikit-build-core>=0.10" "cmake>=3.25" ninja "hatchling>=1.27" "
 NATIVE_INPUTS := packages/opweave/CMakeLists.txt packages/opweave/pyproject.toml \
   $(shell find packages/opweave/csrc -type f)
 PROJECTS := $(wildcard packages/*/pyproject.toml)
-# For make gpu: a Python whose torch finds a GPU, else the environment's, which prints the queue.
+# For make gpu: a Python whose torch finds a GPU, else the environment's.
 FINDS_GPU := import sys, torch; sys.exit(not torch.cuda.is_available())
-GPU_PYTHON = $(shell for python in $(BIN)/python $(PYTHON); do \
+GPU_PYTHON = PYTHONPATH=packages/opweave/src:packages/opweave-engine/src $(shell \
+  for python in $(BIN)/python $(PYTHON); do \
   $$python -c "$(FINDS_GPU)" 2>/dev/null && echo $$python && exit; done; \
   test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))
-# Of make itself: make gpu --dry-run prints the queue, too.
+GPU_TESTS = $$(grep -rlE "import (DEVICES|needs_cuda)" tests --include="test_*.py")
+# Of make itself: make gpu --dry-run prints the rows of the benchmark, too.
 IS_DRY_RUN = $(findstring n,$(firstword -$(MAKEFLAGS)))
 # With few cores, spinning threads cost more time than they save.
 export OMP_NUM_THREADS ?= 1
@@ -87,8 +89,9 @@ bench-all: $(DEV) ## measure every kernel, and write benchmarks/results/kernels.
 bench-engine: $(DEV) ## measure the engine against transformers and memory bandwidth (10 GB, 10 minutes)
 	$(BIN)/python benchmarks/engine.py
 
-gpu: ## check and measure on a GPU for 10 minutes (GPU_OPTIONS=--help; --dry-run: the queue)
-	+$(GPU_PYTHON) tests/runs/gpu.py $(if $(IS_DRY_RUN),--dry-run) $(GPU_OPTIONS)
+gpu: ## run the tests that need a GPU, then its benchmark for 10 minutes (GPU_OPTIONS=--help)
+	$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS)
+	+$(GPU_PYTHON) benchmarks/gpu.py $(if $(IS_DRY_RUN),--dry-run) $(GPU_OPTIONS)
 
 docs: $(DEV) ## serve the documentation
 	$(BIN)/mkdocs serve

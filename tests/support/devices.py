@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+needs_cuda = pytest.mark.gpu  # skipped without a CUDA device, see conftest.py
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]

@@ -72,6 +72,11 @@ FreshPython = Callable[..., "subprocess.CompletedProcess[str]"]
 FreshCases = Callable[[Sequence["Case"]], None]
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+
+
 def pytest_report_header() -> str:
     return f"inputs: TEST_SEED={SEED}"
 

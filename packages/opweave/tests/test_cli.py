@@ -386,7 +386,7 @@ def test_other_errors_of_the_system_say_what_they_are(
         error.add_note("in relu2:acme")
         raise error
 
-    monkeypatch.setattr("opweave.ir.registry.Registry.ensure_ready", fails)
+    monkeypatch.setattr(ir.current_registry().settings, "ensure_ready", fails)
     done = run("ops")
     assert_one_line_error(done, f"{shown} [in relu2:acme]")
     assert "Cannot write" not in done.stderr
@@ -400,7 +400,7 @@ def test_an_error_that_nobody_expected_is_one_line(
         error.add_note("in relu2:acme,\nof the plugin acme")
         raise error
 
-    monkeypatch.setattr("opweave.ir.registry.Registry.ensure_ready", fails)
+    monkeypatch.setattr(ir.current_registry().settings, "ensure_ready", fails)
     done = run("ops")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     told = "LookupError: of a kernel [in relu2:acme, of the plugin acme]"

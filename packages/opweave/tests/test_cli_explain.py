@@ -10,7 +10,7 @@ import pytest
 
 import test_cli
 from opweave.cli.explain import print_reports
-from opweave.compile.report import FusionReport, NodeReport, PassReport, Refusal, Report, Reuse
+from opweave.compile.report import MatchReport, NodeReport, PassReport, Refusal, Report, Reuse
 from test_cli import CHECKPOINT, Done, Run, assert_one_line_error, run_anew
 
 run = test_cli.run  # the fixture
@@ -173,7 +173,9 @@ def test_fusions_and_several_graphs(capsys: pytest.CaptureFixture[str]) -> None:
     )  # fmt: skip
     report = Report(
         complete=True, nodes=[node, node], collectives={"all_gather": 2},
-        fusions=[FusionReport("c", "n", "fused", "add, norm"), FusionReport("d", "m", "no", "why")],
+        fusions=[
+            MatchReport("c", "n", "fused", "add, norm"), MatchReport("d", "m", "rejected", "why"),
+        ],
         passes=[PassReport("fuse", "joint", 0.5, "a", "b")],
     )  # fmt: skip
     print_reports([report, Report()], 1.5)

@@ -25,7 +25,7 @@ from opweave_engine.models.config import Fields
 from opweave_engine.outputs import EmbeddingOutput, PoolingParams, ScoreOutput
 from opweave_engine.prompts import IOProcessors, Prompt, PromptReader, as_list, as_pairs
 from opweave_engine.runner import cpu_threads
-from opweave_engine.sampling.params import check_int
+from opweave_engine.sampling.params import check_truncation
 from opweave_engine.tokenizer import tokenizer_of
 from opweave_engine.transformers.encoder import TransformersCrossEncoder
 
@@ -457,11 +457,8 @@ class Embedder:
 
     def _limit(self, truncate_prompt_tokens: int | None) -> int | None:
         """Return the number of tokens to truncate to; None: do not truncate."""
-        if truncate_prompt_tokens == -1:
-            return self.max_model_len
-        if truncate_prompt_tokens is not None:
-            check_int("truncate_prompt_tokens", truncate_prompt_tokens, 1, "-1 or None")
-        return truncate_prompt_tokens
+        check_truncation(truncate_prompt_tokens)
+        return self.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
 
     def check_params(self, params: PoolingParams | None, length: int = 0) -> PoolingParams:
         """Return *params*, or the defaults.

@@ -21,8 +21,7 @@ from engine.compared_logits import close, theirs
 from engine.test_quantized_formats import CASES, logits
 from models import layer_checkpoints, tiny_checkpoints
 from opweave_engine import CheckpointError, InvalidArgumentError
-from opweave_engine.load.matrix import quantized_int4
-from opweave_engine.load.writer import quantize_checkpoint
+from opweave_engine.load.writer import quantize_checkpoint, quantized_int4
 from opweave_engine.models import ModelError, UnsupportedModelError
 from opweave_engine.models.deepseek import DeepseekV3ForCausalLM
 from opweave_engine.perplexity import perplexity

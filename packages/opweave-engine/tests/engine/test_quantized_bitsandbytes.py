@@ -16,7 +16,7 @@ from torch import Tensor
 from engine import quantized_checkpoints as q
 from engine.compared_logits import close, logits, theirs
 from opweave_engine import CheckpointError, load_model
-from opweave_engine.load.quantized_formats import BitsAndBytes
+from opweave_engine.load.quantized import BitsAndBytes
 from opweave_engine.models import UnsupportedModelError
 
 CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "_load_in_4bit": True,

@@ -14,7 +14,14 @@ from torch.nn import functional
 
 from engine import gguf_files
 from engine import quantized_checkpoints as q
-from engine.compared_logits import IDS, close, logits, theirs
+from engine.compared_logits import (
+    IDS,
+    close,
+    load_first_of_two,
+    logits,
+    on_two_ranks,
+    theirs,
+)
 from engine.test_quantized_activations import (
     CASES as ACTIVATIONS,
 )
@@ -26,8 +33,7 @@ from engine.test_quantized_activations import (
 )
 from engine.test_quantized_formats import CASES as WEIGHT_ONLY
 from models import layer_checkpoints
-from models.test_two_ranks import Outcomes, check, language_model, run
-from opweave.layers import FusedMoE, ShardingError, TensorParallel, tensor_parallel
+from opweave.layers import FusedMoE, ShardingError
 from opweave_engine import load_model
 
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
@@ -179,44 +185,28 @@ def test_compiled_models(name: str, tmp_path: Path) -> None:
     config, packer = (*WEIGHT_ONLY.get(name, ()), *ACTIVATIONS.get(name, ()))[:2]
     write(tmp_path, config, lambda _: packer)
     model = load_model(tmp_path, dtype="float32")
-    run_ = torch.compile(model, backend="opweave", fullgraph=True, dynamic=True)
+    run = torch.compile(model, backend="opweave", fullgraph=True, dynamic=True)
     with torch.inference_mode():
-        found = model.compute_logits(run_(IDS, torch.arange(len(IDS))))
+        found = model.compute_logits(run(IDS, torch.arange(len(IDS))))
     assert error(found, logits(tmp_path)) < (1e-4 if name == "int4" else 0.03)
 
 
-NAMES = ("int4", "int8")
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_two_ranks(name: str, tmp_path: Path) -> None:
+    config, packer = WEIGHT_ONLY[name]
+    model = write(tmp_path, config, lambda _: packer)
+    assert all(close(result, theirs(model)) for result in on_two_ranks(tmp_path))
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    with torch.inference_mode():
-        cases = {}
-        for name in NAMES:
-            path = tmp_path_factory.mktemp(name)
-            config, packer = WEIGHT_ONLY[name]
-            model = write(path, config, lambda _, p=packer: p)
-            cases[name] = language_model((path, model))
-        path, file = tmp_path_factory.mktemp("gguf"), "model.gguf"
-        model = layer_checkpoints.hf_model("mixtral", **MIXTRAL)
-        gguf_files.write(path / file, model, lambda _: Kind.Q8_0)
-        cases["gguf"] = language_model((path / file, model))
-    return run(cases, tmp_path_factory.mktemp("two_ranks"))
-
-
-@pytest.mark.parametrize("name", [*NAMES, "gguf"])
-def test_two_processes_give_the_results_of_transformers(name: str, outcomes: Outcomes) -> None:
-    check(outcomes[name])
+def test_two_ranks_of_gguf(tmp_path: Path) -> None:
+    model = layer_checkpoints.hf_model("mixtral", **MIXTRAL)
+    path = gguf_files.write(tmp_path / "model.gguf", model, lambda _: Kind.Q8_0)
+    assert all(close(result, theirs(model)) for result in on_two_ranks(path))
 
 
 def test_groups_cannot_be_divided(tmp_path: Path) -> None:
-    def unused(x: Tensor, dim: int = -1) -> Tensor:
-        raise AssertionError("nothing is computed")
-
     config, packer = WEIGHT_ONLY["int4_128"]
     write(tmp_path, config, lambda m: packer if "experts" in m else None)
-    with (
-        tensor_parallel(TensorParallel(0, 2, unused, unused)),
-        pytest.raises(ShardingError, match=r"layers.0.mlp.experts: .* 64 of 128 inputs are not"),
-    ):
-        load_model(tmp_path)
+    message = r"layers.0.mlp.experts: .* 64 of 128 inputs are not"
+    with pytest.raises(ShardingError, match=message):
+        load_first_of_two(tmp_path)

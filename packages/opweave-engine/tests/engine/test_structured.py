@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -44,6 +45,7 @@ from opweave_engine.structured.grammar_compiler import (
 )
 from opweave_engine.structured.grammar_program import native_vocabulary
 from opweave_engine.structured.grammar_text import enforceable
+from opweave_engine.structured.params import MAX_DEPTH
 from server.fake_engine import CHECKPOINT, VOCABULARY
 from support import ROOT
 
@@ -447,12 +449,21 @@ def test_enforced_formats_are_the_documented_ones() -> None:
         assert ("format" in enforceable({"format": name})) == (name in names)
 
 
-def test_a_schema_that_is_nested_too_deeply() -> None:
+@pytest.mark.parametrize(
+    "wrap", [lambda inner: {"anyOf": [inner]}, lambda inner: {"properties": {"a": inner}}]
+)
+def test_a_schema_that_is_nested_too_deeply(
+    wrap: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
     schema: dict[str, Any] = {}
-    for _ in range(330):
-        schema = {"anyOf": [schema]}
-    with pytest.raises(ValueError, match="the schema is nested too deeply"):
-        enforceable(schema)
+    for _ in range(MAX_DEPTH // 2):  # a wrapped schema has two more levels
+        schema = wrap(schema)
+    assert enforceable(schema) == schema
+    StructuredOutputsParams(json=schema)
+    with pytest.raises(ValueError, match=f"the schema exceeds the limit of {MAX_DEPTH} levels"):
+        enforceable(wrap(schema))
+    with pytest.raises(SamplingParamsError, match=f"json exceeds the limit of {MAX_DEPTH} levels"):
+        StructuredOutputsParams(json=wrap(schema))
 
 
 @pytest.mark.parametrize(
@@ -751,8 +762,8 @@ def test_a_grammar_that_takes_too_long_is_refused() -> None:
 def test_memory_of_the_process_is_limited() -> None:
     code = (
         f"import runpy; program = runpy.run_path({grammar_program.__file__!r})\n"
-        "bytearray(400 << 20); program['_limit_memory'](); bytearray(400 << 20)\n"
-        "try: bytearray(600 << 20)\nexcept MemoryError: print('limited')"
+        "bytearray(200 << 20); program['_limit_memory'](); bytearray(200 << 20)\n"
+        "try: bytearray(300 << 20)\nexcept MemoryError: print('limited')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "limited\n"
@@ -788,12 +799,31 @@ def test_small_grammars_do_not_wait_for_large_ones(monkeypatch: pytest.MonkeyPat
     grammars.close()
 
 
-def test_the_cache_of_grammars_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "_CACHED_CHARACTERS", 1000)
+def test_a_small_text_that_takes_much_memory_is_refused() -> None:
+    with pytest.raises(SamplingParamsError, match=r"takes \d+ MiB of memory .* at most 64 MiB"):
+        GRAMMARS.start(constrained(regex="(a?)" * 5000 + "a" * 5000))
+
+
+def test_the_memory_of_a_compiled_grammar_is_counted() -> None:
+    small, large = started(regex="a{10}").grammar, started(regex="(a{200}){200}").grammar
+    assert small.size < 2**20
+    assert 10 * 2**20 < large.size < 64 * 2**20
+
+
+def test_the_memory_of_all_grammars_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = GrammarCompiler(PYDOC, VOCABULARY, [EOS])
+    monkeypatch.setattr(grammars._quick, "check", lambda *_: 400)
+    monkeypatch.setattr(grammar_compiler, "_HELD_BYTES", 1200)
     for letter in "abc":
-        started(grammars, regex=letter * 400)
-    assert [text.count("a") > 400 for text in grammars._compiled] == [False, False]
+        started(grammars, regex=letter)
+    assert len(grammars._compiled) == 2
+    answers = [started(grammars, regex=letter) for letter in "bc"]
+    assert started(grammars, regex="small")
+    monkeypatch.setattr(grammar_compiler, "_SMALL_BYTES", 100)
+    with pytest.raises(GrammarQueueFullError, match="The grammars of unfinished answers take"):
+        started(grammars, regex="d")
+    answers.pop()
+    assert started(grammars, regex="d")
     grammars.close()
 
 

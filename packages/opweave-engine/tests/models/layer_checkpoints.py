@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
-from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
-from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from models.tiny_checkpoints import BOS, EOS, PAD, VOCABULARY, YARN
 
@@ -127,8 +125,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def hf_model(kind: str, **changes: Any) -> Any:
     """Return transformers' model of that kind, with random weights and *changes* of its config."""
     torch.manual_seed(sum(map(ord, kind)))
-    if kind.startswith("qwen2_vision"):
-        return randomized(_vision(depth=1 if kind.endswith("one_layer") else 2))
     model_type, differences = KINDS[kind]
     config = AutoConfig.for_model(model_type, **{**_SIZES, **differences, **changes})
     factory = AutoModel if model_type == "bert" else AutoModelForCausalLM
@@ -164,11 +160,3 @@ def randomized(model: Any) -> Any:
                 spread = 0.3 if "norm" in name.lower() else 0.12
                 weight.copy_(center + spread * torch.randn_like(weight))
     return model
-
-
-def _vision(depth: int) -> Any:
-    config = Qwen2VLVisionConfig(
-        depth=depth, embed_dim=48, hidden_size=40, num_heads=4, patch_size=4, mlp_ratio=2
-    )
-    config._attn_implementation = "eager"
-    return Qwen2VisionTransformerPretrainedModel(config)

@@ -13,7 +13,7 @@ from torch import Tensor
 from opweave import ir
 from opweave.conformance import ranks
 from opweave.conformance.ranks import Rank
-from opweave.layers import SequenceStates
+from opweave.layers import SequenceStates, StateCache
 from opweave.layers.parallel import TensorParallel, tensor_parallel
 from opweave_engine.models import ForwardContext, forward_context
 
@@ -117,14 +117,17 @@ def whole(model: LanguageModel, ids: Tensor) -> Tensor:
     return model.compute_logits(model(ids, torch.arange(len(ids))))
 
 
-def in_steps(model: LanguageModel, ids: Tensor, prefill: int) -> Tensor:
-    """Prefill some tokens, then one token at a time."""
-    cache, logits = GrowingCache(), []
-    for start, end in [(0, prefill), *((i, i + 1) for i in range(prefill, len(ids)))]:
-        starts, ends = torch.tensor([0, end - start]), torch.tensor([0, end])
-        with forward_context(step_context(starts, ends, cache)):
+def in_steps(model: LanguageModel, ids: Tensor, sizes: list[int]) -> Tensor:
+    """Run a sequence in parts of these *sizes*, then one token at a time."""
+    cache, states, logits, start = GrowingCache(), StateCache(1), [], 0
+    for size in [*sizes, *[1] * (len(ids) - sum(sizes))]:
+        end = start + size
+        starts, ends = torch.tensor([0, size]), torch.tensor([0, end])
+        own_states = SequenceStates.of([size], [start], [0], states)
+        with forward_context(step_context(starts, ends, cache, own_states)):
             hidden = model(ids[start:end], torch.arange(start, end))
         logits.append(model.compute_logits(hidden))
+        start = end
     return torch.cat(logits)
 
 

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig
-from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 
 from opweave_engine.models import (
     BertConfig,
     DeepseekV3Config,
     Gemma3Config,
+    GptOssMoE,
     InvalidConfigError,
-    Qwen2VisionConfig,
+    Mamba2Config,
+    MixtureConfig,
     UnsupportedModelError,
     build_model,
-    supported_architectures,
 )
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -32,6 +29,9 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+MAMBA = {
+    "hidden_size": 32, "num_heads": 8, "head_dim": 8, "n_groups": 2, "num_hidden_layers": 2,
+}  # fmt: skip
 LINEAR = {"type": "linear", "factor": 2.0}
 OLD_YARN = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
 
@@ -63,14 +63,6 @@ def test_absent_keys_mean_what_they_mean_to_transformers(
     theirs, ours = AutoConfig.for_model(model_type, **SIZES), read(SIZES)
     for name in ("vocab_size", "hidden_size", "intermediate_size", *names.split()):
         assert getattr(ours, name) == getattr(theirs, name), name
-
-
-def test_absent_keys_of_the_vision_encoder() -> None:
-    theirs, ours = Qwen2VLVisionConfig(), Qwen2VisionConfig.from_hf({})
-    for name in ours.__dataclass_fields__:
-        if name not in ("rope_theta", "dtype"):
-            assert getattr(ours, name) == getattr(theirs, name), name
-    assert ours.rope_theta == 10000.0
 
 
 def test_gemma_has_a_rope_for_each_layer_type() -> None:
@@ -117,33 +109,75 @@ def test_yarn_sharpens_the_attention_of_deepseek() -> None:
     assert direct.q_lora_rank is None
 
 
-DEEPSEEK, GEMMA, BERT = DeepseekV3Config, Gemma3Config, BertConfig
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_theta": 777.0},
+        {"sliding_window": 9, "use_sliding_window": True},
+        {"head_dim": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
+        {"decoder_sparse_step": 2, "mlp_only_layers": [1], "num_hidden_layers": 4},
+    ],
+)
+@pytest.mark.parametrize(
+    ("model_type", "architecture"), [("mixtral", "Mixtral"), ("qwen3_moe", "Qwen3Moe")]
+)
+def test_absent_keys_of_mixtures(
+    model_type: str, architecture: str, changes: dict[str, Any]
+) -> None:
+    theirs = AutoConfig.for_model(model_type, **{**SIZES, **changes})
+    named = {"architectures": [f"{architecture}ForCausalLM"]}
+    ours = MixtureConfig.from_hf({**named, **SIZES, **changes})
+    for name in ("max_position_embeddings", "rms_norm_eps", "num_key_value_heads", "vocab_size",
+                 "intermediate_size", "num_experts_per_tok", "tie_word_embeddings"):  # fmt: skip
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.num_experts == theirs.num_local_experts
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 16)
+    assert {*ours.windows} == {theirs.sliding_window}
+    assert ours.rope["rope_theta"] == theirs.rope_parameters["rope_theta"]
+    if model_type == "qwen3_moe":
+        assert ours.norm_topk_prob == theirs.norm_topk_prob
+        assert ours.moe_intermediate_size == theirs.moe_intermediate_size
+        assert list(ours.sparse_layers) == [
+            layer not in theirs.mlp_only_layers and (layer + 1) % theirs.decoder_sparse_step == 0
+            for layer in range(theirs.num_hidden_layers)
+        ]
+
+
+def mixture(config: dict[str, Any]) -> Any:
+    return MixtureConfig.from_hf({"architectures": ["Qwen3MoeForCausalLM"], **config})
+
+
+def mamba(config: dict[str, Any]) -> Any:
+    return Mamba2Config.from_hf({**config, **MAMBA, **config.pop("mamba", {})})
+
+
+def gpt_oss(config: dict[str, Any]) -> Any:
+    return GptOssMoE.from_hf(config, dtype=torch.float32)
+
+
+DEEPSEEK, GEMMA, BERT = DeepseekV3Config.from_hf, Gemma3Config.from_hf, BertConfig.from_hf
+SPIRAL = {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}
+PARTIAL = {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
 UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
-    (DEEPSEEK, {"hidden_act": "relu"}, "'relu'.* Supported: gelu, .*silu"),
-    (DEEPSEEK, {"quantization_config": {"bits": 8}}, "quantization_config"),
-    (DEEPSEEK, {"rope_scaling": {"type": "spiral", "factor": 2.0}}, "'spiral'.*linear"),
-    (
-        DEEPSEEK,
-        {"partial_rotary_factor": 0.5, "rope_scaling": LINEAR},
-        "'partial_rotary_factor': 0.5",
+    *((read, SPIRAL, "'spiral'.*linear") for read in (DEEPSEEK, GEMMA, mixture)),
+    *((read, PARTIAL, "'partial_rotary_factor': 0.5") for read in (DEEPSEEK, GEMMA, mixture)),
+    *(
+        (read, {"quantization_config": {"bits": 8}}, "quantization_config")
+        for read in (DEEPSEEK, GEMMA, BERT, mixture, mamba, gpt_oss)
     ),
+    (DEEPSEEK, {"hidden_act": "relu"}, "'relu'.* Supported: gelu, .*silu"),
     (DEEPSEEK, {"scoring_func": "softmax"}, "'scoring_func': 'softmax'.* Supported: sigmoid"),
     (DEEPSEEK, {"topk_method": "greedy"}, "'topk_method': 'greedy'.* Supported: noaux_tc"),
     (DEEPSEEK, {"moe_layer_freq": 2}, "'moe_layer_freq': 2"),
-    (GEMMA, {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "'spiral'.*linear"),
-    (
-        GEMMA,
-        {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        "'partial_rotary_factor': 0.5",
-    ),
     (GEMMA, {"hidden_activation": "mish"}, "Supported: gelu, gelu_pytorch_tanh"),
     (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     (GEMMA, {"layer_types": ["chunked"] * 7}, "'chunked'.*full_attention, sliding_attention"),
     (BERT, {"hidden_act": "mish"}, "'mish'.*gelu, .*gelu_new, .*relu"),
     (BERT, {"is_decoder": True}, "is_decoder"),
     (BERT, {"position_embedding_type": "relative_key"}, "'relative_key'.*absolute"),
-    (Qwen2VisionConfig, {"hidden_act": "silu"}, "Supported: quick_gelu"),
-    (Qwen2VisionConfig, {"rope_parameters": {"rope_type": "yarn"}}, "'yarn'.*axial"),
+    (mixture, {"hidden_act": "relu"}, "'hidden_act': 'relu'"),
+    (mamba, {"hidden_act": "gelu"}, "'hidden_act': 'gelu'"),
 ]
 INVALID: list[tuple[Any, dict[str, Any], str]] = [
     (DEEPSEEK, {"n_group": 7}, "256 'n_routed_experts' in 7 'n_group'"),
@@ -159,30 +193,33 @@ INVALID: list[tuple[Any, dict[str, Any], str]] = [
     (GEMMA, {"layer_types": ["full_attention"]}, "1 'layer_types' for 7 layers"),
     (GEMMA, {"final_logit_softcapping": -1.0}, "positive number"),
     (BERT, {"num_attention_heads": 5}, "not a multiple"),
-    (Qwen2VisionConfig, {"num_heads": 17}, "'embed_dim': 1280 for 17"),
+    (mixture, {"num_key_value_heads": 3}, "not a multiple"),
+    (mixture, {"hidden_size": 66}, "no 'head_dim'"),
+    (mixture, {"num_experts_per_tok": 200}, "'num_experts_per_tok': 200"),
+    (mixture, {"mlp_only_layers": [True]}, "mlp_only_layers"),
+    (gpt_oss, {"num_local_experts": 2}, "'num_experts_per_tok': 4"),
+    (mamba, {"mamba": {"num_heads": 7}}, "make 56 channels; 'hidden_size' 32 times"),
+    (mamba, {"mamba": {"n_groups": 3}}, "not a multiple of 'n_groups': 3"),
+    (mamba, {"time_step_limit": [1]}, "'time_step_limit': .*two numbers"),
+    (mamba, {"time_step_limit": [0, {"x": 1}]}, "'time_step_limit'"),
+    (mamba, {"state_size": "many"}, "'state_size': 'many'"),
 ]
 
 
-@pytest.mark.parametrize(("config", "changes", "message"), UNSUPPORTED)
-def test_what_is_not_supported_is_said_with_what_is(
-    config: Any, changes: dict[str, Any], message: str
+@pytest.mark.parametrize(
+    ("error", "read", "changes", "message"),
+    [
+        *((UnsupportedModelError, *case) for case in UNSUPPORTED),
+        *((InvalidConfigError, *case) for case in INVALID),
+    ],
+)
+def test_what_is_wrong_is_named(
+    error: type[Exception], read: Any, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
-        config.from_hf({**SIZES, **changes})
-
-
-@pytest.mark.parametrize(("config", "changes", "message"), INVALID)
-def test_what_is_wrong_is_named(config: Any, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidConfigError, match=message):
-        config.from_hf({**SIZES, **changes})
+    with pytest.raises(error, match=message):
+        read({**SIZES, **changes})
 
 
 def test_an_unknown_architecture_is_named_with_those_that_are_known() -> None:
     with pytest.raises(UnsupportedModelError, match=r"'GPT2Model'.*BertModel.*Gemma3ForCausalLM"):
         build_model({"architectures": ["GPT2Model"]}, dtype=torch.float32)
-
-
-def test_what_is_written_names_a_model(layer_checkpoint: Checkpoints) -> None:
-    for kind in ("deepseek", "gemma3", "bert", "qwen2_vision"):
-        config = json.loads((layer_checkpoint(kind)[0] / "config.json").read_text())
-        assert config["architectures"][0] in supported_architectures()

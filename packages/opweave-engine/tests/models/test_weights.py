@@ -29,7 +29,6 @@ LAYERS = (
     "gemma3_untied",
     "mamba2",
     "bert",
-    "qwen2_vision",
 )
 
 
@@ -56,17 +55,6 @@ def test_every_tensor_has_a_place(saved: Saved) -> None:
     model.load_weights(tensors.items())
 
 
-def test_missing_and_unexpected_tensors_are_listed(saved: Saved) -> None:
-    model, tensors = saved
-    tensors["model.layers.0.mlp.extra.weight"] = torch.zeros(1)
-    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"], tensors["model.norm.weight"]
-    with pytest.raises(WeightsError) as error:
-        model.load_weights(tensors.items())
-    message = str(error.value)
-    assert "2 missing: model.layers.1.mlp.experts.3.up_proj.weight, model.norm.weight" in message
-    assert "1 unexpected: model.layers.0.mlp.extra.weight" in message
-
-
 def test_a_tensor_that_comes_twice_is_named(saved: Saved) -> None:
     model, tensors = saved
     again = "model.norm.weight", torch.zeros_like(tensors["model.norm.weight"])
@@ -79,27 +67,6 @@ def test_names_are_shown_in_one_line(saved: Saved) -> None:
     tensors |= {"a\nb\x1b[31m": torch.zeros(1), "x" * 1000: torch.zeros(1)}
     with pytest.raises(WeightsError, match=r"2 unexpected: 'a\\nb\\x1b\[31m', x{100}…\.$"):
         model.load_weights(tensors.items())
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.layers.0.self_attn.q_a_proj.weight",
-        "model.layers.0.input_layernorm.weight",
-        "model.layers.1.mlp.experts.0.down_proj.weight",
-        "model.embed_tokens.weight",
-    ],
-)
-def test_tensors_that_do_not_fit_are_named(name: str, saved: Saved) -> None:
-    model, tensors = saved
-    tensors[name] = tensors[name][1:]
-    with pytest.raises(WeightsError, match=f"1 do not fit: {name}: .+"):
-        model.load_weights(tensors.items())
-
-
-def test_a_long_list_is_cut(saved: Saved) -> None:
-    with pytest.raises(WeightsError, match=r"missing: .+ and \d+ more"):
-        saved[0].load_weights([])
 
 
 def test_layers_that_predict_further_tokens_are_passed_over(saved: Saved) -> None:
@@ -137,14 +104,4 @@ def test_a_padded_vocabulary_does_not_fit(checkpoint: Checkpoints, tmp_path: Pat
     (tmp_path / "config.json").write_text(config)
     shutil.copy(path / FILE, tmp_path)
     with pytest.raises(CheckpointError, match=r"2 do not fit: .*\(320, 64\); it takes \(319, 64\)"):
-        load_model(tmp_path)
-
-
-def test_a_dtype_that_cannot_be_followed_is_named(
-    layer_checkpoint: Checkpoints, tmp_path: Path
-) -> None:
-    path, _ = layer_checkpoint("bert")
-    config = (path / "config.json").read_text().replace('"float32"', '"float8_e4m3fn"')
-    (tmp_path / "config.json").write_text(config)
-    with pytest.raises(CheckpointError, match=r"'float8_e4m3fn'.*float32, bfloat16, float16"):
         load_model(tmp_path)

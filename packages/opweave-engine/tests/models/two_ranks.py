@@ -13,7 +13,7 @@ from torch import Tensor, distributed
 from opweave.config.engine import ModelImpl
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave_engine.load.loader import load_model
-from opweave_engine.models import GptOssMoE, LanguageModel, Qwen2VisionTransformer
+from opweave_engine.models import GptOssMoE, LanguageModel
 
 RANKS = 2
 
@@ -50,12 +50,7 @@ def _run(
         options = {"codegen": codegen}
         run = torch.compile(model, backend="opweave", fullgraph=True, dynamic=True, options=options)
     hidden = run(*given.values())
-    if isinstance(model, LanguageModel):
-        result = model.compute_logits(hidden)
-    elif isinstance(model, Qwen2VisionTransformer):
-        result = model.merge(hidden)
-    else:
-        result = hidden
+    result = model.compute_logits(hidden) if isinstance(model, LanguageModel) else hidden
     return {"result": result, "numel": torch.tensor(sum(p.numel() for p in model.parameters()))}
 
 

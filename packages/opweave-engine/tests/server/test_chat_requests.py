@@ -55,12 +55,6 @@ def test_empty_calls_and_parts(server: Running) -> None:
     assert prompts(server, sent) == theirs(of.QWEN3, plain)
 
 
-def test_a_string_for_a_template_of_parts(server: Running) -> None:
-    assert prompts(server, [USER], chat_template=of.LLAVA) == "USER: Sum? ASSISTANT: "
-    two = {"role": "user", "content": [{"type": "text", "text": text} for text in ("one", "two")]}
-    assert "onetwo" in prompts(server, [two], chat_template=of.GEMMA3)
-
-
 def test_continuing_the_last_message(server: Running) -> None:
     expected = "<|im_start|>user\nSum?<|im_end|>\n<|im_start|>assistant\nOK! "
     for fields in (
@@ -128,14 +122,6 @@ def test_errors_name_the_field(
 def test_tools_that_must_not_be_called_may_be_left_out_of_the_prompt(server: Running) -> None:
     fields = {"tools": TOOLS, "tool_choice": "none", "chat_template": of.ITEMS}
     assert server.post(CHAT, {"messages": [USER], "max_tokens": 1, **fields}).status_code == 200
-
-
-def test_documents(server: Running) -> None:
-    template = "{% for d in documents %}{{ d.text }}{% endfor %}"
-    documents = [{"text": "x"}, {"text": "y"}]
-    assert prompts(server, [USER], chat_template=template, documents=documents) == "xy"
-    variables = {"documents": documents}
-    assert prompts(server, [USER], chat_template=template, chat_template_kwargs=variables) == "xy"
 
 
 def test_variables_that_the_template_does_not_read_are_named(server: Running) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
 import socket
 import time
 from typing import Any
 
-import httpx
 import pytest
 
 from server.conftest import Running, Start
@@ -74,43 +71,6 @@ def test_hanging_up_before_the_body_is_there(start: Start) -> None:
     connection.close()
     assert server.get("/health").status_code == 200
     assert not server.engine.calls
-
-
-def test_200_streams_with_random_disconnects(start: Start) -> None:
-    engine = FakeEngine(delay=0.01)
-    server = start(engine)
-    draw = random.Random(0)
-
-    async def one(client: httpx.AsyncClient, number: int, lives: float) -> str:
-        body = {"prompt": f"x{number}", "max_tokens": 20, "stream": True, "n": 1 + number % 2}
-        text = ""
-        try:
-            async with asyncio.timeout(lives):
-                async with client.stream("POST", PATHS[0], json=body) as answer:
-                    assert answer.status_code == 200
-                    async for piece in answer.aiter_text():
-                        text += piece
-        except TimeoutError:
-            return "hung up"
-        assert text.endswith("data: [DONE]\n\n")
-        return "complete"
-
-    async def all_of_them() -> list[str]:
-        limits = httpx.Limits(max_connections=None)
-        client = httpx.AsyncClient(
-            base_url=server.url, limits=limits, timeout=60, verify=False, trust_env=False
-        )
-        lives = [draw.choice([60.0, draw.uniform(0.05, 1.0)]) for _ in range(200)]
-        async with client:
-            return await asyncio.gather(*(one(client, i, life) for i, life in enumerate(lives)))
-
-    ends = asyncio.run(all_of_them())
-    assert ends.count("complete") >= 50
-    assert ends.count("hung up") >= 20
-    until(lambda: not engine.running and server.state.admission.active == 0)
-    assert engine.most_running >= 50
-    assert len(engine.aborted) + engine.finished["length"] == len(engine.calls)
-    assert server.post(PATHS[0], BODY).status_code == 200
 
 
 def test_a_reader_that_does_not_read_does_not_stop_the_others(start: Start) -> None:

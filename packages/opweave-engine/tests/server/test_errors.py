@@ -362,25 +362,6 @@ def test_paths_and_methods(server: Running) -> None:
     assert (error["param"], error["code"]) == ("model", "model_not_found")
 
 
-def test_fields_that_ask_for_what_there_is(server: Running) -> None:
-    form = {"response_format": {"type": "text"}}
-    assert server.post(COMPLETIONS, {"prompt": "x", **form}).status_code == 200
-    body = {"messages": USER, "modalities": ["text"], "functions": [], "function_call": "none"}
-    answer = server.post(CHAT, {**body, **form})
-    assert answer.status_code == 200
-    assert "x-opweave-ignored" not in answer.headers
-
-
-def test_fields_that_nobody_knows_are_ignored_and_named(server: Running) -> None:
-    body = {"prompt": "x", "max_tokens": 1, "store": True, "a\r\nb": 1, "é" * 900: 2}
-    answer = server.post(COMPLETIONS, body)
-    assert answer.status_code == 200
-    ignored = answer.headers["x-opweave-ignored"].split(", ")
-    assert {"a\\r\\nb", "store"} < set(ignored)
-    assert max(map(len, ignored)) <= 64
-    assert "x-opweave-ignored" not in server.post(COMPLETIONS, {"prompt": "x"}).headers
-
-
 @pytest.mark.parametrize(
     ("name", "header"),
     [

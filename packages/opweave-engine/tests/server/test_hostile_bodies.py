@@ -219,6 +219,26 @@ def test_bodies_of_short_strings_are_counted_quickly(part: bytes) -> None:
     assert time.process_time() - started < 0.3
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "count", "parts"),
+    [
+        *(("/v1/chat/completions", "messages", count, 0) for count in (16_384, 16_385)),
+        *(("/v1/chat/completions", "messages", count, 1) for count in (8192, 8193)),
+        ("/v1/chat/completions", "messages", 1, 16_384),
+        *(("/v1/responses", "input", count, 0) for count in (16_384, 16_385)),
+    ],
+)
+def test_the_messages_of_a_conversation_are_limited(
+    server: Running, path: str, field: str, count: int, parts: int
+) -> None:
+    content = [{"type": "text", "text": "x"}] * parts or "x"
+    answer = server.post(path, json={field: [{"role": "user", "content": content}] * count})
+    error = error_of(answer, 400)
+    assert error["param"] == field
+    is_refused = f"{count} messages with {count * parts} content parts" in error["message"]
+    assert is_refused == (count + count * parts > 16_384)  # others are too long for the context
+
+
 def test_garbage_collections_of_a_server_are_short() -> None:
     frozen: list[int] = []
 
@@ -373,24 +393,6 @@ def test_the_limit_of_a_text_grows_with_the_context(start: Start, held: HeldToke
     assert server.post("/tokenize", {"prompt": "a" * 1_280_000}).json()["tokens"]
     error = error_of(server.post("/tokenize", {"prompt": "a" * 1_280_001}), 400)
     assert "at most 1280000" in error["message"]
-
-
-def test_short_texts_are_tokenized_quickly_next_to_the_longest(server: Running) -> None:
-    def longest() -> None:
-        words = {"prompt": ("some words " * LIMIT)[:LIMIT]}
-        counts.append(server.post("/tokenize", words).json()["count"])
-
-    counts: list[int] = []
-    thread = threading.Thread(target=longest)
-    thread.start()
-    until(lambda: server.state.admission.active == 1)
-    seconds = []
-    while thread.is_alive():
-        started = time.perf_counter()
-        assert server.post("/tokenize", {"prompt": "word " * 1_000}).status_code == 200
-        seconds.append(time.perf_counter() - started)
-    assert counts[0] > LIMIT // 20
-    assert max(seconds) < 0.5
 
 
 def test_many_items_of_one_turn_are_joined_at_once() -> None:

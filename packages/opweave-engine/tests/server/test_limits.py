@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -129,24 +126,6 @@ def test_who_writes_on_gets_the_answer(start: Start) -> None:
             assert b"1000 bytes" in answer.read()
 
 
-def test_a_body_that_never_ends_is_not_kept(start: Start) -> None:
-    server = start(config=ServerConfig(max_body_bytes=1000))
-    with socket.create_connection(address(server)) as connection:
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-        )
-        answer = b""
-        connection.settimeout(5)
-        try:
-            for _ in range(100):
-                connection.sendall(b"100\r\n" + b"a" * 256 + b"\r\n")
-                time.sleep(0.001)
-        except OSError:
-            pass  # the server has hung up, having answered
-        answer = connection.recv(1000)
-    assert answer.startswith(b"HTTP/1.1 413")
-
-
 def address(server: Running) -> tuple[str, int]:
     host, _, port = server.url.removeprefix("http://").partition(":")
     return host, int(port)
@@ -197,25 +176,6 @@ def test_a_client_that_reads_nothing(
         assert not server.http.server_state.connections
         assert server.post(COMPLETIONS, {"prompt": "x", "n": 64}).status_code == 200
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-
-
-def test_reading_prompts_stops_nobody(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = start(FakeEngine(embeds=True))
-    is_reading = threading.Event()
-
-    def encode(text: str, **_: Any) -> list[int]:
-        is_reading.set()
-        time.sleep(0.02)
-        return [5]
-
-    monkeypatch.setattr(server.engine.tokenizer, "encode", encode)
-    texts = ["x" * 200] * 50
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(server.post, "/v1/embeddings", {"input": texts})
-        assert is_reading.wait(60)
-        assert server.get("/ping").status_code == 200
-        assert not answer.done()
-        assert len(answer.result().json()["data"]) == len(texts)
 
 
 def test_what_is_refused_is_not_read(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,21 +234,6 @@ def test_root_path(start: Start) -> None:
 def test_wrong_configurations(wrong: dict[str, Any]) -> None:
     with pytest.raises(ServerConfigError):
         ServerConfig(**wrong)
-
-
-def test_many_requests_at_once(start: Start) -> None:
-    server = start(FakeEngine(delay=0.005))
-    barrier = threading.Barrier(16)
-
-    def ask(number: int) -> httpx.Response:
-        barrier.wait()
-        return server.post(COMPLETIONS, {"prompt": f"x{number}", "max_tokens": 20})
-
-    with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(ask, range(16)))
-    assert {answer.status_code for answer in answers} == {200}
-    assert server.engine.most_running >= 8
-    assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 16
 
 
 def test_many_inputs_of_one_embeddings_request(start: Start) -> None:

@@ -93,34 +93,6 @@ def test_completion_stream(client: OpenAI, server: Running) -> None:
     assert last.usage.completion_tokens == 12
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_completion_logprobs_and_echo(client: OpenAI, server: Running, stream: bool) -> None:
-    answers: Any = client.completions.create(
-        model=MODEL, prompt="Return the", max_tokens=5, logprobs=3, echo=True, stream=stream
-    )
-    choices = [a.choices[0] for a in (answers if stream else [answers])]
-    text = "".join(choice.text for choice in choices)
-    assert text == "Return the" + expected_text(server, "Return the", 5)
-    found: dict[str, list[Any]] = {}
-    for choice in choices:
-        for name, values in choice.logprobs.model_dump().items():
-            found.setdefault(name, []).extend(values)
-    ids = server.engine.tokenizer.encode("Return the")
-    decode = server.engine.tokenizer.decode
-    answer = expected(server, "Return the", 5)
-    assert found["tokens"] == [decode([i]) for i in [*ids, *answer]]
-    assert found["token_logprobs"][0] is None
-    assert found["top_logprobs"][0] is None
-    for token, value, top in list(
-        zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True)
-    )[1:]:
-        assert value < 0
-        assert top[token] == value
-        assert 1 <= len(top) <= 4
-    lengths = [len(token) for token in found["tokens"]]
-    assert found["text_offset"] == [0, *itertools.accumulate(lengths)][:-1]
-
-
 def test_parts_of_characters_are_told_apart_by_their_bytes(client: OpenAI) -> None:
     text = "\u6f22\u5b57 \ufffd"
     answer = client.completions.create(
@@ -307,24 +279,6 @@ EXTENSIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["completions", "chat"])
-def test_every_option_reaches_the_engine(client: OpenAI, server: Running, kind: str) -> None:
-    common: Any = {"model": MODEL, "user": "me", **OPTIONS}
-    extra = {**EXTENSIONS, "priority": -3}
-    if kind == "chat":
-        client.chat.completions.create(
-            messages=[{"role": "user", "content": "x"}], max_completion_tokens=8, logprobs=True,
-            top_logprobs=4, extra_body=extra, **common,
-        )  # fmt: skip
-    else:
-        client.completions.create(prompt="x", max_tokens=8, logprobs=4, extra_body=extra, **common)
-    call = server.engine.calls[-1]
-    biases = {int(token): bias for token, bias in OPTIONS["logit_bias"].items()}
-    options = {**OPTIONS, **EXTENSIONS, "logit_bias": biases}
-    assert call.params == SamplingParams(max_tokens=8, logprobs=4, **options)
-    assert call.priority == -3
-
-
 def test_nulls_are_defaults(client: OpenAI, server: Running) -> None:
     names = [*OPTIONS, *EXTENSIONS, "stream", "stream_options", "user", "echo", "max_tokens"]
     nothing: Any = dict.fromkeys(names)
@@ -384,11 +338,6 @@ def test_embeddings(start: Start, encoding: Any) -> None:
             assert each.embedding == [float(count), 0.5, -0.25]
     with pytest.raises(openai.BadRequestError, match="3 numbers"):
         running.openai().embeddings.create(model=MODEL, input="x", dimensions=2)
-
-
-def test_embeddings_of_a_model_that_makes_none(client: OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="no embeddings"):
-        client.embeddings.create(model=MODEL, input="x")
 
 
 def test_tokens_there_and_back(server: Running) -> None:

@@ -14,25 +14,13 @@ import pytest
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
-from pydantic import BaseModel
 from typing_extensions import is_typeddict
 
 from opweave.config import EngineConfig
 from opweave_engine import ChatTemplate
 from opweave_engine.server import ServerConfig
-from opweave_engine.server.protocol.base import RequestBody
-from opweave_engine.server.protocol.chat import ChatRequest
-from opweave_engine.server.protocol.completions import CompletionRequest
-from opweave_engine.server.protocol.embeddings import EmbeddingConversation, EmbeddingRequest
-from opweave_engine.server.protocol.responses import ResponsesRequest
-from opweave_engine.server.protocol.scoring import RerankRequest, ScoreRequest
-from opweave_engine.server.protocol.tokens import (
-    DetokenizeRequest,
-    ProcessRequest,
-    TokenizeConversation,
-    TokenizePrompt,
-)
-from opweave_engine.server.request_fields import ENDPOINTS, Row
+from opweave_engine.server.app import request_fields
+from opweave_engine.server.protocol.base import FieldRow
 from server.conftest import Running, running
 from server.fake_engine import FakeEngine
 from server.test_schema import Echo
@@ -102,18 +90,13 @@ VLLM: dict[str, set[str]] = {
     "tokenize": {*_VLLM_CONVERSATION, "prompt", "return_token_strs", "tools"},
     "detokenize": {"tokens"},
 }  # fmt: skip
-MODELS: dict[str, list[type[RequestBody]]] = {
-    "completions": [CompletionRequest],
-    "chat": [ChatRequest],
-    "embeddings": [EmbeddingRequest, EmbeddingConversation],
-    "rerank": [RerankRequest],
-    "score": [ScoreRequest],
-    "responses": [ResponsesRequest],
-    "process": [ProcessRequest],
-    "tokenize": [TokenizePrompt, TokenizeConversation],
-    "detokenize": [DetokenizeRequest],
-}
-SERVED = [name for name, endpoint in ENDPOINTS.items() if endpoint.is_served]
+PATHS = {
+    "completions": "/v1/completions", "chat": "/v1/chat/completions",
+    "embeddings": "/v1/embeddings", "rerank": "/v1/rerank", "score": "/v1/score",
+    "responses": "/v1/responses", "process": "/v1/process", "tokenize": "/tokenize",
+    "detokenize": "/detokenize",
+}  # fmt: skip
+FIELDS = {name: request_fields()[path] for name, path in PATHS.items()}
 TEMPLATE = ChatTemplate(
     "{{ messages | tojson }}{{ (tools or '') | tojson }}{{ mood }}{{ add_generation_prompt }}"
     "{{ (documents or '') | tojson }}{{ messages[-1].content }}"
@@ -138,8 +121,9 @@ BASES: dict[str, Body] = {
 _STREAM: Body = {"stream": True, "stream_options": {"include_usage": True}}
 
 
-def _json_schema(schema: Body) -> Body:
-    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+def _json_schema(schema: Body, **options: Any) -> Body:
+    json_schema = {"schema": schema, **options}
+    return {"response_format": {"type": "json_schema", "json_schema": json_schema}}
 
 
 def _form(**options: Any) -> tuple[Body, Body]:
@@ -359,70 +343,49 @@ def fields(kind: Any, prefix: str = "", seen: tuple[Any, ...] = ()) -> Iterator[
             yield from fields(type_, f"{prefix}{name}.", (*seen, kind))
 
 
-def is_covered(path: str, rows: Mapping[str, Row]) -> bool:
-    """Whether the table decides on a field: it has a row, or the field that contains it decides."""
+OPEN = {"messages"}  # objects that may have fields of any name, and have a model
+
+
+def is_covered(path: str, rows: Mapping[str, FieldRow]) -> bool:
+    """Whether the models decide on a field: it has a row, or the field that contains it decides."""
     if path in rows:
         return True
-    while path:
-        path = path.rpartition(".")[0]
+    while path := path.rpartition(".")[0]:
         if path in rows:
-            return rows[path].is_open or rows[path].status == "refused"
+            return path in OPEN or rows[path].parts is None
     return False
 
 
 @pytest.mark.parametrize("endpoint", OPENAI)
-def test_the_table_has_every_field_of_the_openai_client(endpoint: str) -> None:
-    rows = ENDPOINTS[endpoint].table.rows
-    found = {path for kind in OPENAI[endpoint] for path in fields(kind)}
-    assert len(found) >= len(OPENAI[endpoint][0].__annotations__)
-    assert not sorted(path for path in found if not is_covered(path, rows))
-
-
-def test_the_walk_goes_through_lists_and_unions() -> None:
-    found = set(fields(OPENAI["chat"][0]))
-    assert {"stream", "messages.content.image_url.url", "response_format.json_schema.name"} <= found
+def test_the_models_have_every_field_of_the_openai_client(endpoint: str) -> None:
+    paths = {path for kind in OPENAI[endpoint] for path in fields(kind)}
+    assert len(paths) >= len(OPENAI[endpoint][0].__annotations__)
+    assert endpoint != "chat" or "messages.content.image_url.url" in paths
+    assert not sorted(path for path in paths if not is_covered(path, FIELDS[endpoint]))
 
 
 @pytest.mark.parametrize("endpoint", VLLM)
-def test_the_table_has_every_field_of_vllm(endpoint: str) -> None:
-    assert VLLM[endpoint] <= ENDPOINTS[endpoint].table.rows.keys()
+def test_the_models_have_every_field_of_vllm(endpoint: str) -> None:
+    assert VLLM[endpoint] <= FIELDS[endpoint].keys()
 
 
-def declared(kind: Any, prefix: str = "") -> Iterator[str]:
-    """The paths of the fields that a model of a request declares."""
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        for name, info in kind.model_fields.items():
-            yield prefix + (info.alias or name)
-            yield from declared(info.annotation, f"{prefix}{info.alias or name}.")
-    else:
-        for each in typing.get_args(kind):
-            yield from declared(each, prefix)
+@pytest.mark.parametrize("endpoint", FIELDS)
+def test_every_supported_field_has_an_example_of_its_effect(endpoint: str) -> None:
+    containers = {path.rpartition(".")[0] for path in FIELDS[endpoint]}
+    supported = set(with_status(endpoint, "supported"))
+    assert supported - containers <= EFFECTS[endpoint].keys() <= supported
 
 
-@pytest.mark.parametrize("endpoint", SERVED)
-def test_supported_fields_are_those_of_the_models(endpoint: str) -> None:
-    rows = ENDPOINTS[endpoint].table.rows
-    found = {path for model in MODELS[endpoint] for path in declared(model)}
-    assert {path for path in found if path not in rows} == set()
-    supported = {path for path, row in rows.items() if row.status == "supported"}
-    is_open = {path for path in supported if path.startswith("messages.")}
-    assert supported - is_open <= found
+def with_status(endpoint: str, status: str) -> dict[str, FieldRow]:
+    return {path: row for path, row in FIELDS[endpoint].items() if row.status == status}
 
 
-def test_every_supported_field_has_an_example_of_its_effect() -> None:
-    for endpoint in SERVED:
-        rows = ENDPOINTS[endpoint].table.rows
-        containers = {path.rpartition(".")[0] for path in rows}
-        supported = {path for path, row in rows.items() if row.status == "supported"}
-        assert supported - containers <= EFFECTS[endpoint].keys() <= supported, endpoint
-
-
-def cases(*statuses: str) -> list[Any]:
+def cases(status: str) -> list[Any]:
     return [
-        pytest.param(endpoint, row, id=f"{endpoint}-{row.path}")
-        for endpoint in SERVED
-        for row in ENDPOINTS[endpoint].rows
-        if row.status in statuses
+        pytest.param(endpoint, path, id=f"{endpoint}-{path}")
+        for endpoint in FIELDS
+        for path in with_status(endpoint, status)
+        if status != "supported" or path in EFFECTS[endpoint]
     ]
 
 
@@ -434,7 +397,7 @@ class Client:
         self.server = embedder if endpoint in ("embeddings", "rerank", "score") else server
 
     def send(self, body: Body) -> httpx.Response:
-        return self.server.post(ENDPOINTS[self.endpoint].path, self.complete(body))
+        return self.server.post(PATHS[self.endpoint], self.complete(body))
 
     def complete(self, body: Body) -> Body:
         base = dict(BASES[self.endpoint])
@@ -461,44 +424,43 @@ class Client:
         return answer.status_code, parts, asked
 
 
+def with_fields(parent: str, values: Body) -> tuple[Body, Body]:
+    """A request with fields of the object *parent*, and the same one without them."""
+    if parent == "stream_options":
+        return {"stream": True, parent: values}, {"stream": True, parent: {}}
+    if parent == "response_format.json_schema":
+        return _json_schema({}, **values), _json_schema({})
+    if parent == "structured_outputs":
+        return {parent: {"choice": ["a"], **values}}, {parent: {"choice": ["a"]}}
+    if parent == "response_format":
+        return {parent: {"type": "text", **values}}, {parent: {"type": "text"}}
+    if parent == "messages.content":
+        return _part(**values), _part()
+    if parent == "messages":
+        return _message(**values), USER
+    return ({parent: values} if parent else values), {}
+
+
 def with_field(path: str, value: object) -> tuple[Body, Body]:
-    """A request with the field, and the same one without it."""
-    if path.startswith("stream_options."):
-        name = path.partition(".")[2]
-        return (
-            {"stream": True, "stream_options": {name: value}},
-            {"stream": True, "stream_options": {}},
-        )
-    for parent in ("response_format.json_schema", "structured_outputs"):
-        if path.startswith(f"{parent}."):
-            name = path.removeprefix(f"{parent}.")
-            if parent == "structured_outputs":
-                form = {"choice": ["a"]}
-                return {parent: {**form, name: value}}, {parent: form}
-            schema: Body = {"type": "json_schema", "json_schema": {"schema": {}}}
-            with_ = {**schema, "json_schema": {"schema": {}, name: value}}
-            return {"response_format": with_}, {"response_format": schema}
-    if path.startswith("response_format."):
-        form = {"type": "text"}
-        name = path.partition(".")[2]
-        return {"response_format": {**form, name: value}}, {"response_format": form}
-    if path.startswith("messages.content."):
-        return _part(**{path.rpartition(".")[2]: value}), _part()
-    if path.startswith("messages."):
-        return _message(**{path.partition(".")[2]: value}), USER
-    if path.startswith("text."):
-        return {"text": {path.removeprefix("text."): value}}, {}
-    assert "." not in path
-    return {path: value}, {}
+    parent, _, name = path.rpartition(".")
+    return with_fields(parent, {name: value})
 
 
-@pytest.mark.parametrize(("endpoint", "row"), cases("supported"))
+def groups(values: Mapping[str, object]) -> Iterator[tuple[Body, Body]]:
+    """For each object, a request with its fields among *values*, and one without them."""
+    parents: dict[str, Body] = {}
+    for path, value in values.items():
+        parent, _, name = path.rpartition(".")
+        parents.setdefault(parent, {})[name] = value
+    return (with_fields(parent, fields_of) for parent, fields_of in parents.items())
+
+
+@pytest.mark.parametrize(("endpoint", "path"), cases("supported"))
 def test_supported_fields_have_an_effect(
-    endpoint: str, row: Row, server: Running, embedder: Running
+    endpoint: str, path: str, server: Running, embedder: Running
 ) -> None:
-    if (example := EFFECTS[endpoint].get(row.path)) is None:
-        return  # its effect is that of the fields in it
-    with_, without = example if isinstance(example, tuple) else with_field(row.path, example)
+    example = EFFECTS[endpoint][path]
+    with_, without = example if isinstance(example, tuple) else with_field(path, example)
     client = Client(endpoint, server, embedder)
     assert client.outcome(with_) != client.outcome(without)
     assert "x-opweave-ignored" not in client.send(with_).headers
@@ -513,50 +475,53 @@ def test_a_cache_salt_is_a_text_that_is_not_empty(
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_salt")
 
 
-@pytest.mark.parametrize(("endpoint", "row"), cases("refused"))
-def test_alternatives_to_a_refused_field_are_supported(endpoint: str, row: Row) -> None:
-    paths = {each.path: name for name, each in ENDPOINTS.items()}
-    named = re.search(r" of (/[\w/]+)|[Uu]se (/[\w/]+)", row.note)
+@pytest.mark.parametrize(("endpoint", "path"), cases("refused"))
+def test_refused_fields_are_errors(
+    endpoint: str, path: str, server: Running, embedder: Running
+) -> None:
+    row = FIELDS[endpoint][path]
+    value = next(v for v in (True, "odd") if not row.is_off(v))
+    answer = Client(endpoint, server, embedder).send(with_field(path, value)[0])
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported", path.partition(".")[0])
+    assert path in error["message"]
+    assert row.note in error["message"]
+
+
+@pytest.mark.parametrize("value", ["odd", 17, True, False, ["odd"], {"odd": 1}])
+def test_off_values_are_compared_with_their_types(value: object) -> None:
+    for off in (1, 0, False, [], {}, "low", -1):
+        assert not FieldRow("refused", "", (off,)).is_off(value) or (value, off) == (False, False)
+
+
+@pytest.mark.parametrize(("endpoint", "path"), cases("refused"))
+def test_alternatives_to_a_refused_field_are_supported(endpoint: str, path: str) -> None:
+    note, names = FIELDS[endpoint][path].note, {path: name for name, path in PATHS.items()}
+    named = re.search(r" of (/[\w/]+)|[Uu]se (/[\w/]+)", note)
     elsewhere = named and (named[1] or named[2])
-    rows = ENDPOINTS[paths[elsewhere] if elsewhere else endpoint].table.rows
-    for field in re.findall(r"\b(?:[Uu]se|in) ([a-z]+(?:[_.][a-z_]+)+|n|logprobs)\b", row.note):
+    rows = FIELDS[names[elsewhere] if elsewhere else endpoint]
+    for field in re.findall(r"\b(?:[Uu]se|in) ([a-z]+(?:[_.][a-z_]+)+|n|logprobs)\b", note):
         assert rows[field].status == "supported"
     if elsewhere and not named[1]:  # "Use /v1/...": that endpoint has the field
-        assert rows[row.path].status == "supported"
+        assert rows[path].status == "supported"
 
 
-@pytest.mark.parametrize(("endpoint", "row"), cases("refused"))
-def test_refused_fields_are_errors_unless_they_ask_for_nothing(
-    endpoint: str, row: Row, server: Running, embedder: Running
+@pytest.mark.parametrize("endpoint", FIELDS)
+def test_harmless_and_disabled_fields_change_nothing(
+    endpoint: str, server: Running, embedder: Running
 ) -> None:
-    client = Client(endpoint, server, embedder)
-    for value in ("odd", 17, True, False, ["odd"], {"odd": 1}):
-        if row.is_off(value):
-            continue
-        answer = client.send(with_field(row.path, value)[0])
-        assert answer.status_code == 400, answer.text
-        error = answer.json()["error"]
-        assert (error["code"], error["param"]) == ("unsupported", row.path.partition(".")[0])
-        assert row.path in error["message"]
-        assert row.note in error["message"]
-    for value in (None, *row.off):
-        with_, without = with_field(row.path, value)
-        found = client.outcome(with_)
-        assert found == client.outcome(without)
-        assert found[0] == 200
+    client, refused = Client(endpoint, server, embedder), with_status(endpoint, "refused")
+    unset = [
+        dict.fromkeys(with_status(endpoint, "harmless"), "odd"),
+        dict.fromkeys(refused),
+        *({p: row.off[i] for p, row in refused.items() if i < len(row.off)} for i in range(2)),
+    ]
+    for with_, without in (pair for values in unset for pair in groups(values)):
+        outcome = client.outcome(with_)
+        assert outcome == client.outcome(without)
+        assert outcome[0] == 200
         assert "x-opweave-ignored" not in client.send(with_).headers
-
-
-@pytest.mark.parametrize(("endpoint", "row"), cases("harmless"))
-def test_harmless_fields_change_nothing(
-    endpoint: str, row: Row, server: Running, embedder: Running
-) -> None:
-    client = Client(endpoint, server, embedder)
-    with_, without = with_field(row.path, "odd")
-    found = client.outcome(with_)
-    assert found == client.outcome(without)
-    assert found[0] == 200
-    assert "x-opweave-ignored" not in client.send(with_).headers
 
 
 @pytest.mark.parametrize(
@@ -589,13 +554,10 @@ def test_the_documentation_shows_the_table() -> None:
     hooks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hooks)
     page = (DOCS / "reference" / "request-fields.md").read_text(encoding="utf-8")
-    sections = hooks.on_page_markdown(page).split("\n## ")[1:]
-    assert [section.partition("\n")[0] for section in sections] == [
-        endpoint.path for endpoint in ENDPOINTS.values()
+    text = hooks.on_page_markdown(page)
+    assert re.findall(r"^## (.*)", text, re.M) == [
+        path for path in request_fields() if path not in ("/rerank", "/score")
     ]
-    for section, endpoint in zip(sections, ENDPOINTS.values(), strict=True):
-        lines = [line for line in section.splitlines() if line.startswith("| `")]
-        assert len(lines) == len(endpoint.rows)
-        for line, row in zip(lines, endpoint.rows, strict=True):
-            assert line.startswith(f"| `{row.path}` | {row.status}")
-            assert line.endswith(f"| {row.note} |")
+    assert "| `temperature` | supported | From 0, which is greedy, to 2. |" in text
+    assert "| `length_penalty` | refused, unless `1` | There is no beam search" in text
+    assert len(re.findall(r"^\| `", text, re.M)) == sum(map(len, FIELDS.values()))

@@ -155,16 +155,6 @@ def test_wrong_requests(path: str, body: Any, param: str, server: Running) -> No
     assert answer.json()["error"]["param"].startswith(param)
 
 
-def test_a_long_list_stops_at_its_first_wrong_item(server: Running) -> None:
-    for path, body in (
-        ("/v1/rerank", {"query": QUERY, "documents": [5] * 1000}),
-        ("/v1/score", {"text_1": QUERY, "text_2": [5] * 1000}),
-    ):
-        message = refusal(server, path, **body)["message"]
-        assert ".0: " in message
-        assert ".1: " not in message
-
-
 def test_a_cross_encoder_makes_no_embeddings_and_no_text(server: Running) -> None:
     error = refusal(server, "/v1/embeddings", input="x")
     assert "a cross-encoder (BertForSequenceClassification)" in error["message"]

@@ -25,8 +25,8 @@ from opweave_engine.server import (
     create_app,
     listen_unix,
 )
+from opweave_engine.server.app import request_fields
 from opweave_engine.server.connection import check_certificate
-from opweave_engine.server.request_fields import ENDPOINTS
 from server.command import Command
 from server.conftest import running
 from server.fake_engine import CHECKPOINT, FakeEngine
@@ -171,8 +171,8 @@ def test_replacements_name_routes_fields_and_parts_that_exist() -> None:
         for command in re.findall(r"[Rr]un opweave (\w+)", hint):
             assert command in set(app), hint
         for field in re.findall(r"the field (\w+)", hint):
-            for endpoint in ("completions", "chat"):
-                assert ENDPOINTS[endpoint].table.rows[field].status == "supported", hint
+            for endpoint in ("/v1/completions", "/v1/chat/completions"):
+                assert request_fields()[endpoint][field].status == "supported", hint
         for part in re.findall(r"platform plugin names the (\w+)", hint):
             assert f"get_{part}_cls" in platform_parts, hint
         if limit := re.search(r"up to (\d+)", hint):

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from opweave.ir.schema import ADAPTERS
-from support import ROOT
 
 PACKAGES = {
     "flag_gems": "flag_gems",
@@ -77,21 +76,3 @@ print({{*{[*PACKAGES.values()]}}} & {{*sys.modules}})
     text = "\n".join(lines)
     assert all(provider in text for provider in NORMS)
     assert imported == "set()"
-
-
-def test_the_gpu_queue_verifies_them(libraries: dict[str, str]) -> None:
-    root = ROOT
-    code = f"""
-import sys
-sys.path[:0] = [{str(root / "benchmarks")!r}, {str(root / "tests" / "runs")!r}]
-from gpu_queue.jobs import all_jobs
-from gpu_queue.sources import digest_of
-jobs = [job for job in all_jobs() if job.arguments.get("provider") in {[*PACKAGES]}]
-for job in jobs:
-    digest_of(job)
-    print(job.name)
-"""
-    names = run(libraries, code).splitlines()
-    for stage in ("smoke", "conformance", "compiled"):
-        assert {f"{stage}/rms_norm:{provider}" for provider in NORMS} <= {*names}
-        assert f"{stage}/varlen_attention:flash_attn" in names

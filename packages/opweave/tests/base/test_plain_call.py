@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opweave import ir, native, plain_call
-from opweave.ir import codegen, results
-from opweave.ir.dispatch import Path, _needs_dispatcher
+from opweave.ir import codegen
+from opweave.ir.dispatch import Path, _is_undisturbed, _needs_dispatcher
 from opweave.ir.ops.arguments import is_readable
 from opweave.native.calls import callable_of
 from support.hypothesis_profiles import examples
@@ -228,7 +228,7 @@ def test_all_other_users_agree(state: State) -> None:
             assert plain_call.kernels_are_traced()
         assert _needs_dispatcher((x, None)) is (watched or not state.has_plain_type)
         assert is_readable(x) is (state.has_plain_type and not hides)
-        assert results._is_undisturbed([x]) is not (watched or "autocast" in state.active)
+        assert _is_undisturbed([x]) is not (watched or "autocast" in state.active)
         if check is not None:
             plain = state.has_plain_type and not watched and not state.grad_is_on
             assert check(x, None) is plain

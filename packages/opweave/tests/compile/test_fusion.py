@@ -13,7 +13,7 @@ from torch import Tensor
 import opweave.compile
 from opweave import ir
 from opweave.compile import fusion_table
-from opweave.compile.report import FusionReport
+from opweave.compile.report import MatchReport
 
 from .conftest import all_native
 
@@ -47,7 +47,7 @@ def attend(q: Tensor, *options: Any) -> Tensor:
     return found
 
 
-def fused(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[FusionReport]:
+def fused(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[MatchReport]:
     """Compile, compare with eager, and return what fusion did."""
     expected = function(*inputs)
     torch.compiler.reset()
@@ -64,8 +64,8 @@ def fused(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[Fu
     return opweave.compile.report().fusions
 
 
-def names(fusions: list[FusionReport]) -> list[str]:
-    return sorted(f.composite for f in fusions if f.outcome == "fused")
+def names(fusions: list[MatchReport]) -> list[str]:
+    return sorted(f.op for f in fusions if f.outcome == "fused")
 
 
 def x(*shape: int) -> Tensor:
@@ -280,7 +280,7 @@ def test_near_misses_say_what_is_in_the_way(miss: str) -> None:
     composite, reason, function = MISSES[miss]
     fusions = fused(function, x(), x())
     assert composite not in names(fusions)
-    reasons = [f.reason for f in fusions if f.composite == composite and f.outcome == "rejected"]
+    reasons = [f.reason for f in fusions if f.op == composite and f.outcome == "rejected"]
     assert reasons, fusions
     assert any(re.search(reason, text) for text in reasons), reasons
 

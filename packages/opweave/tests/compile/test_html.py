@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from opweave.compile.html import render
-from opweave.compile.html_elements import Html, diff, element, lines_of, text
+from opweave.compile.html import diff, lines_of, render
 from opweave.compile.report import (
-    FusionReport,
+    MatchReport,
     NodeReport,
     PassReport,
     Refusal,
@@ -58,8 +57,8 @@ def full_report(layers: int = 12) -> Report:
     return Report(
         complete=True, seconds=1.25, traces=4, nodes=nodes,
         fusions=[
-            FusionReport("fused_add_rms_norm", nodes[0].node, "fused", "add, rms_norm"),
-            FusionReport("silu_and_mul_quant", "mul_3", "rejected", "operand x of silu differs"),
+            MatchReport("fused_add_rms_norm", nodes[0].node, "fused", "add, rms_norm"),
+            MatchReport("silu_and_mul_quant", "mul_3", "rejected", "operand x of silu differs"),
         ],
         passes=[
             PassReport("carry donations", "dynamo", 0.00001),
@@ -185,7 +184,7 @@ def test_hostile_text_stays_text() -> None:
                 HOSTILE, [HOSTILE], [reuse],
             )
         ],
-        fusions=[FusionReport(HOSTILE, HOSTILE, outcome, HOSTILE) for outcome in ("fused", "no")],
+        fusions=[MatchReport(HOSTILE, HOSTILE, kind, HOSTILE) for kind in ("fused", "rejected")],
         passes=[PassReport(HOSTILE, HOSTILE, 1.0, HOSTILE, f"{HOSTILE} changed", [HOSTILE])],
     )  # fmt: skip
     page = render([report, report], HOSTILE)
@@ -214,11 +213,15 @@ def test_reports_with_little_in_them(reports: list[Report], said: str) -> None:
 
 def test_diff_marks_the_line_and_the_word() -> None:
     same = [f"a{i} = f(a{i - 1})" for i in range(50)]
-    changed = diff(graph(*same, "y = g(x, 1)"), graph(*same, "y = g(x, 2)", "z = h(y)"))
+    before, after = graph(*same, "y = g(x, 1)"), graph(*same, "y = g(x, 2)", "z = h(y)")
+    changed = diff(before, after)
     assert (changed.removed, changed.added) == (1, 2)
-    assert "<mark>1</mark>" in changed.table
-    assert "<mark>2</mark>" in changed.table
-    assert "48 unchanged lines" in changed.table  # with the signature, without three context lines
+    page = render(
+        [Report(complete=True, passes=[PassReport("p", "joint", 1.0, before, after)])], ""
+    )
+    assert "<mark>1</mark>" in page
+    assert "<mark>2</mark>" in page
+    assert "48 unchanged lines" in page  # with the signature, without three context lines
 
 
 def test_diff_of_all_and_nothing() -> None:
@@ -241,13 +244,6 @@ def test_large_graphs_take_seconds_at_most() -> None:
     lines = [f"x{i} = torch.ops.aten.mm.default(x{i - 1}, w{i})" for i in range(4000)]
     halved = [f"{line};" if i % 5 == 0 else line for i, line in enumerate(lines)]
     assert diff(graph(*lines), graph(*halved)).added == 800
-
-
-def test_elements_escape_all_but_elements() -> None:
-    inner = element("b", "<", title='"')
-    assert inner == '<b title="&quot;">&lt;</b>'
-    assert element("p", inner, None, "&", hidden=True, id=None) == f"<p hidden>{inner}&amp;</p>"
-    assert text(Html("<br>")) == "<br>"
 
 
 PALETTES = [

@@ -15,7 +15,7 @@ import opweave.compile
 from opweave import ir
 from opweave.compile.report import Report
 from opweave.ir import IrOp
-from opweave.ir.spec import Spelling
+from opweave.ir.op import Spelling
 
 from .conftest import all_native
 from .test_identity import generated
@@ -339,7 +339,7 @@ def test_recognized_ops_are_fused() -> None:
 
     assert recognized(function, torch.randn(2, H), torch.randn(2, H)) == {"rms_norm": 1}
     (fused,) = opweave.compile.report().fused
-    assert fused.composite == "fused_add_rms_norm"
+    assert fused.op == "fused_add_rms_norm"
 
 
 # Parts of tuples: code that reads other parts than a spelling does

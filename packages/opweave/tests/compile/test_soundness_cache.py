@@ -145,7 +145,7 @@ def check(program: Program, layout: str) -> set[str]:
         torch.testing.assert_close(got.float(), wanted.float(), atol=atol, rtol=rtol)
     for given_, kept in zip((x, *caches), before, strict=True):
         assert torch.equal(given_, kept), "an input that was not donated has changed"
-    return {f.composite for f in opweave.compile.report().fusions if f.outcome == "fused"}
+    return {f.op for f in opweave.compile.report().fusions if f.outcome == "fused"}
 
 
 @pytest.mark.parametrize("examples", amounts(FEW, MANY))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import pickle
 import pydoc
@@ -499,15 +498,3 @@ def test_native_traits_are_checked(registry: ir.Registry) -> None:
     with pytest.raises(UnknownTraitError):
         ir.register_op(name="wrong", native_traits={"batch_invarient"})(scaled)
     assert list(registry.ops) == ["scaled"]
-
-
-def test_a_declaration_never_changes(registry: ir.Registry) -> None:
-    op = ir.register_op(name="fixed", activations=["x"], allow_inplace=True)(scaled)
-    for field in dataclasses.fields(op.spec):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(op.spec, field.name, None)
-        if field.name != "native_traits":
-            assert getattr(op, field.name) == getattr(op.spec, field.name)
-    op.register_impl("alpha")(scaled)
-    op.register_fake(lambda x, factor=2.0: x.clone())
-    assert op.spec.native is scaled

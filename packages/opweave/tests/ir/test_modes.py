@@ -24,7 +24,7 @@ from ir.helpers import (
 )
 from opweave import ir
 from opweave.ir.errors import ProviderRejectedError, UnknownOpError
-from opweave.ir.spec import Tolerance
+from opweave.ir.op import Tolerance
 
 # Modes and subclasses
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from opweave import ir
 from opweave.ir.errors import SettingError
+from opweave.ir.op import tensors_in
 from opweave.ir.priority import parse
-from opweave.ir.selection import needs_gradient, tensors_in
+from opweave.ir.selection import needs_gradient
 from support.hypothesis_profiles import examples
 from support.strategies import MARKS, PROVIDER_OF, Program, calls, programs
 

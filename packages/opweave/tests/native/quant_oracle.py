@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from opweave import ir
-from opweave.ir.op import IrOp
+from opweave.ir import IrOp
 from opweave.ir.ops import quant as ops
 
 FP8 = torch.float8_e4m3fn

@@ -108,7 +108,7 @@ def test_a_kernel_is_found(function: Callable[..., Any], vendor: list[str]) -> N
     assert set(vendor) == {"0"}
     report = opweave.compile.report()
     assert report.selected_impls["all_reduce_rms_norm"]
-    assert [f.composite for f in report.fusions if f.outcome == "fused"] == [op.name]
+    assert [f.op for f in report.fusions if f.outcome == "fused"] == [op.name]
     assert report.collectives == {}, "the kernel moves the data, so that nothing is to be sharded"
 
 
@@ -120,7 +120,7 @@ def test_a_group_of_another_name(vendor: list[str]) -> None:
         compiled(partial(composed, group=other))(X, RESIDUAL.clone())
     assert set(vendor) == {other.group_name}
     fused = [f for f in opweave.compile.report().fusions if f.outcome == "fused"]
-    assert [f.composite for f in fused] == [op.name]
+    assert [f.op for f in fused] == [op.name]
 
 
 @pytest.mark.usefixtures("group")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.ir.op import IrOp
+from opweave.ir import IrOp
 from opweave.ir.ops import fused_quant as ops
 from opweave.ir.ops import quant as quant_ops
 from opweave.kernels.opweave_c import activation, norm

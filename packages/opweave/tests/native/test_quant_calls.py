@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.ir.op import IrOp
+from opweave.ir import IrOp
 from opweave.ir.ops import quant as ops
 from opweave.kernels.opweave_c import quant as provider
 

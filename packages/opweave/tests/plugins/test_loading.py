@@ -21,7 +21,6 @@ from opweave.plugins.entry import (
     PluginImportError,
     PluginRequirementError,
     PluginsFailedError,
-    PluginTimeoutError,
     PluginTypeError,
     PluginWarning,
     UnknownGroupError,
@@ -369,113 +368,6 @@ def test_a_plugin_may_use_ops_and_ask_for_plugins(
     assert registry.ops == {}
     registry.ensure_ready()
     assert set(registry.ops) == {"triple"}
-
-
-def test_a_thread_that_a_plugin_leaves_behind_registers_nothing(
-    installed: Install, registry: ir.Registry
-) -> None:
-    source = """
-        import contextvars, threading
-        from opweave import ir
-        from torch import Tensor
-        go, done, errors = threading.Event(), threading.Event(), []
-        def late():
-            go.wait(10)
-            try:
-                @ir.register_op
-                def triple(x: Tensor) -> Tensor:
-                    return x * 3
-            except Exception as error:
-                errors.append(error)
-            done.set()
-        def register():
-            import opweave_test_threads as shared
-            shared.module = (go, done, errors)
-            context = contextvars.copy_context()
-            threading.Thread(target=context.run, args=(late,)).start()
-            raise OSError
-    """
-    shared = type(sys)("opweave_test_threads")
-    sys.modules["opweave_test_threads"] = shared
-    try:
-        with pytest.raises(PluginFailedError):
-            installed(plugin("a", source)).load_general()
-    finally:
-        del sys.modules["opweave_test_threads"]
-    go, done, errors = shared.module  # type: ignore[attr-defined]
-    go.set()
-    assert done.wait(10)
-    assert "cannot be registered any more" in str(errors[0])
-    assert not registry.ops
-
-
-@pytest.mark.parametrize("in_main_thread", [True, False])
-@pytest.mark.parametrize(
-    "hang",
-    [
-        "time.sleep(60)",
-        "threading.Event().wait()",
-        "subprocess.run(['sleep', '60'])",
-        "exec('end = time.monotonic() + 5\\nwhile time.monotonic() < end: pass')",
-    ],
-)
-def test_a_plugin_that_hangs(
-    installed: Install, registry: ir.Registry, hang: str, in_main_thread: bool
-) -> None:
-    source = f"""
-        import subprocess, threading, time
-        from opweave import ir
-        from torch import Tensor
-        def register():
-            @ir.register_op
-            def triple(x: Tensor) -> Tensor:
-                return x * 3
-            try:
-                {hang}
-            except Exception:
-                pass
-    """
-    loader = installed(plugin("a", source), policy=PluginPolicy(timeout=0.2))
-    errors: list[BaseException] = []
-
-    def load() -> None:
-        try:
-            loader.load_general()
-        except PluginTimeoutError as error:
-            errors.append(error)
-
-    if in_main_thread:
-        load()
-    else:
-        thread = threading.Thread(target=load)
-        thread.start()
-        thread.join(20)
-    message = str(errors[0])
-    assert "its function takes more than 0.2 s" in message
-    assert "a_module.py:10, in register" in message or "<string>" in message
-    assert "OPWEAVE_PLUGIN_TIMEOUT" in message
-    assert not registry.ops
-
-
-def test_a_plugin_that_cannot_be_ended(
-    installed: Install, registry: ir.Registry, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = """
-        import time
-        def register():
-            end = time.monotonic() + 2
-            while time.monotonic() < end:
-                try:
-                    time.sleep(60)
-                except BaseException:
-                    pass
-    """
-    installed(plugin("a", source), policy=PluginPolicy(timeout=0.2)).load_general()
-    (message,) = caplog.messages
-    assert "general plugin 'a'" in message
-    assert "a_module.py:7, in register: time.sleep(60)" in message
-    assert "OPWEAVE_PLUGINS=-a" in message
-    assert message.startswith("It cannot be ended, and goes on: ")
 
 
 def test_unknown_groups_and_plugins(installed: Install) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from opweave.plugins.discovery import DEFAULT_TIMEOUT, PluginPolicy
+from opweave.plugins.discovery import PluginPolicy
 from opweave.plugins.entry import PluginPolicyError
 
 
@@ -37,17 +37,11 @@ def test_the_way_out_leaves_out_that_plugin_and_no_other(value: str | None, name
 
 
 def test_the_other_settings() -> None:
-    assert PluginPolicy.from_environment({}) == PluginPolicy(
-        None, frozenset(), None, True, DEFAULT_TIMEOUT
-    )
+    assert PluginPolicy.from_environment({}) == PluginPolicy(None, frozenset(), None, True)
     policy = PluginPolicy.from_environment(
-        {
-            "OPWEAVE_PLATFORM": " acme ",
-            "OPWEAVE_PLUGINS_STRICT": "0",
-            "OPWEAVE_PLUGIN_TIMEOUT": "20",
-        }
+        {"OPWEAVE_PLATFORM": " acme ", "OPWEAVE_PLUGINS_STRICT": "0"}
     )
-    assert (policy.platform, policy.strict, policy.timeout) == ("acme", False, 20.0)
+    assert (policy.platform, policy.strict) == ("acme", False)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +49,6 @@ def test_the_other_settings() -> None:
     [
         ({"OPWEAVE_PLUGINS": "a,-a"}, "both asks for 'a' and leaves it out"),
         ({"OPWEAVE_PLUGINS": "a,-"}, "a '-' without a name"),
-        ({"OPWEAVE_PLUGIN_TIMEOUT": "soon"}, "'soon' should be a number of seconds"),
-        ({"OPWEAVE_PLUGIN_TIMEOUT": "-1"}, "above 0"),
-        ({"OPWEAVE_PLUGIN_TIMEOUT": "inf"}, "above 0"),
-        ({"OPWEAVE_PLUGIN_TIMEOUT": "nan"}, "above 0"),
     ],
 )
 def test_nonsense_is_an_error(environment: dict[str, str], message: str) -> None:

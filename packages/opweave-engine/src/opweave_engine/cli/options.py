@@ -259,8 +259,12 @@ class ModelOptions:
 
         return {**fallbacks, **sampling_defaults(Checkpoint(model), self.generation_config)}
 
-    def config(self) -> EngineConfig:
-        """Apply plugins and settings, and return the configuration.
+    def config(self, parallel: Mapping[str, object] = {}, **others: Any) -> EngineConfig:
+        """Return the configuration.
+
+        Args:
+            parallel: other fields of its ``parallel``; None: not given.
+            others: other fields.
 
         Raises:
             SettingError: a value is out of range.
@@ -271,5 +275,8 @@ class ModelOptions:
             model_impl=self.model_impl,
             cpu_threads=self.cpu_threads,
             generation_config=self.generation_config,
-            parallel=given(ParallelConfig, tensor_parallel_size=self.tensor_parallel_size),
+            parallel=given(
+                ParallelConfig, tensor_parallel_size=self.tensor_parallel_size, **parallel
+            ),
+            **others,
         )

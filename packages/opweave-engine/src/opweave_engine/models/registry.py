@@ -90,18 +90,12 @@ def register_model(architecture: str, model: str | Model) -> None:
     if not isinstance(model, str):
         entry.resolve()
     if architecture not in _models:
-        _models[architecture] = entry
-        transaction.enter(f"model {architecture}", lambda: _remove(entry))
+        transaction.enter(f"model {architecture}", _models, architecture, entry)
     elif _models[architecture] != entry:  # a plugin may be loaded twice
         raise DuplicateModelError(
             f"{architecture} has a model already: {_models[architecture]}; so {entry} cannot be "
             "it. Install one of the two only, or give one another architecture."
         )
-
-
-def _remove(entry: ModelEntry) -> None:
-    if _models.get(entry.architecture) is entry:
-        del _models[entry.architecture]
 
 
 def supported_architectures() -> tuple[str, ...]:
@@ -155,9 +149,6 @@ for _architecture, _model in {
     "MistralForCausalLM": "opweave_engine.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "opweave_engine.models.mixture:MixtralForCausalLM",
     "Qwen2ForCausalLM": "opweave_engine.models.llama:LlamaForCausalLM",
-    "Qwen2VisionTransformerPretrainedModel": (
-        "opweave_engine.models.qwen2_vision:Qwen2VisionTransformer"
-    ),
     "Qwen3ForCausalLM": "opweave_engine.models.llama:LlamaForCausalLM",
     "Qwen3MoeForCausalLM": "opweave_engine.models.mixture:Qwen3MoeForCausalLM",
 }.items():

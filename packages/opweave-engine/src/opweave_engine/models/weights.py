@@ -7,7 +7,7 @@ of each tensor.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from opweave.layers.moe import FusedMoE
-from opweave_engine.models.config import WeightsError
+from opweave_engine.models.config import ModelConfig, WeightsError
 
 # The name of a merged module -> the names that checkpoints give its parts -> what its loader calls
 # them, such as {"gate_up_proj": {"gate_proj": 0, "up_proj": 1}}.
@@ -66,6 +66,7 @@ class CheckpointModel(nn.Module):
     """A model made of layers, with weights from Hugging Face checkpoints.
 
     Attributes:
+        config_class: reads the configuration, for models whose first argument it is.
         merged: its merged modules.
         experts: the names of an expert's linear layers in checkpoints: gate, down, up.
         dense: the last part of the names of linear layers whose weight the model reads itself, so
@@ -73,6 +74,7 @@ class CheckpointModel(nn.Module):
         dtype: dtype of weights and activations.
     """
 
+    config_class: ClassVar[type[ModelConfig]]
     merged: ClassVar[Merged] = {}
     dense: ClassVar[frozenset[str]] = frozenset()
     experts: ClassVar[tuple[str, str, str]] = ("gate_proj", "down_proj", "up_proj")
@@ -85,7 +87,8 @@ class CheckpointModel(nn.Module):
         Raises:
             ModelError: the configuration is invalid or not supported.
         """
-        raise NotImplementedError
+        build: Callable[..., Self] = cls
+        return build(cls.config_class.from_hf(config), dtype=dtype)
 
     def own_name(self, name: str) -> str:
         """Return this model's name of a module or tensor that a checkpoint calls *name*."""

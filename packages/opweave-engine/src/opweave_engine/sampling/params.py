@@ -47,6 +47,12 @@ def check_flag(name: str, value: object) -> None:
         raise SamplingParamsError(f"{name}={value!r} is neither True nor False.", name)
 
 
+def check_truncation(count: object) -> None:
+    """Raise SamplingParamsError unless *count* is a number of prompt tokens to keep, -1 or None."""
+    if count not in (None, -1):
+        check_int("truncate_prompt_tokens", count, 1, "or -1 for as many as there is room for")
+
+
 def texts(name: str, value: object) -> tuple[str, ...]:
     """Return one text or several as a tuple.
 
@@ -205,8 +211,7 @@ class SamplingParams:
         if self.allowed_token_ids == ():
             message = "allowed_token_ids is empty, which leaves no token; None allows all."
             raise SamplingParamsError(message, "allowed_token_ids")
-        if (count := self.truncate_prompt_tokens) is not None and count != -1:
-            check_int("truncate_prompt_tokens", count, 1, "or -1 for as many as there is room for")
+        check_truncation(self.truncate_prompt_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 check_int(name, value, 0, f"at most {MAX_LOGPROBS}, or None")

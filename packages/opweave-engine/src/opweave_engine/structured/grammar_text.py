@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from opweave_engine.errors import require
-from opweave_engine.structured.params import StructuredOutputsParams
+from opweave_engine.structured.params import MAX_DEPTH, StructuredOutputsParams, too_deep
 
 # Rewrites JSON schemas into the part of the language that llguidance enforces.
 
@@ -96,28 +96,33 @@ def enforceable(schema: Any, *, is_closed: bool = False) -> Any:
         is_closed: forbid additional properties in every object whose schema names some.
 
     Raises:
-        ValueError: the schema is nested too deeply.
+        ValueError: the schema has more than MAX_DEPTH levels of nesting.
     """
-    try:
-        return _mapped(schema, _closed_object if is_closed else dict)
-    except RecursionError as error:
-        raise ValueError("the schema is nested too deeply") from error
+    return _mapped(schema, _closed_object if is_closed else dict, 0)
 
 
-def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Return *schema* after *change* and all simplifications of each schema in it."""
-    if isinstance(schema, list):
-        return [_mapped(item, change) for item in schema]
-    if not isinstance(schema, Mapping):
+def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]], depth: int) -> Any:
+    """Return *schema* after *change* and all simplifications of each schema in it.
+
+    Args:
+        schema: a part of the whole schema.
+        change: returns a changed copy of one schema.
+        depth: the number of objects and lists around *schema*.
+    """
+    if not isinstance(schema, list | Mapping):
         return schema
+    if depth > MAX_DEPTH:
+        raise ValueError(too_deep("the schema"))
+    if isinstance(schema, list):
+        return [_mapped(item, change, depth + 1) for item in schema]
     parts: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _DATA:
             parts[name] = value
         elif name in _NAMED and isinstance(value, Mapping):
-            parts[name] = {key: _mapped(inner, change) for key, inner in value.items()}
+            parts[name] = {key: _mapped(inner, change, depth + 2) for key, inner in value.items()}
         else:
-            parts[name] = _mapped(value, change)
+            parts[name] = _mapped(value, change, depth + 1)
     simple = _without_unevaluated(_with_effect(change(parts)))
     return _without_literal_patterns(_with_item_counts(simple))
 

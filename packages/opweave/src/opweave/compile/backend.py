@@ -356,8 +356,7 @@ def prepare_ops(graph_module: GraphModule) -> None:
     graph would recompile.
     """
     for op in {call.op for each in all_graphs(graph_module) for call in ir_calls(each.graph)}:
-        for path in op.own_paths():
-            op.ensure_prepared(path)
+        op.prepare()
 
 
 def _content(scope: Scope | None) -> Any:

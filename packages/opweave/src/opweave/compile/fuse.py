@@ -30,7 +30,7 @@ from opweave.compile.graph import (
 from opweave.compile.passes import donated_nodes
 from opweave.compile.patterns import WHOLE, Match, NoMatchError, Pattern, derivation, find
 from opweave.compile.plan import Context
-from opweave.compile.report import FusionReport
+from opweave.compile.report import MatchReport
 from opweave.ir import IrOp, Registry, current_registry
 from opweave.ir.errors import IrError
 from opweave.ir.priority import NATIVE
@@ -53,7 +53,7 @@ def fuse(info: GraphInfo, context: Context) -> None:
     for anchor in anchors:
         if anchor not in used:
             context.report.fusions += [
-                FusionReport(name, anchor.name, "rejected", miss.reason)
+                MatchReport(name, anchor.name, "rejected", miss.reason, source_line(anchor))
                 for name, miss in misses[anchor].items()
                 if miss.matched > 1
             ]
@@ -151,8 +151,9 @@ def _try(
     names = [node.name for node in match.inner]
     new = _replace(graph, match, anchor)
     context.fused_from[new.name] = names
-    context.report.fusions.append(FusionReport(op.name, new.name, "fused", ", ".join(names)))
-    context.notes.append(f"{op.name} from {', '.join(names)} ({source_line(new)})")
+    source = source_line(new)
+    context.report.fusions.append(MatchReport(op.name, new.name, "fused", ", ".join(names), source))
+    context.notes.append(f"{op.name} from {', '.join(names)} ({source})")
 
 
 def _check_parts(match: Match, context: Context) -> None:

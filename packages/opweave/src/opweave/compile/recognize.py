@@ -1,6 +1,6 @@
 """Recognition: find ops in graphs of plain PyTorch operators, the graphs of unmodified models.
 
-Each op declares its spellings (:mod:`opweave.ir.spec`). A spelling is traced like a composite
+Each op declares its spellings (:mod:`opweave.ir.op`). A spelling is traced like a composite
 and found by the same matcher, which compares the dtype of every intermediate result. It is replaced
 with a call of the op if an implementation other than native would run. Graphs with gradients are
 not changed.
@@ -29,11 +29,11 @@ from opweave.compile.graph import (
 )
 from opweave.compile.patterns import WHOLE, Match, NoMatchError, Pattern, derivation, find
 from opweave.compile.plan import Context
-from opweave.compile.report import RecognitionReport
+from opweave.compile.report import MatchReport
 from opweave.compile.tracing import AtenTrace, inline, variables
 from opweave.ir import IrOp, current_registry
+from opweave.ir.op import Spelling
 from opweave.ir.priority import NATIVE
-from opweave.ir.spec import Spelling
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NEAR = 0.6  # the share of a pattern that must match for a near miss
@@ -58,7 +58,7 @@ def recognize(info: GraphInfo, context: Context) -> None:
     chances = [(anchor, form) for anchor in reversed(nodes) for form in forms.get(kind(anchor), ())]
     used: set[Node] = set()
     partial: set[tuple[IrOp, Node]] = set()  # parts of a larger form that was rejected
-    misses: dict[Node, tuple[float, RecognitionReport]] = {}  # the nearest miss per anchor
+    misses: dict[Node, tuple[float, MatchReport]] = {}  # the nearest miss per anchor
     for anchor, form in sorted(chances, key=lambda chance: -chance[1].pattern.size):
         op = form.pattern.op
         if anchor in used or (op, anchor) in partial:
@@ -69,8 +69,8 @@ def recognize(info: GraphInfo, context: Context) -> None:
             partial |= {(op, node) for node in miss.inner if node is not anchor}
             share = min(miss.matched / len(form.pattern.info.nodes), 1.0)
             if share > misses[anchor][0] if anchor in misses else share > NEAR:
-                report = RecognitionReport(
-                    op.name, anchor.name, source_line(anchor), "rejected", miss.reason
+                report = MatchReport(
+                    op.name, anchor.name, "rejected", miss.reason, source_line(anchor)
                 )
                 misses[anchor] = share, report
     context.report.recognitions += [miss for node, (_, miss) in misses.items() if node not in used]
@@ -131,7 +131,7 @@ def _recognize(
     call = _op_node(output)
     context.recognized_from[call.name] = names
     context.report.recognitions.append(
-        RecognitionReport(op.name, call.name, source_line(call), "recognized", ", ".join(names))
+        MatchReport(op.name, call.name, "recognized", ", ".join(names), source_line(call))
     )
     context.notes.append(f"{op.name} from {', '.join(names)} ({source_line(call)})")
     return replaced

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, Self
 
@@ -92,39 +92,31 @@ class NodeReport:
 
 
 @dataclass
-class FusionReport:
-    """A fusion or a near miss.
+class MatchReport:
+    """An op that fusion or recognition formed, or a near miss.
 
     Attributes:
-        composite: the name of the op.
+        op: the name of the op.
         node: the name of the node.
-        outcome: ``fused`` or ``rejected``.
-        reason: the fused nodes, or why fusion was rejected.
-    """
-
-    composite: str
-    node: str
-    outcome: str
-    reason: str
-
-
-@dataclass
-class RecognitionReport:
-    """A recognized spelling of an op, or a near miss.
-
-    Attributes:
-        op: the op.
-        node: where it is in the graph.
-        source: the line of the user's source.
-        outcome: ``recognized`` or ``rejected``.
-        reason: the operators that it replaced, or why it was not recognized.
+        outcome: ``fused``, ``recognized`` or ``rejected``.
+        reason: the replaced nodes, or why the match was rejected.
+        source: the line of the user's source code.
     """
 
     op: str
     node: str
-    source: str
     outcome: str
     reason: str
+    source: str = ""
+
+
+def alike(matches: Iterable[MatchReport]) -> list[list[MatchReport]]:
+    """Return the matches, grouped by outcome, op and the reason of a rejection."""
+    groups: dict[Any, list[MatchReport]] = {}
+    for match in sorted(matches, key=lambda match: match.outcome == "rejected"):
+        reason = match.reason if match.outcome == "rejected" else ""
+        groups.setdefault((match.outcome, match.op, reason), []).append(match)
+    return list(groups.values())
 
 
 @dataclass
@@ -186,8 +178,8 @@ class Report:
     seconds: float = 0.0
     traces: int = 0
     nodes: list[NodeReport] = field(default_factory=list)
-    fusions: list[FusionReport] = field(default_factory=list)
-    recognitions: list[RecognitionReport] = field(default_factory=list)
+    fusions: list[MatchReport] = field(default_factory=list)
+    recognitions: list[MatchReport] = field(default_factory=list)
     passes: list[PassReport] = field(default_factory=list)
     collectives: dict[str, int] = field(default_factory=dict)
 
@@ -238,24 +230,24 @@ class Report:
         return sum(reuse.copied for reuse in self.reuses)
 
     @property
-    def fused(self) -> list[FusionReport]:
+    def fused(self) -> list[MatchReport]:
         """The successful fusions."""
         return [fusion for fusion in self.fusions if fusion.outcome == "fused"]
 
     @property
-    def near_misses(self) -> list[FusionReport]:
+    def near_misses(self) -> list[MatchReport]:
         """The rejected fusions for which more than one op matched."""
         return [fusion for fusion in self.fusions if fusion.outcome != "fused"]
 
     @property
-    def recognized(self) -> list[RecognitionReport]:
+    def recognized(self) -> list[MatchReport]:
         """The recognized ops."""
-        return [each for each in self.recognitions if each.outcome == "recognized"]
+        return [match for match in self.recognitions if match.outcome == "recognized"]
 
     @property
-    def unrecognized(self) -> list[RecognitionReport]:
+    def unrecognized(self) -> list[MatchReport]:
         """The near misses of recognition: most of a spelling matched."""
-        return [each for each in self.recognitions if each.outcome != "recognized"]
+        return [match for match in self.recognitions if match.outcome != "recognized"]
 
     def outcomes(self) -> list[tuple[NodeReport, int]]:
         """Return one call per distinct outcome, with the number of such calls."""
@@ -299,10 +291,12 @@ class Report:
             )
             for node in data.pop("nodes")
         ]
-        fusions = [FusionReport(**fusion) for fusion in data.pop("fusions")]
-        recognitions = [RecognitionReport(**each) for each in data.pop("recognitions")]
+        matches = {
+            name: [MatchReport(**match) for match in data.pop(name)]
+            for name in ("fusions", "recognitions")
+        }
         passes = [PassReport(**record) for record in data.pop("passes")]
-        return cls(nodes=nodes, fusions=fusions, recognitions=recognitions, passes=passes, **data)
+        return cls(nodes=nodes, passes=passes, **matches, **data)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -326,7 +320,7 @@ class Report:
                 reason = f": {reuse.reason}" if reuse.reason else ""
                 yield f"    {reuse.verb} {reuse.activation}{reason}"
         for fusion in self.near_misses:
-            yield f"not fused: {fusion.composite} at {fusion.node}: {fusion.reason}"
+            yield f"not fused: {fusion.op} at {fusion.node}: {fusion.reason}"
         for miss in self.unrecognized:
             yield f"not recognized: {miss.op} at {miss.node}: {miss.reason}"
             yield f"    {miss.source}"

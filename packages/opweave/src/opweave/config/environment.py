@@ -1,6 +1,6 @@
-"""The table of all environment variables that opweave reads.
+"""The settings of opweave: environment variables, and the keys of the config file.
 
-The docs page is generated from it. Variables are read once, at the first use of an op.
+The docs page is generated from the table. Settings are read once, at the first use of an op.
 """
 
 from __future__ import annotations
@@ -22,24 +22,45 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """An environment variable of opweave."""
+    """An environment variable of opweave.
+
+    Attributes:
+        name: its name; one that ends in ``__<...>`` stands for a variable per key.
+        kind: its type in the documentation.
+        default: its default.
+        doc: its meaning.
+        in_file: whether the config file has it too: ``OPWEAVE_CHECK_DONATION`` as the key
+            ``check_donation``, one per key as a table.
+    """
 
     name: str
     kind: str
     default: str
     doc: str
+    in_file: bool = False
+
+    @property
+    def file_key(self) -> str:
+        """The key of the config file, if it has one."""
+        key = self.name.removeprefix("OPWEAVE_").partition("__")[0].lower()
+        return key if self.in_file else ""
+
+    @property
+    def file_kind(self) -> str:
+        """The type of the key of the config file: ``"table"``, ``"bool"`` or ``"string"``."""
+        return "table" if "__<" in self.name else {"path": "string"}.get(self.kind, self.kind)
 
 
-@dataclass(frozen=True, slots=True)
-class DeclaredVariable(Generic[T]):
-    """An environment variable of a plugin."""
+@dataclass(frozen=True)
+class PluginValue(Generic[T]):
+    """The type, default and description of a plugin's variable or option."""
 
     kind: type[T]
     default: T
     doc: str
 
 
-declared: OpenRegistry[DeclaredVariable[Any]] = OpenRegistry("environment variable")
+declared: OpenRegistry[PluginValue[Any]] = OpenRegistry("environment variable")
 """The variables of plugins, by name."""
 
 
@@ -59,12 +80,14 @@ VARIABLES = (
         "",
         "Providers to prefer for an op, separated by commas; `name!` makes it an error if the "
         "provider cannot be used. `OPWEAVE_IR_OP_PRIORITY__RMS_NORM=triton,opweave_c`.",
+        in_file=True,
     ),
     Variable(
         "OPWEAVE_BATCH_INVARIANT",
         "bool",
         "0",
         "Use only implementations with the trait `batch_invariant`.",
+        in_file=True,
     ),
     Variable(
         "OPWEAVE_CACHE_DIR",
@@ -78,6 +101,7 @@ VARIABLES = (
         "0",
         "After `maybe_inplace`, overwrite donated inputs that were not reused with NaN, to find "
         "code that reads them.",
+        in_file=True,
     ),
     Variable(
         COMPILATION_PREFIX + "<KEY>",
@@ -85,6 +109,7 @@ VARIABLES = (
         "",
         "A key of `CompilationConfig`: `BACKEND`, `MODE`, `CUSTOM_OPS` or, as a JSON object, "
         "`OPTIONS`. `OPWEAVE_COMPILATION_CONFIG__CUSTOM_OPS=none,+rms_norm`.",
+        in_file=True,
     ),
     Variable(
         "OPWEAVE_CONFIG",
@@ -141,17 +166,12 @@ VARIABLES = (
         "Whether a failing plugin is an error. With `0`, opweave logs a warning and continues.",
     ),
     Variable(
-        "OPWEAVE_PLUGIN_TIMEOUT",
-        "number",
-        "1.5",
-        "The time limit of a plugin's function in seconds, without its imports.",
-    ),
-    Variable(
         TUNING_FILE,
         "path",
         "",
         "A file that `opweave tune` has written; its measurements choose kernels by the number of "
         "tokens. An empty value disables the file that a config file names.",
+        in_file=True,
     ),
 )
 
@@ -178,7 +198,7 @@ def declare_variable(name: str, kind: type[T], default: T, doc: str) -> None:
     if _is_own(name):
         raise SettingError(f"environment variable {name} is used by opweave. Choose another name.")
     check_kind(name, kind, default)
-    declared.add(name, DeclaredVariable(kind, default, doc))
+    declared.add(name, PluginValue(kind, default, doc))
 
 
 def declared_value(name: str, environ: Mapping[str, str] = os.environ) -> Any:

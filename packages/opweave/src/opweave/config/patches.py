@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from opweave.config.values import Config, Origin
+from opweave.config.values import DEFAULT, Config, Origin
 from opweave.ir.errors import OpweaveError, SettingError, did_you_mean
 
 C = TypeVar("C", bound=Config)
@@ -94,7 +94,7 @@ def _changed(config: C, changes: Mapping[tuple[str, ...], Mapping[str, Origin]])
     for part in dict.fromkeys(path[0] for path in changes if path):
         below = {path[1:]: values for path, values in changes.items() if path[:1] == (part,)}
         value = _changed(getattr(config, part), below)
-        own[part] = Origin(config.origin(part).source, value, by_user=config.origin(part).by_user)
+        own[part] = Origin(DEFAULT, value, by_user=False)
     return config.with_values(own) if own else config
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from opweave.conformance.memory import same_bits
 from opweave.conformance.subject import Case, Outputs, outputs_of
 from opweave.ir.errors import MissingToleranceError
-from opweave.ir.selection import tensors_in
-from opweave.ir.spec import Tolerance
+from opweave.ir.op import Tolerance, tensors_in
 
 _WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _EXACT = Tolerance(0.0, 0.0)

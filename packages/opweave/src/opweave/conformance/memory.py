@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 
-from opweave.ir.selection import tensors_in
+from opweave.ir.op import tensors_in
 
 # The storages of arguments: copies that keep strides and aliases, and snapshots.
 

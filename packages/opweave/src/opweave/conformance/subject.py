@@ -17,8 +17,8 @@ from opweave.conformance.compat import fake_values
 from opweave.conformance.memory import Values, copied
 from opweave.ir import IrOp, IrOpImpl
 from opweave.ir.errors import OpweaveError
+from opweave.ir.op import tensors_in
 from opweave.ir.priority import NATIVE
-from opweave.ir.selection import tensors_in
 
 # Errors of the conformance kit, one class per condition.
 

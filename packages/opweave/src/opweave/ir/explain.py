@@ -13,9 +13,9 @@ import torch
 from opweave import torch_compat
 from opweave.ir.dispatch import CallSite
 from opweave.ir.errors import InvalidOpError
-from opweave.ir.impl import IrOpImpl
-from opweave.ir.op import IrOp
+from opweave.ir.op import IrOpImpl, OpDefinition, tensors_in
 from opweave.ir.priority import Entries
+from opweave.ir.registry import IrOp
 from opweave.ir.scope import Scope, current_scope, entered, left_to_python
 from opweave.ir.selection import (
     UNDER_VMAP,
@@ -24,7 +24,6 @@ from opweave.ir.selection import (
     policy_for,
     select_here,
     select_native,
-    tensors_in,
 )
 from opweave.registration import Owner
 
@@ -161,7 +160,7 @@ def explain(callee: IrOp | CallSite, /, *args: Any, **kwargs: Any) -> Explanatio
     return explained(select_here(op, values, policy), values)
 
 
-def _op_and_entries(callee: object) -> tuple[IrOp, Entries]:
+def _op_and_entries(callee: object) -> tuple[OpDefinition, Entries]:
     if isinstance(callee, CallSite):
         return callee.op, callee.entries
     op = getattr(callee, "wrapped", callee)
@@ -198,7 +197,7 @@ def explained(selection: Selection, values: tuple[Any, ...]) -> Explanation:
     )
 
 
-def _plugin(op: IrOp, provider: str) -> str:
+def _plugin(op: OpDefinition, provider: str) -> str:
     impl = op.impls.get(provider)
     return "" if impl is None or impl.owner is None else str(impl.owner)
 

@@ -15,8 +15,8 @@ from opweave.config.environment import TUNING_FILE
 from opweave.errors import described
 from opweave.ir import IrOp, IrOpImpl
 from opweave.ir.codegen import functional
+from opweave.ir.op import least_bytes
 from opweave.ir.priority import NATIVE
-from opweave.ir.spec import least_bytes
 from opweave.platforms import resolution
 from opweave.platforms.resolution import VARIABLE
 from opweave.tuning.timing import Effort, Time, compare, is_faster

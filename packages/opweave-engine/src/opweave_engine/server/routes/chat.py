@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request, Response
 
 from opweave_engine import CompletionOutput, FinishReason, RequestOutput
 from opweave_engine.server.answer_plan import AnswerPlan, ParsedAnswer
-from opweave_engine.server.disconnect import unless_gone
 from opweave_engine.server.generation import Deltas, GenerationJob, chat_generation
 from opweave_engine.server.logprobs import chat_logprobs, prompt_logprobs
 from opweave_engine.server.output_parser import (
@@ -42,12 +41,12 @@ router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 @router.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAM)
 async def chat_completions(body: ChatRequest, request: Request, server: Server) -> Response:
     """Answer a conversation."""
-    server.accept(body, request)
-    generation, plan = await chat_generation(body, request, server, kind="chatcmpl")
+    call = server.accept(body, request, "messages")
+    generation, plan = await chat_generation(body, call, kind="chatcmpl")
     writer = _ChatWriter(generation, body, plan)
     if body.stream:
-        return await stream(generation, writer.events, request)
-    (output,) = await unless_gone(request, generation.outputs())
+        return await stream(generation, writer.events)
+    (output,) = await call.unless_gone(generation.outputs())
     return json_response(writer.response(output))
 
 
@@ -60,12 +59,10 @@ class _ChatWriter:
     plan: AnswerPlan
 
     def response(self, output: RequestOutput) -> ChatResponse:
-        generation, ids, counter = self.generation, output.prompt_token_ids, UsageCounter()
+        ids, counter = output.prompt_token_ids, UsageCounter()
         counter.add(output)
         return ChatResponse(
-            id=generation.id,
-            created=generation.created,
-            model=generation.model,
+            **self.generation.header,
             choices=[self._choice(answer) for answer in output.outputs],
             usage=counter.usage(),
             prompt_token_ids=ids if self.body.return_token_ids else None,
@@ -170,14 +167,7 @@ class _ChatWriter:
         )
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatChunk:
-        generation = self.generation
-        return ChatChunk(
-            id=generation.id,
-            created=generation.created,
-            model=generation.model,
-            choices=choices,
-            usage=usage,
-        )
+        return ChatChunk(**self.generation.header, choices=choices, usage=usage)
 
 
 def _finish_reason(reason: FinishReason | None, parsed: ParsedAnswer) -> ChatFinishReason | None:

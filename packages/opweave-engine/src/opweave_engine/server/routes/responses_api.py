@@ -15,7 +15,6 @@ from pydantic import ValidationError
 
 from opweave_engine import EngineError, FinishReason, RequestOutput
 from opweave_engine.server.answer_plan import AnswerPlan, ParsedAnswer
-from opweave_engine.server.disconnect import unless_gone
 from opweave_engine.server.errors import ApiError, api_error
 from opweave_engine.server.generation import Deltas, GenerationJob, chat_generation
 from opweave_engine.server.output_parser import (
@@ -146,14 +145,13 @@ _NAMES = {
 @router.post("/v1/responses", responses=STREAM)
 async def responses(body: ResponsesRequest, request: Request, server: Server) -> Response:
     """Answer a conversation; the response is not stored."""
-    server.accept(body, request)
+    call = server.accept(body, request, "messages")
     try:
-        chat = _chat(body)
-        generation, plan = await chat_generation(chat, request, server, kind="resp")
+        generation, plan = await chat_generation(_chat(body), call, kind="resp")
         writer = _ResponsesWriter(generation, body, plan)
         if body.stream:
-            return await stream(generation, writer.events, request)
-        (output,) = await unless_gone(request, generation.outputs())
+            return await stream(generation, writer.events)
+        (output,) = await call.unless_gone(generation.outputs())
     except (ApiError, EngineError) as error:
         raise _renamed(api_error(error, request)) from error
     return JSONResponse(writer.response(output))
@@ -165,7 +163,8 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(str(part) for part in first["loc"])
-        raise ApiError(f"{path}: {first['msg']}.", param="input") from error
+        message = str(first["msg"]).removeprefix("Value error, ")
+        raise ApiError(f"{path}: {message}.", param="input") from error
 
 
 def _renamed(error: ApiError) -> ApiError:
@@ -234,7 +233,7 @@ class _ResponsesWriter:
             "id": generation.id,
             "object": "response",
             "created_at": generation.created,
-            "model": generation.model,
+            "model": generation.header["model"],
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,

@@ -26,8 +26,8 @@ from opweave.conformance.subject import (
     raised,
 )
 from opweave.ir.codegen import functional
+from opweave.ir.op import Tolerance
 from opweave.ir.rules import DIFFERENTIABLE
-from opweave.ir.spec import Tolerance
 
 # Predicates: they are correct, and depend only on shapes and dtypes.
 

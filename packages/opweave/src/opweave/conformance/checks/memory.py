@@ -27,7 +27,7 @@ from opweave.conformance.subject import (
     outputs_of,
 )
 from opweave.ir.donation import disjoint
-from opweave.ir.selection import tensors_in
+from opweave.ir.op import tensors_in
 
 # Metadata: shapes, dtypes and strides are those of the fake implementation.
 

@@ -5,6 +5,8 @@ Within a chunk the scan is a matrix product; between chunks it is a recurrence o
 Source: Dao and Gu, "Transformers are SSMs", arXiv:2405.21060, section 6.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from opweave.ir.ops.state_space import (
     finish,
     linear_recurrence,
     one_before,
+    scan_inputs,
     time_step,
 )
 from opweave.ir.registry import register_op
@@ -236,20 +239,11 @@ def _inputs(
     num_seqs: int = 2,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    int, bool, float | None, float | None,
-]:  # fmt: skip
+) -> tuple[Any, ...]:
     """Make packed sequences; every second one has an initial state."""
-    x, z = torch.randn(2, num_tokens, num_heads, head_size, device=device).to(dtype)
-    dt = torch.randn(num_tokens, num_heads, device=device).to(dtype)
-    b, c = torch.randn(2, num_tokens, num_groups, state_size, device=device).to(dtype)
-    d, dt_bias = torch.randn(2, num_heads, device=device).to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    a = (-torch.rand(num_heads, device=device) - 0.1).to(wide)
-    state = torch.randn(num_seqs + 2, num_heads, head_size, state_size, device=device).to(wide)
+    sizes = (num_heads, head_size), (num_groups, state_size), num_seqs + 2
     where = sequence_inputs(num_tokens, num_seqs, device)
-    return x, dt, a, b, c, d, z, dt_bias, state, *where, chunk_size, True, None, None
+    return *scan_inputs(num_tokens, *sizes, dtype, device), *where, chunk_size, True, None, None
 
 
 # Sums over many tokens in a different order, and different exponentials. Results are up to about

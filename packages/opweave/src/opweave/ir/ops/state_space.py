@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -236,6 +238,37 @@ def _fake(
     return x.new_empty(x.shape), x_state.new_empty(x_state.shape)
 
 
+def scan_inputs(
+    num_tokens: int,
+    channels: tuple[int, ...],
+    states: tuple[int, ...],
+    slots: int,
+    dtype: torch.dtype,
+    device: str,
+) -> tuple[Tensor, ...]:
+    """Make the arguments of a scan up to the states, ``x_state``.
+
+    Args:
+        num_tokens: number of tokens.
+        channels: ``(channels,)``, or ``(heads, head_size)``.
+        states: ``(N,)``, or ``(groups, N)``: the size of ``b`` and ``c`` for a token.
+        slots: number of states in ``x_state``.
+        dtype: the dtype of the activations.
+        device: the device.
+    """
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    heads, wide = channels[0], torch.promote_types(dtype, torch.float32)
+    decay = -torch.rand((heads, *states[:1]) if len(channels) == 1 else heads, device=device) - 0.1
+    state = torch.randn(slots, *channels, states[-1], device=device)
+    x, z = normal(2, num_tokens, *channels)
+    b, c = normal(2, num_tokens, *states)
+    d, dt_bias = normal(2, heads)
+    return x, normal(num_tokens, heads), decay.to(wide), b, c, d, z, dt_bias, state.to(wide)
+
+
 @selective_scan.register_input_generator
 def _selective_scan_inputs(
     num_tokens: int = 8,
@@ -244,19 +277,11 @@ def _selective_scan_inputs(
     num_seqs: int = 2,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    bool,
-]:  # fmt: skip
+) -> tuple[Any, ...]:
     """Make packed sequences; every second one has an initial state."""
-    x, dt, z = torch.randn(3, num_tokens, hidden_size, device=device).to(dtype)
-    b, c = torch.randn(2, num_tokens, state_size, device=device).to(dtype)
-    d, dt_bias = torch.randn(2, hidden_size, device=device).to(dtype)
-    a = -torch.rand(hidden_size, state_size, device=device) - 0.1
-    wide = torch.promote_types(dtype, torch.float32)
-    state = torch.randn(num_seqs + 2, hidden_size, state_size, device=device)
+    sizes = (hidden_size,), (state_size,), num_seqs + 2
     where = sequence_inputs(num_tokens, num_seqs, device)
-    return x, dt, a.to(wide), b, c, d, z, dt_bias, state.to(wide), *where, True
+    return *scan_inputs(num_tokens, *sizes, dtype, device), *where, True
 
 
 # Sums over many tokens in a different order, and a different exponential. Results are up to about
@@ -389,20 +414,11 @@ def _selective_state_update_inputs(
     state_size: int = 5,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    bool, float | None, float | None,
-]:  # fmt: skip
+) -> tuple[Any, ...]:
     """Make one token for each of *num_tokens* sequences; the first quarter is padding."""
-    x, z = torch.randn(2, num_tokens, num_heads, head_size, device=device).to(dtype)
-    dt = torch.randn(num_tokens, num_heads, device=device).to(dtype)
-    b, c = torch.randn(2, num_tokens, 1, state_size, device=device).to(dtype)
-    d, dt_bias = torch.randn(2, num_heads, device=device).to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    a = (-torch.rand(num_heads, device=device) - 0.1).to(wide)
-    state = torch.randn(num_tokens + 4, num_heads, head_size, state_size, device=device).to(wide)
+    sizes = (num_heads, head_size), (1, state_size), num_tokens + 4
     slots = some_slots(num_tokens, device)
-    return x, dt, a, b, c, d, z, dt_bias, state, slots, True, None, None
+    return *scan_inputs(num_tokens, *sizes, dtype, device), slots, True, None, None
 
 
 # A sum over the states in a different order. Results are up to about ten; in 16-bit dtypes, their
