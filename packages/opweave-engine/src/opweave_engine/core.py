@@ -13,7 +13,6 @@ from pathlib import Path
 from opweave import ir, platforms
 from opweave.config import EngineConfig
 from opweave.platforms import Platform
-from opweave.plugins import resolve_obj_by_qualname
 from opweave_engine.decode_graphs import SequenceStep
 from opweave_engine.errors import EngineError, InvalidArgumentError, NonFiniteLogitsError
 from opweave_engine.kv_cache import CacheGroup, KVCacheManager, plan_cache
@@ -21,6 +20,7 @@ from opweave_engine.load.checkpoint import Checkpoint, Progress, log_defaults, s
 from opweave_engine.metrics import EngineStats, SelectionReport, StatCounter, stat_loggers
 from opweave_engine.outputs import RequestOutput
 from opweave_engine.parallel.executor import Executor
+from opweave_engine.parts import part
 from opweave_engine.prompts import PromptReader
 from opweave_engine.request import ActiveRequest, DetokenizedOutput, Request, RequestFactory
 from opweave_engine.runner import check_backend
@@ -129,7 +129,7 @@ class EngineCore:
         self.tokenizer = tokenizer_of(checkpoint, config)
         self.sampling_defaults = sampling_defaults(checkpoint, config.generation_config)
         log_defaults(checkpoint, config.generation_config, self.sampling_defaults)
-        executor: type[Executor] = resolve_obj_by_qualname(self.platform.get_executor_cls(config))
+        executor: type[Executor] = part(self.platform, "get_executor_cls", config)
         self.executor = executor(model, config, self.platform, progress)
         try:
             self._start()
@@ -157,9 +157,7 @@ class EngineCore:
             plan.block_size,
             enable_prefix_caching=config.cache.enable_prefix_caching,
         )
-        scheduler: type[Scheduler] = resolve_obj_by_qualname(
-            self.platform.get_scheduler_cls(config)
-        )
+        scheduler: type[Scheduler] = part(self.platform, "get_scheduler_cls", config)
         limits = config.scheduler
         if facts.needs_whole_prompts:
             budget = max(limits.max_num_batched_tokens, self.max_model_len)
