@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from opweave.errors import shown
 from opweave.ir.ops.low_bit import GGUF_BLOCKS
 from opweave.layers.linear import LinearMethod
 from opweave.layers.linear_methods import BlockMethod
@@ -273,7 +274,7 @@ class GgufFile:
         value = self.metadata.get(key, default)
         kinds = int | float if kind is float else kind
         if not isinstance(value, kinds) or isinstance(value, bool):
-            problem = f"has {key}={str(value)[:80]!r}" if value is not None else f"has no {key}"
+            problem = f"has {key}={shown(value)}" if value is not None else f"has no {key}"
             raise CheckpointError(f"{self.path} {problem}; it must be {_KINDS[kind]}.")
         return value
 
@@ -1092,7 +1093,7 @@ def _flag(file: GgufFile, key: str, default: bool) -> bool:
     value = file.metadata.get(f"tokenizer.ggml.{key}", default)
     if not isinstance(value, int):
         raise TokenizerError(
-            f"{file.path} has tokenizer.ggml.{key}={str(value)[:80]!r}; it must be a boolean."
+            f"{file.path} has tokenizer.ggml.{key}={shown(value)}; it must be a boolean."
         )
     return bool(value)
 

@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from opweave.errors import shown
 from opweave.ir.errors import OpweaveError, UnknownError
 from opweave.layers import get_act_and_mul_fn, get_act_fn
 from opweave.layers.registry import LayerArgumentError
@@ -61,7 +62,6 @@ _log = logging.getLogger(__name__)
 _COUNT = "a positive integer below 2**63"  # which is what torch counts to
 _NATURAL = "an integer from 0, below 2**63"
 _NUMBER = "a finite positive number"
-_SHOWN = 100  # characters of a value in an error
 
 
 class Fields:
@@ -73,7 +73,7 @@ class Fields:
 
     def __init__(self, values: object, name: str = "config.json") -> None:
         if not isinstance(values, Mapping):
-            raise InvalidConfigError(f"{name} must hold a JSON object, not {_shown(values)}.")
+            raise InvalidConfigError(f"{name} must hold a JSON object, not {shown(values)}.")
         self.values, self.name = values, name
 
     def __contains__(self, key: str) -> bool:
@@ -143,7 +143,7 @@ class Fields:
         """Return *value* if it is supported; say what is, if not."""
         if value not in supported:
             raise UnsupportedModelError(
-                f"{self.name} has {key!r}: {_shown(value)}, which is not supported. "
+                f"{self.name} has {key!r}: {shown(value)}, which is not supported. "
                 f"Supported: {', '.join(map(str, supported))}."
             )
         return value
@@ -166,7 +166,7 @@ class Fields:
         """Log the keys, other than null ones, that are not in *read*: they have no effect."""
         unread = sorted(str(key) for key in self.values if key in self and key not in read)
         if unread:
-            _log.warning("%s: unknown keys are ignored: %s", self.name, _shown(", ".join(unread)))
+            _log.warning("%s: unknown keys are ignored: %s", self.name, shown(", ".join(unread)))
 
     def refuse_quantized(self) -> None:
         """Raise UnsupportedModelError if the checkpoint is quantized."""
@@ -176,7 +176,7 @@ class Fields:
             return
         method = value.get("quant_method") if isinstance(value, Mapping) else value
         raise UnsupportedModelError(
-            f"{self.name} has {key!r}: quantized checkpoints (quant_method {_shown(method)}) are "
+            f"{self.name} has {key!r}: quantized checkpoints (quant_method {shown(method)}) are "
             "not supported; use unquantized weights."
         )
 
@@ -191,12 +191,7 @@ class Fields:
         return value
 
     def _wrong(self, key: str, value: object, kind: str) -> InvalidConfigError:
-        return InvalidConfigError(f"{self.name} has {key!r}: {_shown(value)}; it must be {kind}.")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+        return InvalidConfigError(f"{self.name} has {key!r}: {shown(value)}; it must be {kind}.")
 
 
 # Configurations as dataclasses, whose fields say how their keys are read.
