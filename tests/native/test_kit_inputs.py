@@ -86,6 +86,23 @@ def test_headers_by_flags(folder: Path, flags: tuple[str, ...]) -> None:
     assert build(path, cflags=flags) == (False, "one")
 
 
+@pytest.mark.parametrize(
+    "variable", ["CPATH", pytest.param("CPLUS_INCLUDE_PATH", marks=pytest.mark.slow)]
+)
+def test_headers_by_the_environment(
+    folder: Path, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header("a/x.h", "one")
+    header("b/x.h", "two")
+    path = source("#include <x.h>")
+    monkeypatch.setenv(variable, str(folder / "a"))
+    assert build(path) == (True, "one")
+    monkeypatch.setenv(variable, str(folder / "b"))
+    assert build(path) == (True, "two")
+    header("b/x.h", "three")
+    assert build(path) == (True, "three")
+
+
 def test_a_header_that_shadows_another(folder: Path) -> None:
     header("b/x.h", "two")
     path, folders = source("#include <x.h>"), (folder / "a", folder / "b")
