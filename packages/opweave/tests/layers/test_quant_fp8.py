@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from layers.switch import both_ways, built
-from native.quant_oracle import fp8_codes
+from native.oracle import fp8_codes
 from opweave.layers import GroupShape, LayerArgumentError, QuantFP8
 from opweave.layers.quant_fp8 import PER_CHANNEL, PER_TENSOR, PER_TOKEN
 
