@@ -354,8 +354,7 @@ def prepare_ops(graph_module: GraphModule) -> None:
     graph would recompile.
     """
     for op in {call.op for call in all_calls(graph_module)}:
-        for path in op.own_paths():
-            op.ensure_prepared(path)
+        op.prepare()
 
 
 def _content(scope: Scope | None) -> Any:

@@ -22,7 +22,8 @@ from opweave.compile.aliasing import Relocation, coincide, same_layout, share_el
 from opweave.ir import IrOp
 from opweave.ir.donation import covers
 from opweave.ir.priority import Entries
-from opweave.ir.torch_ops import call_site, find_target
+from opweave.ir.registry import find_target
+from opweave.ir.torch_ops import call_site
 from opweave.packages import PROJECT, folders_of
 
 # Read and edit FX nodes that call IR ops.

@@ -38,9 +38,9 @@ from opweave.compile.tracing import (
 )
 from opweave.ir import IrOp
 from opweave.ir.errors import described
+from opweave.ir.op import Spelling
 from opweave.ir.priority import NATIVE
 from opweave.ir.rules import ROWWISE
-from opweave.ir.spec import Spelling
 from opweave.torch_compat import depends_on_data
 
 # Derive fusion patterns from composites.

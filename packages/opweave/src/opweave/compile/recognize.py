@@ -1,6 +1,6 @@
 """Recognition: find ops in graphs of plain PyTorch operators, the graphs of unmodified models.
 
-Each op declares its spellings (:mod:`opweave.ir.spec`). A spelling is traced like a composite
+Each op declares its spellings (:mod:`opweave.ir.op`). A spelling is traced like a composite
 and found by the same matcher, which compares the dtype of every intermediate result. It is replaced
 with a call of the op if an implementation other than native would run. Graphs with gradients are
 not changed.
@@ -18,7 +18,7 @@ from opweave.compile.graph import GraphInfo, fake_of, strip_views, tensors_of
 from opweave.compile.match import WHOLE, Match, NoMatchError, Pattern, derivation
 from opweave.compile.plan import Context
 from opweave.ir import current_registry
-from opweave.ir.spec import Spelling
+from opweave.ir.op import Spelling
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NEAR = 0.6  # the share of a pattern that must match for a near miss
