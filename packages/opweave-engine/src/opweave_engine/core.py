@@ -241,9 +241,11 @@ class EngineCore:
                 request = self._outputs[item.request.request_id][0]
                 self._lose(request, _failure(request, error))
                 return [request.next_output()]
-        asking = [item for item, step in zip(scheduled, steps, strict=True) if step.sampling]
-        complete = [item.is_complete for item in asking]
-        starts = [item.request.num_computed_tokens for item in asking]
+        asking = [
+            (item.request, item.request.num_computed_tokens, item.is_complete)
+            for item, step in zip(scheduled, steps, strict=True)
+            if step.sampling
+        ]
         began = time.perf_counter()
         try:
             with self._selections.watch(sum(item.num_tokens for item in scheduled)):
@@ -251,19 +253,21 @@ class EngineCore:
         except Exception as error:
             self.scheduler.undo(scheduled)
             if isinstance(error, NonFiniteLogitsError) and error.rows:
-                return self._fail([asking[row].request for row in error.rows], error)
+                return self._fail([asking[row][0] for row in error.rows], error)
             raise  # also if the rows are unknown
         self.scheduler.update(scheduled)
-        outputs = [self._outputs[item.request.request_id][1] for item in asking]
+        results = [
+            (*self._outputs[sequence.request_id], start, is_complete, token)
+            for (sequence, start, is_complete), token in zip(asking, sampled, strict=True)
+        ]
         self.grammars.advance(
             (output.grammar, token.token_id)
-            for output, is_complete, token in zip(outputs, complete, sampled, strict=True)
+            for _, output, _, is_complete, token in results
             if is_complete and not output.ends_at(token.token_id)
         )
         changed: dict[str, ActiveRequest] = {}
         failures: dict[str, EngineError] = {}
-        for item, start, is_complete, token in zip(asking, starts, complete, sampled, strict=True):
-            request, output = self._outputs[item.request.request_id]
+        for request, output, start, is_complete, token in results:
             try:
                 scores = [named(logprobs, self.tokenizer) for logprobs in token.prompt_logprobs]
                 request.score_prompt(start, scores)
@@ -287,19 +291,15 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return the statistics since the engine started."""
-        scheduler, counter = self.scheduler, self._counter
-        return EngineStats(
+        scheduler = self.scheduler
+        return replace(
+            self._counter.stats(),
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             kv_usage=scheduler.cache.usage,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.num_preemptions,
-            prompt_tokens=counter.prompt_tokens,
-            generation_tokens=counter.generation_tokens,
-            steps=counter.steps,
-            finished=dict(counter.finished),
-            histograms=counter.histograms(),
             kernels=self._selections.kernels,
             compile_seconds=self._selections.compile_seconds,
         )

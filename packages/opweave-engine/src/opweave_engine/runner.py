@@ -334,8 +334,8 @@ class ModelRunner:
                 num_decodes=decodes,
             )
         states = None
-        if caches.states is not None and (group := caches.state_group) is not None:
-            slots = [step.tables[group][0] if keeps else -1 for step in steps]
+        if caches.states is not None and caches.state_group is not None:
+            slots = [step.tables[caches.state_group][0] if keeps else -1 for step in steps]
             first = [step.start for step in steps]
             states = SequenceStates.of(counts, first, slots, caches.states, self.device)
         return ForwardContext(caches.step(batches), states)

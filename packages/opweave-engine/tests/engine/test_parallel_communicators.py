@@ -11,7 +11,7 @@ import torch
 from torch import multiprocessing
 from torch.distributed import HashStore
 
-from engine.communicating import KINDS, RANKS, run_rank
+from engine.communicating import RANKS, run_rank
 from opweave.platforms import CpuPlatform, CudaPlatform
 from opweave_engine.errors import CommunicatorError
 from opweave_engine.parallel.communicators import (
@@ -23,10 +23,9 @@ from opweave_engine.parallel.communicators import (
 from opweave_engine.parts import part
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_collectives_between_three_processes(kind: str, tmp_path: Path) -> None:
+def test_collectives_between_three_processes(tmp_path: Path) -> None:
     spawn: Any = multiprocessing.spawn  # type: ignore[attr-defined]
-    spawn(run_rank, (kind, tmp_path), nprocs=RANKS)
+    spawn(run_rank, (tmp_path,), nprocs=RANKS)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(RANKS)] == [""] * RANKS
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -30,6 +31,7 @@ from opweave_engine.server.state import ServerConfig
 
 
 _SECRET = ("--api-key",)
+_M_ARENA_MAX = -8  # of glibc's malloc.h
 _KINDS = ".yaml, .yml, .json or .toml"
 
 
@@ -235,12 +237,9 @@ _PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
 
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
-_SERVER, _RUNNING = ServerConfig(), ModelOptions()
+_SERVER, _RUNNING, _OPTIONS = ServerConfig(), ModelOptions(), RunOptions()
 _sources = OptionSources()
 serve_app = App(name="serve", config=_sources, help_format="plaintext")
-
-
-_OPTIONS = RunOptions()
 
 
 @serve_app.default
@@ -329,6 +328,7 @@ def serve(
     """
     level = log_level or environment.logging_level() or "INFO"
     choose_log(level, as_json=log_format == "json", others={"uvicorn": "WARNING"})
+    limit_arenas()
     from opweave_engine import ChatTemplate, Checkpoint, open_engine
     from opweave_engine.errors import require
     from opweave_engine.parallel.rank import launch_of
@@ -428,6 +428,16 @@ def _check_utilization() -> None:
             "--kv-cache-memory BYTES",
             platform.name,
         )
+
+
+def limit_arenas() -> None:
+    """Let all threads of this process allocate from one arena, where glibc is the C library.
+
+    Each further arena keeps what the largest request of a thread freed, for that thread only.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def _log_options() -> None:

@@ -875,8 +875,8 @@ class GgufTensors:
 
     def _log_formats(self) -> None:
         kinds = Counter(self._entry(name).kind.name for name in self._places)
-        kept = {*_PLAIN, *map(str.upper, GGUF_BLOCKS)}
-        if others := {k: n for k, n in kinds.items() if k not in kept}:
+        readable = {*_PLAIN, *map(str.upper, GGUF_BLOCKS)}
+        if others := {k: n for k, n in kinds.items() if k not in readable}:
             _log.warning(
                 "%s: %s are dequantized while they are loaded: no kernel reads their format",
                 self.file, ", ".join(f"{n} tensors of {k}" for k, n in others.items()),

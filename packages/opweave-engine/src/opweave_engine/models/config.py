@@ -92,16 +92,15 @@ class Fields:
         return self._integer(key, default, 0, _NATURAL)
 
     def _integer(self, key: str, default: int | None, least: int, kind: str) -> int:
-        value = self._value(key, default, kind)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+        value: int = self._value(key, default, kind, int)
+        if not least <= value < 2**63:
             raise self._wrong(key, value, kind)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number."""
-        value = self._value(key, default, _NUMBER)
-        top = sys.float_info.max
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= top:
+        value = self._value(key, default, _NUMBER, int, float)
+        if not 0 < value <= sys.float_info.max:
             raise self._wrong(key, value, _NUMBER)
         return float(value)
 
@@ -111,23 +110,20 @@ class Fields:
 
     def flag(self, key: str, default: bool) -> bool:
         """Return a boolean."""
-        value = self._value(key, default, "true or false")
-        if not isinstance(value, bool):
-            raise self._wrong(key, value, "true or false")
+        value: bool = self._value(key, default, "true or false", bool)
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         """Return a string."""
-        value = self._value(key, default, "a string")
-        if not isinstance(value, str):
-            raise self._wrong(key, value, "a string")
+        value: str = self._value(key, default, "a string", str)
         return value
 
     def texts(self, key: str) -> list[str]:
         """Return a list of strings; empty if the key is absent."""
-        value = self._value(key, [], "a list of strings")
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self._wrong(key, value, "a list of strings")
+        kind = "a list of strings"
+        value = self._value(key, [], kind, list)
+        if not all(isinstance(item, str) for item in value):
+            raise self._wrong(key, value, kind)
         return [*value]
 
     def nested(self, key: str) -> Fields:
@@ -184,11 +180,15 @@ class Fields:
             "not supported; use unquantized weights."
         )
 
-    def _value(self, key: str, default: object, kind: str) -> object:
+    def _value(self, key: str, default: object, kind: str, *types: type) -> Any:
         value = self.values.get(key)
-        if value is None and default is None:
+        value = default if value is None else value
+        if value is None:
             raise InvalidConfigError(f"{self.name} lacks {key!r}; it must be {kind}.")
-        return default if value is None else value
+        is_other = not isinstance(value, types) or (isinstance(value, bool) and bool not in types)
+        if types and is_other:
+            raise self._wrong(key, value, kind)
+        return value
 
     def _wrong(self, key: str, value: object, kind: str) -> InvalidConfigError:
         return InvalidConfigError(f"{self.name} has {key!r}: {shown(value)}; it must be {kind}.")

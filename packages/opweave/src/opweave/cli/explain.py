@@ -402,7 +402,7 @@ def _compile(model: torch.nn.Module, tokens: list[int]) -> tuple[list[Report], i
     from opweave.compile import CompiledGraph, backend, report
     from opweave.compile.compat import BackendCompilerFailed
     from opweave.config import current_compilation_config
-    from opweave.conformance.compat import maybe_mark_dynamic
+    from opweave.torch_compat import maybe_mark_dynamic
 
     reports: list[Report] = []
     options = current_compilation_config().backend_options

@@ -287,16 +287,6 @@ class Usage(ResponseBody):
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
-    @classmethod
-    def of(cls, prompt: int, completion: int, cached: int) -> Usage:
-        """Return the usage for numbers of prompt, generated and cached prompt tokens."""
-        return cls(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-        )
-
 
 class UsageCounter:
     """Counts the tokens of a request, from deltas or from complete outputs.
@@ -319,7 +309,12 @@ class UsageCounter:
     def usage(self) -> Usage:
         """Return the usage so far."""
         completion = self._completion * self._counts_completion
-        return Usage.of(self._prompt, completion, sum(self._cached.values()))
+        return Usage(
+            prompt_tokens=self._prompt,
+            completion_tokens=completion,
+            total_tokens=self._prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached.values())),
+        )
 
 
 # Parts of responses that completions and chat completions share.

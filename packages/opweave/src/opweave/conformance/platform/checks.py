@@ -1,11 +1,13 @@
-"""The checks of a platform."""
+"""The checks of a platform, and its verification with all of them."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,13 +16,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
+from opweave import torch_compat
 from opweave.config import EngineConfig
 from opweave.config.patches import ConfigPatch
 from opweave.config.plugin_options import PluginOptions
 from opweave.config.values import check_kind
-from opweave.conformance.compat import int8_product, lookup_backend
 from opweave.conformance.platform.subject import PlatformCheck, PlatformSubject, ask
-from opweave.conformance.subject import Findings, Subject, raised
+from opweave.conformance.subject import (
+    Findings,
+    NonconformingError,
+    Outcome,
+    Subject,
+    UnknownCheckError,
+    raised,
+)
 from opweave.conformance.verify import verify
 from opweave.ir import IrError, current_registry
 from opweave.ir.errors import did_you_mean
@@ -364,7 +373,7 @@ def _fp8(platform: Platform) -> str | None:
 
 def _int8(platform: Platform) -> str | None:
     a, b = (torch.randint(-128, 128, (_SIZE, _SIZE), dtype=torch.int8) for _ in range(2))
-    found = int8_product(a.to(platform.device_type), b.to(platform.device_type))
+    found = torch_compat.multiply_int8(a.to(platform.device_type), b.to(platform.device_type))
     exact = a.int() @ b.int()
     if found.dtype != torch.int32 or not torch.equal(found.cpu(), exact):
         return "a product in int8 is not exact in int32"
@@ -525,7 +534,7 @@ def _methods(cls: type) -> list[str]:
 
 
 def _backend_problem(name: str) -> Iterator[str]:
-    found = resolve_obj_by_qualname(name) if ":" in name else lookup_backend(name)
+    found = resolve_obj_by_qualname(name) if ":" in name else torch_compat.lookup_backend(name)
     if not callable(found):
         yield f"{name!r} is {found!r}, and no function"
 
@@ -628,3 +637,43 @@ CHECKS: dict[str, PlatformCheck] = {
         CHILDREN,
     )
 }
+
+
+# Verification of a platform.
+
+
+@dataclass(frozen=True)
+class PlatformResult:
+    """The result of verifying a platform."""
+
+    subject: PlatformSubject
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def status(self) -> str:
+        """``passed``, ``failed``, or ``none`` without anything to check."""
+        if any(outcome.problems for outcome in self.outcomes):
+            return "failed"
+        return "passed" if any(outcome.passed for outcome in self.outcomes) else "none"
+
+    def raise_if_failed(self) -> None:
+        """Raise NonconformingError with every problem, if there is one."""
+        if self.status == "failed":
+            lines = [f"{o.check}: {problem}" for o in self.outcomes for problem in o.problems]
+            raise NonconformingError("\n".join([f"{self.subject} fails:", *lines]))
+
+
+def verify_platform(subject: PlatformSubject, checks: Iterable[str] = ()) -> PlatformResult:
+    """Run every check, or those named, on a platform.
+
+    Raises:
+        UnknownCheckError: a check does not exist.
+    """
+    names = list(checks)
+    for name in names:
+        if name not in CHECKS:
+            raise UnknownCheckError(f"unknown check {name!r}. {did_you_mean(name, CHECKS)}")
+    chosen = [check for name, check in CHECKS.items() if not names or name in names]
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PlatformResult(subject, tuple(check.outcome(subject) for check in chosen))
