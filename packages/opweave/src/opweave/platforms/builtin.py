@@ -259,7 +259,8 @@ class XpuPlatform(Platform):
 # Claims of the built-in platforms.
 
 
-def _cpu() -> Claim:
+def cpu() -> Claim:
+    """Claim any machine, with the lowest score."""
     return Claim(f"{__name__}.CpuPlatform", PLATFORM_API, 0, "every machine has it")
 
 
@@ -270,11 +271,16 @@ def _accelerator(name: str, cls: str, kind: str) -> Claim | None:
     return Claim(f"{__name__}.{cls}", PLATFORM_API, 50, found)
 
 
+cuda = partial(_accelerator, "cuda", "CudaPlatform", "NVIDIA GPU")
+rocm = partial(_accelerator, "rocm", "RocmPlatform", "AMD GPU")
+tpu = partial(_accelerator, "tpu", "TpuPlatform", "TPU")
+xpu = partial(_accelerator, "xpu", "XpuPlatform", "Intel GPU")
+
 BUILTIN: Mapping[str, Callable[[], Claim | None]] = {
-    "cpu": _cpu,
-    "cuda": partial(_accelerator, "cuda", "CudaPlatform", "NVIDIA GPU"),
-    "rocm": partial(_accelerator, "rocm", "RocmPlatform", "AMD GPU"),
-    "tpu": partial(_accelerator, "tpu", "TpuPlatform", "TPU"),
-    "xpu": partial(_accelerator, "xpu", "XpuPlatform", "Intel GPU"),
+    "cpu": cpu,
+    "cuda": cuda,
+    "rocm": rocm,
+    "tpu": tpu,
+    "xpu": xpu,
 }
 """Functions that return the claim of a platform, or None if the machine lacks its device."""

@@ -93,7 +93,7 @@ def _memory(value: object) -> bool:
     return all(type(each) is int for each in value) and 0 <= free <= total and total > 0
 
 
-def _name(value: object) -> bool:
+def _class_name(value: object) -> bool:
     return value is None or _text(value)
 
 
@@ -145,15 +145,19 @@ MEMBERS: Mapping[str, Member] = {
     "default_custom_ops": Member(
         lambda p: p.default_custom_ops(EngineConfig()), "a list of strings", _texts
     ),
-    "get_worker_cls": Member(lambda p: p.get_worker_cls(EngineConfig()), _NAME, _name),
-    "get_model_runner_cls": Member(lambda p: p.get_model_runner_cls(EngineConfig()), _NAME, _name),
-    "get_scheduler_cls": Member(lambda p: p.get_scheduler_cls(EngineConfig()), _NAME, _name),
-    "get_executor_cls": Member(lambda p: p.get_executor_cls(EngineConfig()), _NAME, _name),
-    "get_sampler_cls": Member(lambda p: p.get_sampler_cls(EngineConfig()), _NAME, _name),
-    "get_attn_backend_cls": Member(
-        lambda p: p.get_attn_backend_cls(attention_spec(p)), _NAME, _name
+    "get_worker_cls": Member(lambda p: p.get_worker_cls(EngineConfig()), _NAME, _class_name),
+    "get_model_runner_cls": Member(
+        lambda p: p.get_model_runner_cls(EngineConfig()), _NAME, _class_name
     ),
-    "get_device_communicator_cls": Member(lambda p: p.get_device_communicator_cls(), _NAME, _name),
+    "get_scheduler_cls": Member(lambda p: p.get_scheduler_cls(EngineConfig()), _NAME, _class_name),
+    "get_executor_cls": Member(lambda p: p.get_executor_cls(EngineConfig()), _NAME, _class_name),
+    "get_sampler_cls": Member(lambda p: p.get_sampler_cls(EngineConfig()), _NAME, _class_name),
+    "get_attn_backend_cls": Member(
+        lambda p: p.get_attn_backend_cls(attention_spec(p)), _NAME, _class_name
+    ),
+    "get_device_communicator_cls": Member(
+        lambda p: p.get_device_communicator_cls(), _NAME, _class_name
+    ),
     "get_compile_backend": Member(
         lambda p: p.get_compile_backend(EngineConfig()), "the name of a backend", _text
     ),
