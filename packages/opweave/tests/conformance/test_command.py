@@ -254,7 +254,8 @@ def package(tmp_path: Path) -> Path:
 
 
 def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    options = ("-q", "-p", "no:cacheprovider", *arguments)
+    # The conftest of this repository is above the sources of opweave.
+    options = ("-q", "-p", "no:cacheprovider", "--noconftest", *arguments)
     env = {**os.environ, "PYTHONPATH": str(folder)}
     return warm_python().run("-m", "pytest", *options, cwd=folder, env=env)
 

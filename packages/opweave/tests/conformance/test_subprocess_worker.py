@@ -84,12 +84,12 @@ def test_what_ends_the_process_is_a_problem_of_the_case(verifier: Verifier) -> N
     statuses = {name: result.status for name, result in found.items()}
     assert statuses == {**dict.fromkeys(found, "failed"), "right": "passed"}
     problems = {name: result.outcomes[-1].problems for name, result in found.items()}
-    case = "silu_and_mul(float32[7, 128]) [num_tokens=7, dtype=float32]"
+    case = "silu_and_mul(float32[7, 128] cpu) [num_tokens=7, dtype=float32]"
     assert problems["crashes"] == [f"ended the process with SIGSEGV: {case}"]
     (exits,) = problems["exits"]
     assert exits.startswith("ended the process with exit code 0: silu_and_mul(bfloat16[1, ")
     (hangs,) = problems["hangs"]
-    assert hangs.startswith("did not come back within 10 s: silu_and_mul(float32[0, 128])")
+    assert hangs.startswith("did not come back within 10 s: silu_and_mul(float32[0, 128] cpu)")
     assert problems["refuses"] == ["ended the process with exit code 3"]
     # Earlier findings are kept, and the remaining checks are skipped.
     assert [outcome.check for outcome in found["hangs"].outcomes] == ["values", "empty"]
