@@ -304,12 +304,12 @@ class KernelOptions:
     compilation_config: CompilationOption = None
     plugin: PluginOption = None
 
-    def apply(self, *, like_eager: bool = False, **overrides: object) -> None:
+    def apply(self, overrides: Mapping[str, object] = {}, *, like_eager: bool = False) -> None:
         """Apply the options.
 
         Args:
-            like_eager: compiled results equal eager results bit for bit by default.
             overrides: settings of compilation that take precedence over the options.
+            like_eager: compiled results equal eager results bit for bit by default.
 
         Raises:
             SettingError: a value is not valid.

@@ -342,7 +342,7 @@ def serve(
     if not settings.api_keys:
         settings = replace(settings, api_keys=tuple(environment.api_keys()))
     check_certificate(settings)
-    kernels.apply(**({"mode": "0", "cudagraph_capture_sizes": ()} if enforce_eager else {}))
+    kernels.apply({"mode": "0", "cudagraph_capture_sizes": ()} if enforce_eager else {})
     engine_config = running.config(
         {
             "data_parallel_size": data_parallel_size,
