@@ -17,7 +17,6 @@
 #include "kernels/tuning.h"
 #include "kernels/unroll.h"
 #include "kernels/vec_dot.h"
-#include "kernels/vec_reduce.h"
 
 #if defined(__AMX_BF16__)
 #include "kernels/isa/linear_tiles_amx.h"
