@@ -38,7 +38,7 @@
 // inline functions of the standard library) between instruction sets, and a CPU could execute
 // AVX-512 code that it does not support. A test checks the object files for such symbols.
 //
-// This file, vec_math.h and their includes are part of the kit for native modules, as opweave/simd/.
+// This file, vec_math.h and their includes are part of the kit for native modules, opweave/simd/.
 // They include each other by relative paths, and nothing else of csrc/.
 #pragma once
 
