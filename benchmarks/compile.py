@@ -47,8 +47,7 @@ from harness import (
 from harness import significant as rounded
 from opweave import ir
 from opweave.ir.testing import written_out
-from opweave_engine.models.config import LlamaConfig
-from opweave_engine.models.llama import LlamaForCausalLM
+from opweave_engine.models.llama import LlamaConfig, LlamaForCausalLM
 
 Row = dict[str, Any]
 SIZES = {

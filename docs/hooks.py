@@ -16,7 +16,8 @@ from opweave.conformance.platform import CHECKS as PLATFORM_CHECKS
 from opweave.ir import TRAITS, ops
 from opweave.platforms import Capabilities, Platform
 from opweave.platforms.base import members
-from opweave_engine.server.request_fields import ENDPOINTS, Endpoint, Row
+from opweave_engine.server.app import request_fields
+from opweave_engine.server.protocol.base import FieldRow
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -41,8 +42,13 @@ def _ops() -> str:
 
 
 def _environment() -> str:
-    rows = [f"| `{v.name}` | {v.kind} | {v.default or '-'} | {v.doc} |" for v in VARIABLES]
-    return "\n".join(["| variable | type | default | meaning |", "|---|---|---|---|", *rows])
+    rows = [
+        f"| `{v.name}` | {f'`{v.file_key}`' if v.in_file else '-'} | {v.kind} | {v.default or '-'} "
+        f"| {v.doc} |"
+        for v in VARIABLES
+    ]
+    header = ["| variable | key of the config file | type | default | meaning |"]
+    return "\n".join([*header, "|---|---|---|---|---|", *rows])
 
 
 def _traits() -> str:
@@ -112,18 +118,20 @@ def _platform() -> str:
 
 
 def _request_fields() -> str:
-    return "\n\n".join(_endpoint(each) for each in ENDPOINTS.values())
+    """Return a heading and the table of the fields of each endpoint, under its first path."""
+    endpoints = request_fields()
+    return "\n\n".join(
+        "\n".join([f"## {path}", "", "| field | status | meaning |", "|---|---|---|", *_rows(rows)])
+        for path, rows in endpoints.items()
+        if f"/v1{path}" not in endpoints
+    )
 
 
-def _endpoint(endpoint: Endpoint) -> str:
-    """Return a heading and the table of the fields of one endpoint."""
-    served = [] if endpoint.is_served else ["", "The server does not have this endpoint."]
-    rows = [f"| `{row.path}` | {_status(row)} | {row.note} |" for row in endpoint.rows]
-    header = ["", "| field | status | meaning |", "|---|---|---|"]
-    return "\n".join([f"## {endpoint.path}", *served, *header, *rows])
+def _rows(rows: dict[str, FieldRow]) -> list[str]:
+    return [f"| `{path}` | {_status(row)} | {row.note} |" for path, row in rows.items()]
 
 
-def _status(row: Row) -> str:
+def _status(row: FieldRow) -> str:
     off = ", ".join(f"`{json.dumps(value)}`" for value in row.off)
     return f"{row.status}, unless {off}" if off else row.status
 

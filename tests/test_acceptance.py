@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "design" / "acceptance.md"
+from support import ROOT, TEST_ROOTS
+
+PAGE = ROOT / "docs" / "design" / "acceptance.md"
 NAME = re.compile(r"`([\w/]+\.py)::(\w+)`")
 ROWS = [
     line
@@ -21,7 +21,8 @@ ROWS = [
 
 @cache
 def functions_of(file: str) -> dict[str, ast.FunctionDef]:
-    tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+    path = next(path for root in TEST_ROOTS if (path := root / file).exists())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 

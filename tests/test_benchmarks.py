@@ -21,7 +21,7 @@ from native.oracle import using_threads
 from opweave import ir, native
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "benchmarks"))  # at the end: its engine.py is not tests/engine
+sys.path.append(str(ROOT / "benchmarks"))  # at the end: its engine.py is not the tests' engine
 
 import kernels  # noqa: E402
 from harness import Watch  # noqa: E402
@@ -32,7 +32,7 @@ from kernel_cells.contenders import native_call, ours, rejection, torch_baseline
 from kernel_cells.eager import globals_of  # noqa: E402
 from kernel_cells.measure import Results, is_worth_longer, least_microseconds  # noqa: E402
 from kernel_cells.shape import Shape  # noqa: E402
-from warm_python import warm_python  # noqa: E402
+from support.warm_python import warm_python  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not native.available() and os.environ.get("TEST_EXPECT_NATIVE") == "0",

@@ -24,7 +24,7 @@ from opweave.config import EngineConfig
 from opweave_engine import LLM, SamplingParams
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "benchmarks"))  # at the end: its engine.py is not tests/engine
+sys.path.append(str(ROOT / "benchmarks"))  # at the end: its engine.py is not the tests' engine
 
 from engine_cells.llama_cpp_contender import LlamaCppError, check_python, running  # noqa: E402
 from engine_cells.llama_cpp_file import write_gguf, write_random_blocks  # noqa: E402

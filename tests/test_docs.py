@@ -14,7 +14,7 @@ import pytest
 import opweave
 import opweave_engine
 from opweave_vllm import migrate, vllm_api
-from warm_python import warm_python
+from support.warm_python import warm_python
 
 MARK = "--- end of block ---"
 ROOT = Path(__file__).parent.parent

@@ -15,7 +15,7 @@ from opweave import ir
 from opweave.cli import main
 from opweave.config import compilation, terminal
 from opweave.config.plugin_options import given_plugin_options, set_plugin_options
-from process_globals import restored
+from support.process_globals import restored
 
 
 def state() -> dict[str, object]:

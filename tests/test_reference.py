@@ -84,5 +84,5 @@ def test_no_docstring_keeps_a_role_or_a_literal_block() -> None:
     link = (
         '<autoref identifier="opweave.ir.register_op" optional>`opweave.ir.register_op`</autoref>'
     )
-    assert link in texts["opweave.ir.op.IrOp"]
+    assert link in texts["opweave.ir.registry.IrOp"]
     assert "Example:\n\n```python\n" in texts["opweave.layers.custom_op.CustomOp"]

@@ -1,7 +1,7 @@
 """Cross-compile the kernels for aarch64, and test them in QEMU's user mode.
 
 Neither torch nor Python is needed for aarch64: the test program compares the kernels with scalar
-definitions (``tests/native/sources/kernel_test.cpp``).
+definitions (``packages/opweave/tests/native/sources/kernel_test.cpp``).
 """
 
 from __future__ import annotations

@@ -16,7 +16,12 @@ from pathlib import Path
 from environment import BUILD, Environment
 
 FOLDER = BUILD / "abi"
-TESTS = ("tests/native", "tests/ir", "tests/layers", "tests/compile")
+TESTS = (
+    "packages/opweave/tests/native",
+    "packages/opweave/tests/ir",
+    "packages/opweave/tests/layers",
+    "packages/opweave/tests/compile",
+)
 
 CHECK_INSTALL = """
 import platform, sys

@@ -33,6 +33,7 @@ from typing import Any
 from hostile_bodies import ALL_KINDS, COMPLETIONS, Body
 
 sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2] / "packages/opweave-engine/tests"))
 
 from server.command import Command
 

@@ -1,6 +1,6 @@
 """Builds the native module with AddressSanitizer and UBSan, and runs the tests of its kernels.
 
-    python tests/runs/sanitizers.py [arguments for pytest: paths instead of tests/native, options]
+    python tests/runs/sanitizers.py [arguments for pytest: paths, options]
 
 The module, and what the tests compile themselves, go to ``build/sanitizers``; the packages of the
 Python that runs this script are used from there. GCC only.
@@ -19,12 +19,13 @@ from environment import BUILD, Environment
 
 FOLDER = BUILD / "sanitizers"
 COMPILER = os.environ.get("CXX", "g++")
+TESTS = "packages/opweave/tests/native"
 UNFIT = (
-    "--deselect=tests/native/test_kit_arguments.py::test_nothing_is_leaked",  # freed memory is kept
-    "--deselect=tests/native/test_vec_math.py::test_errors_on_many",  # minutes, of rounding only
+    f"--deselect={TESTS}/test_kit_arguments.py::test_nothing_is_leaked",  # freed memory is kept
+    f"--deselect={TESTS}/test_vec_math.py::test_errors_on_many",  # minutes, of rounding only
     # The sanitizer takes terabytes of addresses for itself.
-    "--deselect=tests/native/test_paged_attention.py::test_without_memory_to_compute_in",
-    "--ignore=tests/native/test_kit_cuda.py",  # nvcc does not run with the sanitizer loaded
+    f"--deselect={TESTS}/test_paged_attention.py::test_without_memory_to_compute_in",
+    f"--ignore={TESTS}/test_kit_cuda.py",  # nvcc does not run with the sanitizer loaded
 )
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g"
 
@@ -61,7 +62,7 @@ def main() -> int:
     options = [
         *("-q", "-p", "no:cacheprovider", "--timeout=3000"),
         "--capture=sys",  # a report goes to the terminal, and ends the run
-        "--override-ini=testpaths=tests/native",  # what runs where no path is given
+        f"--override-ini=testpaths={TESTS}",  # what runs where no path is given
     ]
     variables = {
         # The runtime of C++ has to be there when the sanitizer starts, for it to see exceptions.

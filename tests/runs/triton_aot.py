@@ -5,7 +5,8 @@
     ... tests/runs/triton_aot.py --update                              write the record of the tests
 
 Each cell has registers, and spills after a slash: bytes of a thread on NVIDIA GPUs, registers on
-AMD GPUs. The tests (make test-triton-aot) compare them with tests/triton_kernels/compiled.json.
+AMD GPUs. The tests (make test-triton-aot) compare them with
+compiled.json of packages/opweave/tests/triton_kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / path) for path in ("packages/opweave/src", "tests")]
+sys.path[:0] = [str(ROOT / path) for path in ("packages/opweave/src", "packages/opweave/tests")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / path) for path in ("packages/opweave/src", "tests")]
+sys.path[:0] = [str(ROOT / path) for path in ("packages/opweave/src", "packages/opweave/tests")]
 os.environ.setdefault("OPWEAVE_PLATFORM", "cpu")
 _CALLS, _ROUNDS = 500, 20
 

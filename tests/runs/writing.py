@@ -43,7 +43,7 @@ BANNED = [(re.compile(pattern), hint) for pattern, hint in PHRASES.items()]
 
 # Their inputs are such phrases.
 NEVER_CHECKED = (
-    "tests/engine/test_chat_messages.py",
+    "packages/opweave-engine/tests/engine/test_chat_messages.py",
     "tests/runs/writing.py",
     "tests/test_writing.py",
 )

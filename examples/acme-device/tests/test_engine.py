@@ -28,8 +28,8 @@ from opweave_engine.attention import (
     PagedAttention,
     SequenceBatch,
 )
+from opweave_engine.decode_graphs import SequenceStep
 from opweave_engine.errors import NonFiniteLogitsError, UnsupportedCacheError
-from opweave_engine.forward import SequenceStep
 from opweave_engine.kv_cache import CacheGroup, EveryToken, KVCacheManager
 from opweave_engine.metrics import StatCounter
 from opweave_engine.request import Request

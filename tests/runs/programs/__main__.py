@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3] / "packages/opweave/tests"))
 
 from opweave.compile import report
 from runs.programs.examine import examine

@@ -17,11 +17,18 @@ from opweave.layers.mamba_states import StateCache, StatefulLayer, state_dtype
 from opweave.layers.registry import DuplicateLayerError
 from opweave.platforms import Platform
 from opweave.platforms.base import AttentionSpec
-from opweave.plugins import resolve_obj_by_qualname
 from opweave_engine.errors import UnsupportedCacheError
-from opweave_engine.kv_cache import NULL_BLOCK, EveryToken, Retention, SequenceState, Window
+from opweave_engine.kv_cache import (
+    NULL_BLOCK,
+    EveryToken,
+    LayerGroup,
+    Retention,
+    SequenceState,
+    Window,
+)
 from opweave_engine.load import loader
 from opweave_engine.models.blocks import Attention, LatentAttention
+from opweave_engine.parts import part
 
 # Cache specifications: the state that each layer keeps of computed tokens.
 
@@ -137,7 +144,7 @@ def cache_specs(model: nn.Module, dtype: torch.dtype) -> dict[int | str, CacheSp
     Raises:
         DuplicateLayerError: two layers have the same index or name, so they would share a cache.
     """
-    found: dict[int | str, CacheSpec] = {}
+    specs: dict[int | str, CacheSpec] = {}
     holders: dict[int | str, str] = {}
     for name, module in model.named_modules():
         if not isinstance(module, Attention | LatentAttention | StatefulLayer):
@@ -148,8 +155,8 @@ def cache_specs(model: nn.Module, dtype: torch.dtype) -> dict[int | str, CacheSp
                 f"{holders[layer]} and {name} are both layer {layer!r} to the cache, which would "
                 "mix up what they keep. Give each layer of the model an index or prefix of its own."
             )
-        found[layer], holders[layer] = _spec(module, dtype), name
-    return found
+        specs[layer], holders[layer] = _spec(module, dtype), name
+    return specs
 
 
 def _spec(module: Attention | LatentAttention | StatefulLayer, dtype: torch.dtype) -> CacheSpec:
@@ -366,7 +373,7 @@ class LatentPagedAttention(AttentionBackend):
         self._rows, self._no_values = ir.ops.reshape_and_cache.maybe_inplace(
             row, row[..., :0], self._rows, self._no_values, metadata.slot_mapping
         )
-        if metadata.num_decodes and _must_not_vary():
+        if BATCH_INVARIANT in ir.policy_for(ir.ops.mla_attention_decode).required:
             metadata = replace(metadata, num_decodes=0)
         decodes, parts = metadata.num_decodes, []
         if decodes or not metadata.num_prefills:
@@ -401,26 +408,7 @@ class LatentPagedAttention(AttentionBackend):
         return rows[positions < lengths[batch.num_decodes :, None]]
 
 
-def _must_not_vary() -> bool:
-    return BATCH_INVARIANT in ir.policy_for(ir.ops.mla_attention_decode).required
-
-
 # The caches of a model's layers, and groups of layers with the same retention.
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Layers with the same retention, which share block tables.
-
-    Attributes:
-        retention: the blocks of a sequence that they keep.
-        layers: indices of attention layers, or names of stateful layers.
-        block_bytes: the size of one block in all layers together.
-    """
-
-    retention: Retention
-    layers: tuple[int | str, ...]
-    block_bytes: int
 
 
 def layer_groups(specs: Mapping[int | str, CacheSpec], block_size: int) -> list[LayerGroup]:
@@ -454,6 +442,7 @@ class LayerCaches:
         backends: the backend of each attention layer, by index.
         states: the states of stateful layers; None if there are no such layers.
         state_group: the index of the group of stateful layers.
+        num_groups: the number of groups.
 
     Raises:
         UnsupportedCacheError: a backend does not support the specification of a layer.
@@ -478,13 +467,16 @@ class LayerCaches:
         self._group_of: dict[int, int] = {}
         self.states: StateCache | None = None
         self.state_group: int | None = None
+        self.num_groups = len(groups)
         for index, (group, count) in enumerate(zip(groups, num_blocks, strict=True)):
             if isinstance(group.retention, SequenceState):
                 self.states, self.state_group = StateCache(count + 1), index
             for layer in group.layers:
                 spec = specs[layer]
                 if isinstance(spec, StateSpaceSpec):
-                    self._keep_states(str(layer), spec, device)
+                    assert self.states is not None  # its group is one of states
+                    for state in spec.states:
+                        self.states.get(str(layer), state.kind, state.shape, state.dtype, device)
                     continue
                 assert isinstance(layer, int), f"{layer=} attends, but has no index"
                 chosen = _backend(modules[layer], spec, platform)
@@ -497,19 +489,9 @@ class LayerCaches:
         Args:
             batches: the sequences for each group of attention layers.
         """
-        built: dict[tuple[int, type], Any] = {}
-        metadata = {}
-        for layer, backend in self.backends.items():
-            key = self._group_of[layer], type(backend)
-            if key not in built:
-                built[key] = backend.build_metadata(batches[key[0]])
-            metadata[layer] = built[key]
-        return StepAttention(self.backends, metadata)
-
-    def _keep_states(self, layer: str, spec: StateSpaceSpec, device: torch.device) -> None:
-        assert self.states is not None  # its group is one of states
-        for state in spec.states:
-            self.states.get(layer, state.kind, state.shape, state.dtype, device)
+        keys = {layer: (self._group_of[layer], type(b)) for layer, b in self.backends.items()}
+        built = {key: key[1].build_metadata(batches[key[0]]) for key in set(keys.values())}
+        return StepAttention(self.backends, {layer: built[key] for layer, key in keys.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,7 +518,7 @@ def _backend(
 ) -> type[AttentionBackend]:
     assert not isinstance(spec, StateSpaceSpec)
     rows = module.cached
-    wanted = AttentionSpec(
+    attention = AttentionSpec(
         num_heads=module.num_heads,
         num_kv_heads=rows.num_heads,
         head_size=rows.key_size,
@@ -546,5 +528,5 @@ def _backend(
         soft_cap=module.soft_cap if isinstance(module, Attention) else None,
         is_latent=isinstance(module, LatentAttention),
     )
-    found: type[AttentionBackend] = resolve_obj_by_qualname(platform.get_attn_backend_cls(wanted))
-    return found
+    backend: type[AttentionBackend] = part(platform, "get_attn_backend_cls", attention)
+    return backend

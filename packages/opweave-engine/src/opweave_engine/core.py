@@ -13,18 +13,17 @@ from pathlib import Path
 from opweave import ir, platforms
 from opweave.config import EngineConfig
 from opweave.platforms import Platform
-from opweave.plugins import resolve_obj_by_qualname
-from opweave_engine.cache_plan import CachePlan, plan_cache
+from opweave_engine.decode_graphs import SequenceStep
 from opweave_engine.errors import EngineError, InvalidArgumentError, NonFiniteLogitsError
-from opweave_engine.forward import SequenceStep, check_backend
-from opweave_engine.kv_cache import KVCacheManager
+from opweave_engine.kv_cache import CacheGroup, KVCacheManager, plan_cache
 from opweave_engine.load.checkpoint import Checkpoint, Progress, log_defaults, sampling_defaults
 from opweave_engine.metrics import EngineStats, SelectionReport, StatCounter, stat_loggers
 from opweave_engine.outputs import RequestOutput
 from opweave_engine.parallel.executor import Executor
-from opweave_engine.prompts import Prompt, PromptReader
+from opweave_engine.parts import part
+from opweave_engine.prompts import PromptReader
 from opweave_engine.request import ActiveRequest, DetokenizedOutput, Request, RequestFactory
-from opweave_engine.sampling.params import SamplingParams
+from opweave_engine.runner import check_backend
 from opweave_engine.sampling.sampler import named
 from opweave_engine.scheduler import Scheduled, Scheduler
 from opweave_engine.structured.grammar_compiler import GrammarCompiler
@@ -36,7 +35,7 @@ from opweave_engine.tokenizer import tokenizer_of
 PriorityLists = Mapping[str, str | Iterable[str]]
 
 
-def engine_priorities(given: PriorityLists | None, config: EngineConfig) -> ir.IrOpPriorityConfig:
+def engine_priorities(lists: PriorityLists | None, config: EngineConfig) -> ir.IrOpPriorityConfig:
     """Merge the ``ir_op_priority`` argument of an engine with the priorities in its configuration.
 
     Raises:
@@ -44,7 +43,7 @@ def engine_priorities(given: PriorityLists | None, config: EngineConfig) -> ir.I
         IrError: an op or provider, here or in any setting of the process, is unknown; or a list is
             malformed.
     """
-    direct = ir.IrOpPriorityConfig(given)
+    direct = ir.IrOpPriorityConfig(lists)
     configured = ir.IrOpPriorityConfig(config.kernel_config.ir_op_priority)
     twice = sorted(direct.keys() & configured.keys())
     if twice:
@@ -86,7 +85,7 @@ class EngineCore:
     """A model, its KV cache, and the requests that share them.
 
     Only one thread at a time may call :meth:`add_request`, :meth:`abort` and :meth:`step`.
-    :meth:`prepare` and :meth:`stats` may be called from another thread. Installed stat loggers get
+    :attr:`prepare` and :meth:`stats` may be called from another thread. Installed stat loggers get
     the statistics after each step.
 
     Args:
@@ -100,10 +99,13 @@ class EngineCore:
         config: the configuration after the platform's changes.
         executor: runs the workers.
         grammars: the compiled grammars for structured output; compile a grammar before
-            :meth:`prepare` to make that fast.
+            :attr:`prepare` to make that fast.
+        prepare: returns a request for :meth:`add_request`; see
+            :meth:`opweave_engine.request.RequestFactory.make`.
         scheduler: chooses the tokens of each step.
         tokenizer: the checkpoint's tokenizer.
         sampling_defaults: sampling parameters from the checkpoint, by name.
+        vocab_size: the size of the vocabulary: token ids are below it.
         max_model_len: the maximum number of tokens of a prompt and its output.
 
     Raises:
@@ -127,7 +129,7 @@ class EngineCore:
         self.tokenizer = tokenizer_of(checkpoint, config)
         self.sampling_defaults = sampling_defaults(checkpoint, config.generation_config)
         log_defaults(checkpoint, config.generation_config, self.sampling_defaults)
-        executor: type[Executor] = resolve_obj_by_qualname(self.platform.get_executor_cls(config))
+        executor: type[Executor] = part(self.platform, "get_executor_cls", config)
         self.executor = executor(model, config, self.platform, progress)
         try:
             self._start()
@@ -141,36 +143,46 @@ class EngineCore:
             facts.groups, config.cache, config.scheduler, facts.context, facts.memory, facts.free
         )
         self.max_model_len, self.model_config = plan.max_model_len, facts.config
-        self._selections = self._warm_up(plan)
+        self._selections, began = SelectionReport(), time.perf_counter()
+        self.executor.allocate(plan)
+        if config.compilation.compiles:
+            self._selections.compile_seconds = time.perf_counter() - began
+        if config.compilation.uses_passes:
+            self._selections.add_graph()
         cache = KVCacheManager(
-            plan.cache_groups(facts.groups),
+            [
+                CacheGroup(g.retention, n)
+                for g, n in zip(facts.groups, plan.num_blocks, strict=True)
+            ],
             plan.block_size,
             enable_prefix_caching=config.cache.enable_prefix_caching,
         )
-        scheduler: type[Scheduler] = resolve_obj_by_qualname(
-            self.platform.get_scheduler_cls(config)
-        )
+        scheduler: type[Scheduler] = part(self.platform, "get_scheduler_cls", config)
         limits = config.scheduler
         if facts.needs_whole_prompts:
             budget = max(limits.max_num_batched_tokens, self.max_model_len)
             limits = replace(limits, enable_chunked_prefill=False, max_num_batched_tokens=budget)
             _log.info("prompts are not split over steps, since the model's logits depend on it")
         self.scheduler = scheduler(limits, cache)
-        eos_token_ids = self._known_eos(facts.vocab_size)
+        eos_token_ids = frozenset(
+            t for t in self.tokenizer.eos_token_ids if 0 <= t < facts.vocab_size
+        )
+        if unknown := sorted(self.tokenizer.eos_token_ids - eos_token_ids):
+            _log.warning(
+                "the end-of-text tokens %s are ignored: the model has the ids from 0 to %d",
+                unknown,
+                facts.vocab_size - 1,
+            )
         self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size, eos_token_ids)
         prompts = PromptReader(self.tokenizer, facts.vocab_size, self.max_model_len)
-        self._factory = RequestFactory(
+        self.prepare = RequestFactory(
             prompts, self.grammars, self.platform, eos_token_ids, config.seed
-        )
+        ).make
+        self.vocab_size = facts.vocab_size
         self._requests: dict[str, ActiveRequest] = {}
         # By the name of the sequence in the scheduler.
         self._outputs: dict[str, tuple[ActiveRequest, DetokenizedOutput]] = {}
         self._counter, self._loggers = StatCounter(), stat_loggers(config)
-
-    @property
-    def vocab_size(self) -> int:
-        """The size of the vocabulary: token ids are below it."""
-        return self._factory.prompts.vocab_size
 
     @property
     def has_unfinished(self) -> bool:
@@ -181,60 +193,6 @@ class EngineCore:
     def unfinished(self) -> list[str]:
         """The ids of all unfinished requests."""
         return list(self._requests)
-
-    def tokens(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        add_special_tokens: bool = True,
-    ) -> list[int]:
-        """Return the tokens of one prompt, truncated as *params* ask.
-
-        Raises:
-            PromptError: the prompt is empty, too long, or has token ids outside the vocabulary.
-        """
-        return self._factory.tokens(prompt, params, add_special_tokens=add_special_tokens)
-
-    def prepare(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        streams: bool = True,
-        deltas: bool = False,
-        add_special_tokens: bool = True,
-    ) -> ActiveRequest:
-        """Return a request for :meth:`add_request`.
-
-        Args:
-            request_id: a name that is unique among unfinished requests.
-            prompt: a text, token ids, or a dict with one of them and a ``cache_salt``.
-            params: the sampling parameters.
-            priority: the scheduling priority, an integer; with the priority policy, lower ones are
-                scheduled first.
-            streams: return an output after every token instead of only at the end.
-            deltas: outputs contain only new text and tokens; only the first contains the prompt.
-            add_special_tokens: add the tokenizer's special tokens to a text.
-
-        Raises:
-            PromptError: the prompt is empty, too long, or has token ids outside the vocabulary.
-            SamplingParamsError: *params* are not SamplingParams, name token ids outside the
-                vocabulary, or contain a grammar that cannot be compiled.
-            InvalidArgumentError: *priority* is not an integer.
-            OpweaveError: the platform rejects the request.
-        """
-        return self._factory.make(
-            request_id,
-            prompt,
-            params,
-            priority=priority,
-            streams=streams,
-            deltas=deltas,
-            add_special_tokens=add_special_tokens,
-        )
 
     def add_request(self, request: ActiveRequest) -> None:
         """Queue a request.
@@ -253,11 +211,11 @@ class EngineCore:
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Abort requests; return the last output of each one that was unfinished."""
-        found = [self._requests[name] for name in request_ids if name in self._requests]
-        for request in found:
+        requests = [self._requests[name] for name in request_ids if name in self._requests]
+        for request in requests:
             request.abort()
             self._forget_all(request)
-        return [request.next_output() for request in found]
+        return [request.next_output() for request in requests]
 
     def step(self) -> list[RequestOutput]:
         """Compute the next tokens of as many requests as fit.
@@ -283,9 +241,11 @@ class EngineCore:
                 request = self._outputs[item.request.request_id][0]
                 self._lose(request, _failure(request, error))
                 return [request.next_output()]
-        asking = [item for item, step in zip(scheduled, steps, strict=True) if step.sampling]
-        complete = [item.is_complete for item in asking]
-        starts = [item.request.num_computed_tokens for item in asking]
+        asking = [
+            (item.request, item.request.num_computed_tokens, item.is_complete)
+            for item, step in zip(scheduled, steps, strict=True)
+            if step.sampling
+        ]
         began = time.perf_counter()
         try:
             with self._selections.watch(sum(item.num_tokens for item in scheduled)):
@@ -293,24 +253,26 @@ class EngineCore:
         except Exception as error:
             self.scheduler.undo(scheduled)
             if isinstance(error, NonFiniteLogitsError) and error.rows:
-                return self._fail([asking[row].request for row in error.rows], error)
+                return self._fail([asking[row][0] for row in error.rows], error)
             raise  # also if the rows are unknown
         self.scheduler.update(scheduled)
-        outputs = [self._outputs[item.request.request_id][1] for item in asking]
+        results = [
+            (*self._outputs[sequence.request_id], start, is_complete, token)
+            for (sequence, start, is_complete), token in zip(asking, sampled, strict=True)
+        ]
         self.grammars.advance(
-            (output.grammar, found.token_id)
-            for output, is_complete, found in zip(outputs, complete, sampled, strict=True)
-            if is_complete and not output.ends_at(found.token_id)
+            (output.grammar, token.token_id)
+            for _, output, _, is_complete, token in results
+            if is_complete and not output.ends_at(token.token_id)
         )
         changed: dict[str, ActiveRequest] = {}
         failures: dict[str, EngineError] = {}
-        for item, start, is_complete, found in zip(asking, starts, complete, sampled, strict=True):
-            request, output = self._outputs[item.request.request_id]
+        for request, output, start, is_complete, token in results:
             try:
-                scores = [named(each, self.tokenizer) for each in found.prompt_logprobs]
+                scores = [named(logprobs, self.tokenizer) for logprobs in token.prompt_logprobs]
                 request.score_prompt(start, scores)
                 if is_complete:
-                    output.append(found.token_id, named(found.logprobs, self.tokenizer))
+                    output.append(token.token_id, named(token.logprobs, self.tokenizer))
             except Exception as error:
                 failures[request.request_id] = _failure(request, error)
                 changed[request.request_id] = request
@@ -329,19 +291,15 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return the statistics since the engine started."""
-        scheduler, counter = self.scheduler, self._counter
-        return EngineStats(
+        scheduler = self.scheduler
+        return replace(
+            self._counter.stats(),
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             kv_usage=scheduler.cache.usage,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.num_preemptions,
-            prompt_tokens=counter.prompt_tokens,
-            generation_tokens=counter.generation_tokens,
-            steps=counter.steps,
-            finished=dict(counter.finished),
-            histograms=counter.histograms(),
             kernels=self._selections.kernels,
             compile_seconds=self._selections.compile_seconds,
         )
@@ -366,25 +324,6 @@ class EngineCore:
         self.executor.shutdown()
         for logger in self._loggers:
             logger.shutdown()
-
-    def _known_eos(self, vocab_size: int) -> frozenset[int]:
-        given = self.tokenizer.eos_token_ids
-        known = frozenset(token for token in given if 0 <= token < vocab_size)
-        if unknown := sorted(given - known):
-            _log.warning(
-                "the end-of-text tokens %s are ignored: the model has the ids from 0 to %d",
-                unknown, vocab_size - 1,
-            )  # fmt: skip
-        return known
-
-    def _warm_up(self, plan: CachePlan) -> SelectionReport:
-        usage, began = SelectionReport(), time.perf_counter()
-        self.executor.allocate(plan)
-        if self.config.compilation.compiles:
-            usage.compile_seconds = time.perf_counter() - began
-        if self.config.compilation.uses_passes:
-            usage.add_graph()
-        return usage
 
     def _step_of(self, item: Scheduled) -> SequenceStep:
         sequence = item.request
@@ -419,12 +358,12 @@ class EngineCore:
             del self._requests[request.request_id]
 
     def _fail(self, sequences: Sequence[Request], error: EngineError) -> list[RequestOutput]:
-        found = {id(r): r for r, _ in (self._outputs[each.request_id] for each in sequences)}
+        requests = list(dict.fromkeys(self._outputs[s.request_id][0] for s in sequences))
         for sequence in sequences:  # its logits were not checked before: any block may be wrong
             self.scheduler.cache.forget(sequence)
-        for request in found.values():
+        for request in requests:
             self._lose(request, error)
-        return [request.next_output() for request in found.values()]
+        return [request.next_output() for request in requests]
 
     def _lose(self, request: ActiveRequest, error: EngineError) -> None:
         request.fail(error)

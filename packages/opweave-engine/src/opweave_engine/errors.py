@@ -60,7 +60,7 @@ class ChatTemplateError(RequestError):
 
 
 class GrammarQueueFullError(EngineError):
-    """A grammar had to wait too long for others that are compiled."""
+    """A grammar had to wait too long for others, or others take too much memory."""
 
 
 class NonFiniteLogitsError(EngineError):

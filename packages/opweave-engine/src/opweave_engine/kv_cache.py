@@ -1,15 +1,18 @@
-"""The blocks of the paged KV cache: which requests hold them, and cached prefixes."""
+"""The paged KV cache: its size, which requests hold its blocks, and cached prefixes."""
 
 from __future__ import annotations
 
+import logging
 from array import array
+from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
-from opweave_engine.errors import EngineError
+from opweave.config import CacheConfig, SchedulerConfig
+from opweave_engine.errors import CacheSizeError, EngineError
 from opweave_engine.request import Request
 
 # Errors in the cache's bookkeeping, which are bugs of the engine.
@@ -22,7 +25,7 @@ class CacheIntegrityError(EngineError):
 # Hashes of blocks of tokens; equal hashes mean that the salt and all tokens up to there match.
 
 
-_SIZE = 16  # bytes: collisions are out of the question, even if somebody looks for them
+_HASH_BYTES = 16  # makes collisions infeasible, even for somebody who looks for them
 
 
 def extend_hashes(
@@ -35,7 +38,7 @@ def extend_hashes(
     for end in range((len(hashes) + 1) * block_size, len(token_ids) + 1, block_size):
         before = hashes[-1] if hashes else _root(cache_salt)
         tokens = array("q", token_ids[end - block_size : end]).tobytes()
-        hashes.append(blake2b(before + tokens, digest_size=_SIZE).digest())
+        hashes.append(blake2b(before + tokens, digest_size=_HASH_BYTES).digest())
 
 
 def _root(cache_salt: str | None) -> bytes:
@@ -45,70 +48,231 @@ def _root(cache_salt: str | None) -> bytes:
     # A client chooses the salt. The personalization keeps its hash apart from those of blocks, so
     # that no salt stands for the tokens of another request.
     salt = cache_salt.encode("utf-8", "surrogatepass")
-    return blake2b(salt, digest_size=_SIZE, person=b"cache_salt").digest()
+    return blake2b(salt, digest_size=_HASH_BYTES, person=b"cache_salt").digest()
 
 
 # Retention policies: which blocks of a sequence a group of layers still needs.
 
 
-class Retention(Protocol):
+@dataclass(frozen=True, slots=True)
+class Retention:
     """The blocks of a sequence that a group of layers keeps.
 
     Attributes:
         shares_prefixes: whether other sequences can reuse the blocks of a prefix.
     """
 
-    @property
-    def shares_prefixes(self) -> bool: ...
+    shares_prefixes: ClassVar[bool] = True
 
     def first_block(self, num_computed: int, block_size: int) -> int:
         """Return the first block that tokens after the first *num_computed* ones read."""
-
-    def end_block(self, num_tokens: int, block_size: int) -> int:
-        """Return the number of blocks that *num_tokens* tokens need, counted from the start."""
-
-
-@dataclass(frozen=True, slots=True)
-class EveryToken:
-    """Keeps every token: full attention."""
-
-    shares_prefixes: bool = True
-
-    def first_block(self, num_computed: int, block_size: int) -> int:
         return 0
 
     def end_block(self, num_tokens: int, block_size: int) -> int:
+        """Return the number of blocks that *num_tokens* tokens need, counted from the start."""
         return -(-num_tokens // block_size)
 
 
+class EveryToken(Retention):
+    """Keeps every token: full attention."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Window:
+class Window(Retention):
     """Keeps the last *size* tokens, including the current one: a sliding window."""
 
     size: int
-    shares_prefixes: bool = True
 
     def first_block(self, num_computed: int, block_size: int) -> int:
         return max(0, num_computed + 1 - self.size) // block_size
 
-    def end_block(self, num_tokens: int, block_size: int) -> int:
-        return -(-num_tokens // block_size)
 
-
-@dataclass(frozen=True, slots=True)
-class SequenceState:
+class SequenceState(Retention):
     """One state per sequence, regardless of its length: a state-space layer.
 
     The next token overwrites the state, so other sequences cannot reuse it.
     """
 
-    shares_prefixes: bool = False
-
-    def first_block(self, num_computed: int, block_size: int) -> int:
-        return 0
+    __slots__ = ()
+    shares_prefixes: ClassVar[bool] = False
 
     def end_block(self, num_tokens: int, block_size: int) -> int:
         return 1
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers with the same retention, which share block tables.
+
+    Attributes:
+        retention: the blocks of a sequence that they keep.
+        layers: indices of attention layers, or names of stateful layers.
+        block_bytes: the size of one block in all layers together.
+    """
+
+    retention: Retention
+    layers: tuple[int | str, ...]
+    block_bytes: int
+
+
+# The size of the cache: the number of blocks, and the maximum sequence length.
+
+
+_log = logging.getLogger(__name__)
+
+UNBOUNDED_MODEL_LEN = 32768  # for a model whose states take any length, unless it is configured
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """The size of the cache.
+
+    Attributes:
+        num_blocks: the number of blocks of each group.
+        max_model_len: the maximum number of tokens of a prompt and its answer.
+        block_size: tokens per block.
+    """
+
+    num_blocks: tuple[int, ...]
+    max_model_len: int
+    block_size: int
+
+
+def plan_cache(
+    groups: Sequence[LayerGroup],
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    context: int | None,
+    memory: int,
+    free: int,
+) -> CachePlan:
+    """Divide *memory* between groups of layers.
+
+    Args:
+        groups: the groups of layers.
+        cache, scheduler: the user's configuration.
+        context: the model's maximum sequence length; None: unlimited.
+        memory: the maximum size of the cache in bytes.
+        free: the free memory in bytes.
+
+    Raises:
+        CacheSizeError: the cache does not hold one sequence of the configured maximum length; this
+            length exceeds the model's; prompts of this length exceed a step and chunked prefill is
+            off; or the cache exceeds the free memory.
+    """
+    length, block_size = _max_model_len(scheduler, context), cache.block_size
+    sizing = _Sizing(groups, block_size, scheduler, memory)
+    # More blocks than all sequences need at the maximum length are of no use.
+    most = scheduler.max_num_seqs * -(-length // block_size)
+    total = sizing.affordable(memory, most) if cache.num_blocks is None else cache.num_blocks
+    if sizing.grows and (capacity := total * block_size) < length:
+        if scheduler.max_model_len is not None or total < 1:
+            raise CacheSizeError(_too_small(cache, sizing, length, total, memory))
+        _log.warning(
+            "The cache holds %d tokens, and so much is the context: a prompt and its answer are "
+            "cut to that, though the model takes %d. Give the cache more memory "
+            "(cache.memory_bytes or cache.num_blocks; serve --kv-cache-memory) for longer ones.",
+            capacity,
+            length,
+        )
+        length = capacity
+    if not scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < length:
+        raise CacheSizeError(
+            f"Without chunked prefill, a step must take a prompt of max_model_len={length} "
+            f"tokens, but max_num_batched_tokens={scheduler.max_num_batched_tokens}. Raise that, "
+            "lower max_model_len, or enable chunked prefill."
+        )
+    blocks = sizing.blocks(min(total, most))
+    if (size := sizing.bytes(blocks)) > free:
+        asked = f"memory_bytes={memory}" if cache.num_blocks is None else f"num_blocks={total}"
+        raise CacheSizeError(
+            f"With {asked}, the cache takes {size} bytes, but {free} bytes of memory are free. "
+            "Give it less (cache.memory_bytes or cache.num_blocks; serve --kv-cache-memory), or "
+            "lower max_num_seqs or max_model_len."
+        )
+    return CachePlan(blocks, length, block_size)
+
+
+class _Sizing:
+    """The number of blocks of each group, for a number of blocks of groups that keep every token.
+
+    There are states for as many sequences as may run together, if they fit into the memory, or
+    into half of it if other layers need memory too.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        block_size: int,
+        scheduler: SchedulerConfig,
+        memory: int,
+    ) -> None:
+        self._groups, self._block_size, self._limits = groups, block_size, scheduler
+        states = [g.block_bytes for g in groups if isinstance(g.retention, SequenceState)]
+        self.grows = len(states) < len(groups)
+        self._slots = 0
+        if states:
+            share = memory // 2 if self.grows else memory
+            self._slots = min(scheduler.max_num_seqs, share // states[0] - 1)  # one is null
+            if self._slots < 1:
+                raise CacheSizeError(
+                    f"The states of one sequence take {states[0]} bytes, and there is one more set "
+                    f"that nobody owns, but {share} bytes are for states. Give the cache more "
+                    "memory (cache.memory_bytes; serve --kv-cache-memory)."
+                )
+
+    def blocks(self, total: int) -> tuple[int, ...]:
+        """Return the number of blocks of each group; groups that keep every token have *total*."""
+        return tuple(self._count(group.retention, total) for group in self._groups)
+
+    def bytes(self, blocks: Sequence[int]) -> int:
+        """Return the size of *blocks* of each group in bytes, including null blocks."""
+        counts = zip(self._groups, blocks, strict=True)
+        return sum(group.block_bytes * (count + 1) for group, count in counts)
+
+    def affordable(self, memory: int, most: int) -> int:
+        """Return the largest number of blocks, at most *most*, that fits into *memory*."""
+        totals = range(1, most + 1)
+        return bisect_right(totals, memory, key=lambda total: self.bytes(self.blocks(total)))
+
+    def _count(self, retention: Retention, total: int) -> int:
+        if isinstance(retention, SequenceState):
+            return self._slots
+        if not isinstance(retention, Window):
+            return total
+        # The blocks that each sequence keeps and that one step adds; two more for partial blocks.
+        per_sequence = -(-retention.size // self._block_size) + 2
+        step = -(-self._limits.max_num_batched_tokens // self._block_size)
+        return min(total, self._limits.max_num_seqs * per_sequence + step)
+
+
+def _max_model_len(scheduler: SchedulerConfig, context: int | None) -> int:
+    asked = scheduler.max_model_len
+    if asked is None:
+        return UNBOUNDED_MODEL_LEN if context is None else context
+    if context is not None and asked > context:
+        raise CacheSizeError(
+            f"max_model_len={asked} is more than the model's context of {context} tokens. Lower "
+            "it, or leave it out."
+        )
+    return asked
+
+
+def _too_small(cache: CacheConfig, sizing: _Sizing, length: int, total: int, memory: int) -> str:
+    needed = -(-length // cache.block_size)
+    if cache.num_blocks is not None:
+        return (
+            f"num_blocks={total} of {cache.block_size} tokens do not hold a sequence of "
+            f"{length} tokens. Give at least {needed} blocks, or lower max_model_len."
+        )
+    return (
+        f"{memory} bytes of memory hold {total} blocks of {cache.block_size} tokens, but a "
+        f"sequence of {length} tokens takes {needed}, which are "
+        f"{sizing.bytes(sizing.blocks(needed))} bytes. Give the cache more memory "
+        "(cache.memory_bytes; serve --kv-cache-memory), or lower max_model_len."
+    )
 
 
 # The blocks of one group of layers: reference counts, hashes and free list.
@@ -145,8 +309,8 @@ class BlockPool:
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             self._holders[block] = 1
-            if (known := self._hash_of.pop(block, None)) is not None:
-                del self._by_hash[known]
+            if (block_hash := self._hash_of.pop(block, None)) is not None:
+                del self._by_hash[block_hash]
         return blocks
 
     def find(self, block_hash: bytes) -> int | None:
@@ -167,8 +331,8 @@ class BlockPool:
 
     def freed_by(self, tables: Iterable[Sequence[int]]) -> set[int]:
         """Return the blocks that would be free if the blocks in *tables* were released."""
-        given = Counter(block for table in tables for block in table if block != NULL_BLOCK)
-        return {block for block, count in given.items() if count == self._holders[block]}
+        counts = _uses(tables)
+        return {block for block, count in counts.items() if count == self._holders[block]}
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Increment the reference count of each of *blocks*."""
@@ -202,18 +366,20 @@ class BlockPool:
         Raises:
             CacheIntegrityError: a block is lost, or its reference count is wrong.
         """
-        found = [0] * (self.num_blocks + 1)
-        for table in tables:
-            for block in table:
-                found[block] += block != NULL_BLOCK
+        counts = _uses(tables)
         for block in range(1, self.num_blocks + 1):
-            if found[block] != self._holders[block] or (not found[block]) != (block in self._free):
+            count, holders, is_free = counts[block], self._holders[block], block in self._free
+            if count != holders or (not count) != is_free:
                 raise CacheIntegrityError(
-                    f"Block {block} is in {found[block]} tables, counts {self._holders[block]} "
-                    f"holders, and is {'' if block in self._free else 'not '}free."
+                    f"Block {block} is in {count} tables, counts {holders} holders, and is "
+                    f"{'' if is_free else 'not '}free."
                 )
-        if {block: known for known, block in self._by_hash.items()} != self._hash_of:
+        if {block: block_hash for block_hash, block in self._by_hash.items()} != self._hash_of:
             raise CacheIntegrityError("Hashes and blocks do not lead to each other.")
+
+
+def _uses(tables: Iterable[Sequence[int]]) -> Counter[int]:
+    return Counter(block for table in tables for block in table if block != NULL_BLOCK)
 
 
 # Allocates cache blocks to requests, and finds cached prefixes.
@@ -232,18 +398,18 @@ class CacheGroup(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Holding:
-    """The blocks of one request, by group.
+class _Table:
+    """The blocks of one request in one group.
 
     Attributes:
-        tables: blocks, in the order of the tokens.
+        blocks: in the order of the tokens.
         named: the number of leading blocks with a hash.
         dropped: the number of leading blocks that were released.
     """
 
-    tables: list[list[int]]
-    named: list[int]
-    dropped: list[int]
+    blocks: list[int]
+    named: int
+    dropped: int = 0
 
 
 class KVCacheManager:
@@ -261,18 +427,16 @@ class KVCacheManager:
         self, groups: Sequence[CacheGroup], block_size: int, *, enable_prefix_caching: bool = True
     ) -> None:
         self.block_size = block_size
-        self._retentions = [group.retention for group in groups]
-        self._pools = [BlockPool(group.num_blocks) for group in groups]
-        self._holdings: dict[str, _Holding] = {}
+        self._groups = [(group.retention, BlockPool(group.num_blocks)) for group in groups]
+        self._tables: dict[str, list[_Table]] = {}
         self.shares_prefixes = enable_prefix_caching and all(
-            retention.shares_prefixes for retention in self._retentions
+            group.retention.shares_prefixes for group in groups
         )
 
     @property
     def usage(self) -> float:
         """The largest share of blocks in use, over all groups."""
-        shares = (1 - pool.num_free / pool.num_blocks for pool in self._pools)
-        return max(shares, default=0.0)
+        return max((1 - pool.num_free / pool.num_blocks for _, pool in self._groups), default=0.0)
 
     def find_prefix(self, request: Request) -> int:
         """Return the number of leading tokens of a waiting request that are cached.
@@ -284,7 +448,7 @@ class KVCacheManager:
         hashes = request.block_hashes
         extend_hashes(hashes, request.token_ids, self.block_size, request.cache_salt)
         count = min(len(hashes), (request.num_tokens - 1) // self.block_size)
-        for retention, pool in zip(self._retentions, self._pools, strict=True):
+        for retention, pool in self._groups:
             if isinstance(retention, EveryToken):
                 missing = (i for i in range(count) if pool.find(hashes[i]) is None)
                 count = next(missing, count)
@@ -311,13 +475,13 @@ class KVCacheManager:
             prefix: the result of :meth:`find_prefix`.
             without: requests whose blocks count as free.
         """
-        for group, (retention, pool) in enumerate(zip(self._retentions, self._pools, strict=True)):
-            whole = isinstance(retention, EveryToken)
-            end = request.num_tokens if whole else prefix + num_new_tokens
+        for group, (retention, pool) in enumerate(self._groups):
+            is_whole = isinstance(retention, EveryToken)
+            end = request.num_tokens if is_whole else prefix + num_new_tokens
             first = retention.first_block(prefix, self.block_size)
             needed = retention.end_block(end, self.block_size) - first
             shared = self._shared(request, prefix, retention, pool)
-            freed = pool.freed_by(self._holdings[each.request_id].tables[group] for each in without)
+            freed = pool.freed_by(self._tables[r.request_id][group].blocks for r in without)
             held = sum(not pool.is_free(block) and block not in freed for block in shared)
             if needed - held > pool.num_free + len(freed):
                 return False
@@ -334,34 +498,38 @@ class KVCacheManager:
         Returns:
             Whether there were enough free blocks.
         """
-        holding = self._holdings.get(request.request_id)
-        if holding is None:
+        if request.request_id not in self._tables:
             if not self.fits(request, num_new_tokens, prefix):
                 return False
-            holding = self._begin(request, prefix)
-        self._drop_unneeded(request, holding)
+            self._begin(request, prefix)
         end = max(prefix, request.num_computed_tokens) + num_new_tokens
-        missing = [
-            retention.end_block(end, self.block_size) - len(table)
-            for retention, table in zip(self._retentions, holding.tables, strict=True)
-        ]
-        if any(n > pool.num_free for n, pool in zip(missing, self._pools, strict=True)):
+        tables, missing = self._tables[request.request_id], []
+        for (retention, pool), table in zip(self._groups, tables, strict=True):
+            first = retention.first_block(request.num_computed_tokens, self.block_size)
+            if table.dropped < first:
+                pool.release(table.blocks[table.dropped : first])
+                table.blocks[table.dropped : first] = [NULL_BLOCK] * (first - table.dropped)
+                table.dropped = first
+            needed = retention.end_block(end, self.block_size)
+            missing.append(max(0, needed - len(table.blocks)))
+        pools = [pool for _, pool in self._groups]
+        if any(count > pool.num_free for count, pool in zip(missing, pools, strict=True)):
             return False
-        for count, pool, table in zip(missing, self._pools, holding.tables, strict=True):
-            table.extend(pool.allocate(max(0, count)))
+        for count, pool, table in zip(missing, pools, tables, strict=True):
+            table.blocks.extend(pool.allocate(count))
         return True
 
     def commit(self, request: Request) -> None:
         """Make the request's full computed blocks available to other requests."""
-        holding = self._holdings[request.request_id]
         if not self.shares_prefixes:
             return
-        full = request.num_computed_tokens // self.block_size
-        extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.cache_salt)
-        for group, (pool, table) in enumerate(zip(self._pools, holding.tables, strict=True)):
-            for index in range(holding.named[group], full):
-                pool.name(table[index], request.block_hashes[index])
-            holding.named[group] = full
+        full, hashes = request.num_computed_tokens // self.block_size, request.block_hashes
+        extend_hashes(hashes, request.token_ids, self.block_size, request.cache_salt)
+        tables = self._tables[request.request_id]
+        for (_, pool), table in zip(self._groups, tables, strict=True):
+            for index in range(table.named, full):
+                pool.name(table.blocks[index], hashes[index])
+            table.named = full
 
     def forget(self, request: Request) -> None:
         """Remove the blocks of a request's tokens from the prefix cache.
@@ -369,21 +537,20 @@ class KVCacheManager:
         Blocks that the request found in the cache are included, since they may be the wrong ones.
         Requests that hold such a block keep it.
         """
-        for pool in self._pools:
+        for _, pool in self._groups:
             for block_hash in request.block_hashes:
                 pool.forget(block_hash)
 
     def free(self, request: Request) -> None:
         """Free all blocks of a request, if it holds any."""
-        holding = self._holdings.pop(request.request_id, None)
-        if holding is not None:
-            for pool, table in zip(self._pools, holding.tables, strict=True):
+        if (tables := self._tables.pop(request.request_id, None)) is not None:
+            for (_, pool), table in zip(self._groups, tables, strict=True):
                 # The end of a sequence is the least likely to be a prefix of another.
-                pool.release(reversed(table))
+                pool.release(reversed(table.blocks))
 
     def tables(self, request: Request) -> tuple[tuple[int, ...], ...]:
         """Return the block table of each group, in the order of the tokens."""
-        return tuple(tuple(table) for table in self._holdings[request.request_id].tables)
+        return tuple(tuple(table.blocks) for table in self._tables[request.request_id])
 
     def check_integrity(self) -> None:
         """Check the block counts.
@@ -391,8 +558,8 @@ class KVCacheManager:
         Raises:
             CacheIntegrityError: a block is lost, owned twice, or counted wrongly.
         """
-        for group, pool in enumerate(self._pools):
-            pool.check(holding.tables[group] for holding in self._holdings.values())
+        for group, (_, pool) in enumerate(self._groups):
+            pool.check(tables[group].blocks for tables in self._tables.values())
 
     def check_empty(self) -> None:
         """Check the block counts, and that no request holds a block.
@@ -401,16 +568,16 @@ class KVCacheManager:
             CacheIntegrityError: otherwise.
         """
         self.check_integrity()
-        if self._holdings:
-            raise CacheIntegrityError(f"These hold blocks: {', '.join(self._holdings)}.")
+        if self._tables:
+            raise CacheIntegrityError(f"These hold blocks: {', '.join(self._tables)}.")
 
     def _finds(self, hashes: Sequence[bytes], count: int) -> bool:
         return all(
-            pool.find(hashes[index]) is not None
-            for retention, pool in zip(self._retentions, self._pools, strict=True)
-            for index in range(
-                retention.first_block(count * self.block_size, self.block_size), count
-            )
+            pool.find(block_hash) is not None
+            for retention, pool in self._groups
+            for block_hash in hashes[
+                retention.first_block(count * self.block_size, self.block_size) : count
+            ]
         )
 
     def _shared(
@@ -418,29 +585,13 @@ class KVCacheManager:
     ) -> list[int]:
         """Return the cached blocks of a group that hold the needed part of the prefix."""
         first = retention.first_block(prefix, self.block_size)
-        found = [
-            pool.find(block_hash)
-            for block_hash in request.block_hashes[first : prefix // self.block_size]
-        ]
-        return [block for block in found if block is not None]
+        hashes = request.block_hashes[first : prefix // self.block_size]
+        return [block for h in hashes if (block := pool.find(h)) is not None]
 
-    def _begin(self, request: Request, prefix: int) -> _Holding:
-        count = prefix // self.block_size
-        tables = []
-        for retention, pool in zip(self._retentions, self._pools, strict=True):
+    def _begin(self, request: Request, prefix: int) -> None:
+        count, tables = prefix // self.block_size, []
+        for retention, pool in self._groups:
             shared = self._shared(request, prefix, retention, pool)
             pool.hold(shared)
-            tables.append([NULL_BLOCK] * (count - len(shared)) + shared)
-        groups = len(self._pools)
-        holding = _Holding(tables, [count] * groups, [0] * groups)
-        self._holdings[request.request_id] = holding
-        return holding
-
-    def _drop_unneeded(self, request: Request, holding: _Holding) -> None:
-        for group, (retention, pool) in enumerate(zip(self._retentions, self._pools, strict=True)):
-            first = retention.first_block(request.num_computed_tokens, self.block_size)
-            start, table = holding.dropped[group], holding.tables[group]
-            if start < first:
-                pool.release(table[start:first])
-                table[start:first] = [NULL_BLOCK] * (first - start)
-                holding.dropped[group] = first
+            tables.append(_Table([NULL_BLOCK] * (count - len(shared)) + shared, count))
+        self._tables[request.request_id] = tables

@@ -427,43 +427,28 @@ class ActiveRequest:
         if not self._deltas:
             return self.output()
         is_first, self._has_sent = not self._has_sent, True
-        return RequestOutput(
-            self.request_id,
-            self.prompt if is_first else None,
-            self._prompt_token_ids if is_first else [],
-            [output.delta() for output in self.outputs if is_first or output.has_changed],
-            self.is_finished,
-            self._timings(),
-            self._num_cached_tokens,
-            self._known_prompt_logprobs() if is_first else None,
-            self.error,
-        )
+        changed = [output.delta() for output in self.outputs if is_first or output.has_changed]
+        return self._output(changed, shows_prompt=is_first)
 
     def output(self) -> RequestOutput:
         """Return everything so far."""
-        return RequestOutput(
-            self.request_id,
-            self.prompt,
-            self._prompt_token_ids,
-            [output.output() for output in self.outputs],
-            self.is_finished,
-            self._timings(),
-            self._num_cached_tokens,
-            self._known_prompt_logprobs(),
-            self.error,
-        )
+        return self._output([output.output() for output in self.outputs], shows_prompt=True)
 
-    @property
-    def _num_cached_tokens(self) -> int:
-        return self.outputs[0].request.num_cached_tokens or 0
-
-    def _known_prompt_logprobs(self) -> list[Mapping[int, Logprob] | None] | None:
-        return None if self._prompt_logprobs is None else list(self._prompt_logprobs)
-
-    def _timings(self) -> RequestTimings:
+    def _output(self, outputs: list[CompletionOutput], *, shows_prompt: bool) -> RequestOutput:
+        logprobs = self._prompt_logprobs if shows_prompt else None
         first, *_ = timings = [output.timings() for output in self.outputs]
         finished = max(each.finished for each in timings) if self.is_finished else 0.0
-        return RequestTimings(first.scheduled, first.first_token, finished)
+        return RequestOutput(
+            self.request_id,
+            self.prompt if shows_prompt else None,
+            self._prompt_token_ids if shows_prompt else [],
+            outputs,
+            self.is_finished,
+            RequestTimings(first.scheduled, first.first_token, finished),
+            self.outputs[0].request.num_cached_tokens or 0,
+            None if logprobs is None else list(logprobs),
+            self.error,
+        )
 
 
 # Builds requests from prompts and sampling parameters.
@@ -519,7 +504,25 @@ class RequestFactory:
         deltas: bool = False,
         add_special_tokens: bool = True,
     ) -> ActiveRequest:
-        """Return a new request; see :meth:`EngineCore.prepare`."""
+        """Return a request for :meth:`EngineCore.add_request`.
+
+        Args:
+            request_id: a name that is unique among unfinished requests.
+            prompt: a text, token ids, or a dict with one of them and a ``cache_salt``.
+            params: the sampling parameters.
+            priority: the scheduling priority, an integer; with the priority policy, lower ones are
+                scheduled first.
+            streams: return an output after every token instead of only at the end.
+            deltas: outputs contain only new text and tokens; only the first contains the prompt.
+            add_special_tokens: add the tokenizer's special tokens to a text.
+
+        Raises:
+            PromptError: the prompt is empty, too long, or has token ids outside the vocabulary.
+            SamplingParamsError: *params* are not SamplingParams, name token ids outside the
+                vocabulary, or contain a grammar that cannot be compiled.
+            InvalidArgumentError: *priority* is not an integer.
+            OpweaveError: the platform rejects the request.
+        """
         check_params(params)
         check_priority(priority)
         content, salt = split_prompt(prompt)

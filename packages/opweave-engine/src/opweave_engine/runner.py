@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,34 +14,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opweave import ir
-from opweave.config import CacheConfig, EngineConfig, compilation_config
+from opweave.config import CompilationConfig, CompilationMode, EngineConfig, compilation_config
+from opweave.ir.errors import did_you_mean
 from opweave.layers import SequenceStates
 from opweave.layers.registry import warn_of_unused_ops, warn_of_unused_replacements
 from opweave.platforms import Platform
 from opweave.platforms.base import UnsupportedByPlatformError
 from opweave.plugins import resolve_obj_by_qualname
-from opweave_engine.attention import (
-    LayerCaches,
-    LayerGroup,
-    SequenceBatch,
-    cache_specs,
-    layer_groups,
-)
-from opweave_engine.cache_plan import CachePlan
-from opweave_engine.forward import (
+from opweave_engine.attention import LayerCaches, SequenceBatch, cache_specs, layer_groups
+from opweave_engine.decode_graphs import (
     DecodeGraphs,
+    Forward,
     SequenceStep,
-    compiled_forward,
-    graph_sizes,
     padded_tables,
     record_decode_graphs,
 )
+from opweave_engine.errors import InvalidArgumentError
+from opweave_engine.kv_cache import CachePlan, LayerGroup
 from opweave_engine.load.checkpoint import Progress
 from opweave_engine.load.loader import as_language_model, load_model
 from opweave_engine.models import ForwardContext, LanguageModel, forward_context
+from opweave_engine.parts import part
 from opweave_engine.sampling.sampler import (
     Sampled,
     Sampler,
@@ -68,12 +65,107 @@ def cpu_threads(count: int | None) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
+# Compilation of a model's forward.
+
+
+# Dynamo limits the graphs of one function, which the models of all engines in a process share.
+# torch 2.13 can count them by engine; before, another engine may need torch.compiler.reset().
+_BY_ENGINE = "isolate_recompiles"
+_ISOLATED: dict[str, Any] = (
+    {_BY_ENGINE: True} if _BY_ENGINE in inspect.signature(torch.compile).parameters else {}
+)
+
+
+def check_backend(config: CompilationConfig) -> None:
+    """Check that the backend exists: one of torch's, or the ``"package.module:function"`` named.
+
+    Raises:
+        InvalidArgumentError: the backend of torch or the option of Inductor does not exist.
+        OptionError: the option of opweave's passes does not exist.
+        ReferenceNameError: (an ImportError) the function does not exist.
+    """
+    backend, options = config.backend, config.backend_options
+    if callable(_backend(backend)):
+        return
+    # torch loads all of its compiler to list the backends; the default is always one of them.
+    is_default = backend == CompilationConfig.backend
+    if not is_default and backend not in torch.compiler.list_backends(exclude_tags=()):
+        raise InvalidArgumentError(
+            f"compilation_config: backend {backend!r} is not a backend of torch.compile. "
+            f"{did_you_mean(backend, torch.compiler.list_backends())}"
+        )
+    if not config.compiles or not options:
+        return
+    from opweave.compile import CompileOptions, compat
+
+    if config.uses_passes:
+        CompileOptions.parse(options)
+    elif backend == "inductor":
+        names = compat.inductor_option_names()
+        for name in options:
+            if name.replace("-", "_") not in names:
+                raise InvalidArgumentError(
+                    f"compilation_config: Inductor has no option {name!r}. "
+                    f"{did_you_mean(name, sorted(names))} Those of opweave's passes need mode="
+                    f"{CompilationMode.OPWEAVE_COMPILE.name}."
+                )
+
+
+def _backend(name: str) -> str | Callable[..., Any]:
+    """Return the backend for ``torch.compile``: a registered name, or a function."""
+    if ":" not in name:
+        return name
+    function: Callable[..., Any] = resolve_obj_by_qualname(name)
+    return function
+
+
+def compiled_forward(model: nn.Module, config: CompilationConfig) -> Forward:
+    """Return ``model(ids, positions)``, compiled for any number of tokens if *config* compiles.
+
+    In mode ``OPWEAVE_COMPILE``, backend ``inductor`` means opweave's passes and then Inductor.
+    """
+    if not config.compiles:
+        return model
+    forward: Forward = torch.compile(
+        model,
+        backend="opweave" if config.uses_passes else _backend(config.backend),
+        dynamic=True,
+        fullgraph=config.mode != CompilationMode.STOCK_TORCH_COMPILE,
+        options=dict(config.backend_options) or None,
+        **_ISOLATED,
+    )
+    return forward
+
+
+def graph_sizes(config: EngineConfig) -> list[int]:
+    """Return the smallest number of tokens of each graph, in ascending order.
+
+    A graph runs for all numbers up to the next graph's. Running the model once with each of these
+    numbers compiles all graphs. ``torch.compile`` has one graph for one token and one for more;
+    sequence parallelism, one for few and one for many tokens per rank; and ``compile_ranges``, one
+    for each range.
+    """
+    if not config.compilation.compiles:
+        return [1]
+    sizes = {1, 2}
+    if config.compilation.uses_passes:
+        from opweave.compile import CompileOptions
+        from opweave.compile.sequence import MIN_ROWS
+
+        options = CompileOptions.parse(config.compilation.backend_options)
+        sizes |= {size for low, high in options.ranges for size in (low, high + 1) if size > 0}
+        ranks = config.parallel.tensor_parallel_size
+        if options.sequence_parallelism and ranks > 1:
+            sizes.add(MIN_ROWS * ranks)
+    return sorted(size for size in sizes if size <= config.scheduler.max_num_batched_tokens)
+
+
 # Builds a model's inputs from the scheduled steps, runs it, and samples tokens.
 
 
 _log = logging.getLogger(__name__)
 
-_SCORED = 64  # tokens of a prompt at once: each has a score for every token of the vocabulary
+_SCORED_TOKENS = 64  # of a prompt at once: each has a score for every token of the vocabulary
 
 
 class ModelRunner:
@@ -89,6 +181,7 @@ class ModelRunner:
         device: the device of the model.
 
     Attributes:
+        groups: the layers with a cache, grouped by retention.
         progress: shows or receives the progress of loading.
     """
 
@@ -100,17 +193,12 @@ class ModelRunner:
         self.model, self.config, self.platform, self.device = model, config, platform, device
         self._forward = compiled_forward(model, config.compilation)
         self._specs = cache_specs(model, model.dtype)
-        self._groups = layer_groups(self._specs, config.cache.block_size)
+        self.groups = layer_groups(self._specs, config.cache.block_size)
         self._caches: LayerCaches | None = None
         self._max_model_len = 0
         self._graphs: DecodeGraphs | None = None
-        sampler: type[Sampler] = resolve_obj_by_qualname(platform.get_sampler_cls(config))
+        sampler: type[Sampler] = part(platform, "get_sampler_cls", config)
         self._sampler = sampler()
-
-    @property
-    def groups(self) -> list[LayerGroup]:
-        """The layers with a cache, grouped by retention."""
-        return self._groups
 
     def allocate(self, plan: CachePlan) -> None:
         """Allocate the caches of all layers.
@@ -122,7 +210,7 @@ class ModelRunner:
         self._caches = LayerCaches(
             self.model,
             self._specs,
-            self._groups,
+            self.groups,
             plan.num_blocks,
             plan.block_size,
             self.platform,
@@ -146,7 +234,6 @@ class ModelRunner:
             self._caches,
             self.config,
             self.platform,
-            len(self._groups),
             self._max_model_len,
             self.device,
             self.progress,
@@ -155,7 +242,7 @@ class ModelRunner:
 
     def _blank(self, size: int) -> list[SequenceStep]:
         """Return steps with this number of tokens: a sequence in decode, and a prompt."""
-        tables = tuple((0,) for _ in self._groups)
+        tables = tuple((0,) for _ in self.groups)
         counts = (1, size - 1) if size > 1 else (1,)
         return [SequenceStep("warm-up", [0] * count, 0, tables, None) for count in counts]
 
@@ -175,73 +262,55 @@ class ModelRunner:
             hidden = self._graphs.run(steps) if self._graphs is not None else None
             if hidden is None:
                 hidden = self._run(steps)
-            requests = [step.sampling for step in steps if step.sampling is not None]
-            if not requests:
-                return []
             ends = accumulate(len(step.token_ids) for step in steps)
-            sampled = [end - 1 for end, step in zip(ends, steps, strict=True) if step.sampling]
-            if len(sampled) < len(hidden):
-                last = hidden[self._tensor(sampled, torch.int64)]
-            else:  # every sequence has one new token, so nothing need be copied
-                last = hidden
-            logits = self.model.compute_logits(last)
-            chosen = self._sampler(logits, requests)
-            return self._with_prompt_logprobs(hidden, steps, chosen)
-
-    def _with_prompt_logprobs(
-        self, hidden: Tensor, steps: Sequence[SequenceStep], sampled: list[Sampled]
-    ) -> list[Sampled]:
-        ends = accumulate(len(step.token_ids) for step in steps)
-        asking = [(end, step) for end, step in zip(ends, steps, strict=True) if step.sampling]
-        complete = [
-            one._replace(
-                prompt_logprobs=self._prompt_logprobs(hidden[end - len(step.token_ids) :], step)
-            )
-            if step.targets
-            else one
-            for one, (end, step) in zip(sampled, asking, strict=True)
-        ]
-        broken = [
-            row
-            for row, one in enumerate(complete)
-            if any(isnan(place[0].logprob) for place in one.prompt_logprobs)
-        ]
-        if broken:
-            raise non_finite("NaN", broken)
-        return complete
+            asking = [(end, step) for end, step in zip(ends, steps, strict=True) if step.sampling]
+            if not asking:
+                return []
+            # If every sequence has one new token, nothing need be copied.
+            last = hidden
+            if len(asking) < len(hidden):
+                last = hidden[self._tensor([end - 1 for end, _ in asking], torch.int64)]
+            requests = [step.sampling for _, step in asking if step.sampling]
+            sampled = self._sampler(self.model.compute_logits(last), requests)
+            complete, broken = [], []
+            for row, (token, (end, step)) in enumerate(zip(sampled, asking, strict=True)):
+                scores = self._prompt_logprobs(hidden[end - len(step.token_ids) : end], step)
+                complete.append(token._replace(prompt_logprobs=scores))
+                if any(isnan(place[0].logprob) for place in scores):
+                    broken.append(row)
+            if broken:
+                raise non_finite("NaN", broken)
+            return complete
 
     def _prompt_logprobs(
         self, hidden: Tensor, step: SequenceStep
     ) -> tuple[tuple[TokenLogprob, ...], ...]:
         assert step.sampling is not None, f"{step.request_id=} has targets only"
         count = step.sampling.params.prompt_logprobs or 0
-        found: list[tuple[TokenLogprob, ...]] = []
-        for first in range(0, len(step.targets), _SCORED):
-            targets = step.targets[first : first + _SCORED]
+        scores: list[tuple[TokenLogprob, ...]] = []
+        for first in range(0, len(step.targets), _SCORED_TOKENS):
+            targets = step.targets[first : first + _SCORED_TOKENS]
             logits = self.model.compute_logits(hidden[first : first + len(targets)])
-            found += token_logprobs(logits, targets, [count] * len(targets))
-        return tuple(found)
+            scores += token_logprobs(logits, targets, [count] * len(targets))
+        return tuple(scores)
 
     def _run(self, steps: Sequence[SequenceStep], *, keeps: bool = True) -> Tensor:
         """Return the hidden states; if *keeps* is False, do not write to the caches."""
         assert self._caches is not None, "allocate() comes first"
+        spans = [range(step.start, step.start + len(step.token_ids)) for step in steps]
         ids = [token for step in steps for token in step.token_ids]
-        positions = [
-            position
-            for step in steps
-            for position in range(step.start, step.start + len(step.token_ids))
-        ]
-        context = self._context(self._caches, steps, keeps)
+        positions = [position for span in spans for position in span]
+        context = self._context(self._caches, steps, spans, keeps)
         with self.platform.inference_mode(), forward_context(context):
+            # Made here: Dynamo recompiles for tensors from outside of inference mode.
             return self._forward(
                 self._tensor(ids, torch.int64), self._tensor(positions, torch.int64)
             )
 
     def _context(
-        self, caches: LayerCaches, steps: Sequence[SequenceStep], keeps: bool
+        self, caches: LayerCaches, steps: Sequence[SequenceStep], spans: list[range], keeps: bool
     ) -> ForwardContext:
-        counts = [len(step.token_ids) for step in steps]
-        lengths = [step.start + count for step, count in zip(steps, counts, strict=True)]
+        counts, lengths = [len(span) for span in spans], [span.stop for span in spans]
         starts, key_starts = ([0, *accumulate(sizes)] for sizes in (counts, lengths))
         shared = {
             "query_starts": self._tensor(starts, torch.int32),
@@ -249,42 +318,27 @@ class ModelRunner:
             "key_starts": self._tensor(key_starts, torch.int32),
         }
         decodes = [*(count == 1 for count in counts), False].index(False)
-        batches = {
-            group: SequenceBatch(
+        size, batches = self.config.cache.block_size, {}
+        for group in range(len(self.groups)):
+            if group == caches.state_group:
+                continue
+            slots = [
+                step.slot(group, position, size) if keeps else -1
+                for step, span in zip(steps, spans, strict=True)
+                for position in span
+            ]
+            batches[group] = SequenceBatch(
                 **shared,
-                block_tables=self._tables(steps, group),
-                slot_mapping=self._slots(steps, group, keeps),
+                block_tables=self._tensor(padded_tables(steps, group), torch.int32),
+                slot_mapping=self._tensor(slots, torch.int64),
                 num_decodes=decodes,
             )
-            for group in range(len(self._groups))
-            if group != caches.state_group
-        }
-        return ForwardContext(caches.step(batches), self._states(caches, steps, keeps))
-
-    def _states(
-        self, caches: LayerCaches, steps: Sequence[SequenceStep], keeps: bool
-    ) -> SequenceStates | None:
-        if caches.states is None or caches.state_group is None:
-            return None
-        return SequenceStates.of(
-            [len(step.token_ids) for step in steps],
-            [step.start for step in steps],
-            [step.tables[caches.state_group][0] if keeps else -1 for step in steps],
-            caches.states,
-            self.device,
-        )
-
-    def _tables(self, steps: Sequence[SequenceStep], group: int) -> Tensor:
-        return self._tensor(padded_tables(steps, group), torch.int32)
-
-    def _slots(self, steps: Sequence[SequenceStep], group: int, keeps: bool) -> Tensor:
-        size = self.config.cache.block_size
-        slots = [
-            step.slot(group, position, size) if keeps else -1
-            for step in steps
-            for position in range(step.start, step.start + len(step.token_ids))
-        ]
-        return self._tensor(slots, torch.int64)
+        states = None
+        if caches.states is not None and caches.state_group is not None:
+            slots = [step.tables[caches.state_group][0] if keeps else -1 for step in steps]
+            first = [step.start for step in steps]
+            states = SequenceStates.of(counts, first, slots, caches.states, self.device)
+        return ForwardContext(caches.step(batches), states)
 
     def _tensor(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
@@ -303,7 +357,7 @@ def _selections(record: ir.Record) -> str:
 # Worker: owns a device, its memory, and the model on it.
 
 
-_HOST_MEMORY = 4 << 30  # largest default cache size in the host's memory, in bytes
+_MAX_HOST_BYTES = 4 << 30  # largest default cache size in the host's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +385,7 @@ class ModelFacts:
 
 def share_of_host(free: int) -> int:
     """Return the default cache size in bytes, given the host's *free* memory."""
-    return min(free // 4, _HOST_MEMORY)
+    return min(free // 4, _MAX_HOST_BYTES)
 
 
 class Worker:
@@ -383,9 +437,7 @@ class Worker:
         warn_of_unused_replacements()
         model = as_language_model(loaded).to(self.device)
         self.platform.post_load_model(model)
-        runner: type[ModelRunner] = resolve_obj_by_qualname(
-            self.platform.get_model_runner_cls(self.config)
-        )
+        runner: type[ModelRunner] = part(self.platform, "get_model_runner_cls", self.config)
         self.runner = runner(model, self.config, self.platform, self.device)
         self.runner.progress = progress
 
@@ -397,7 +449,7 @@ class Worker:
             model.vocab_size,
             model.max_positions,
             tuple(self.runner.groups),
-            self._cache_memory(self.config.cache),
+            self._cache_memory(),
             self._free_memory(),
             model.needs_whole_prompts,
         )
@@ -419,7 +471,8 @@ class Worker:
         """Compute one step; see :meth:`ModelRunner.execute`."""
         return self.runner.execute(steps)
 
-    def _cache_memory(self, cache: CacheConfig) -> int:
+    def _cache_memory(self) -> int:
+        cache = self.config.cache
         if cache.memory_bytes is not None:
             return cache.memory_bytes
         free, total = self.platform.memory_info(self.rank)

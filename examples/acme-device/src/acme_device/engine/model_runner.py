@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from acme_device.engine.usage import usage
+from opweave_engine.decode_graphs import SequenceStep
 from opweave_engine.errors import NonFiniteLogitsError
-from opweave_engine.forward import SequenceStep
 from opweave_engine.runner import ModelRunner
 from opweave_engine.sampling.sampler import Sampled
 

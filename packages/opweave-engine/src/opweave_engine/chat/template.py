@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -11,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from opweave.errors import shown
 from opweave.ir.errors import described
 from opweave_engine.chat.traits import Traits
 from opweave_engine.errors import ChatTemplateError, InvalidArgumentError, PromptError, require
@@ -122,10 +122,6 @@ def _tojson(
 # Values that clients send: as plain objects, and in error messages.
 
 
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 100
-
-
 def as_mapping(value: Any) -> Any:
     """Return an object of a pydantic model as a dictionary, and anything else as it is.
 
@@ -136,9 +132,9 @@ def as_mapping(value: Any) -> Any:
     return dump() if callable(dump) else value
 
 
-def shown(value: object) -> str:
-    """Return *value* as an error message quotes it, shortened."""
-    return _short.repr(value)
+def _malformed(path: str, value: object, expected: str) -> PromptError:
+    """Return the error for *value*, which is at *path* in the messages."""
+    return PromptError(f"{path} is {shown(value)}; it must be {expected}.", "messages")
 
 
 # The content of a message: a text, or a list of parts.
@@ -192,10 +188,7 @@ def texts_of(content: object, path: str) -> str | list[str]:
     if isinstance(content, str):
         return str(content)
     if not isinstance(content, list | tuple):
-        raise PromptError(
-            f"{path} is {shown(content)}; it must be a string, a list of text parts, or null.",
-            "messages",
-        )
+        raise _malformed(path, content, "a string, a list of text parts, or null")
     return [_text(part, f"{path}.{index}") for index, part in enumerate(content)] or ""
 
 
@@ -216,9 +209,7 @@ def _text(part: object, path: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise PromptError(
-            f"{path} is {shown(part)}; a part must be an object or a string.", "messages"
-        )
+        raise _malformed(path, part, "an object or a string")
     kind = part.get("type", "text")
     if (key := _TEXT_KEYS.get(kind) if isinstance(kind, str) else None) is None:
         raise PromptError(
@@ -229,14 +220,14 @@ def _text(part: object, path: str) -> str:
     if (text := part.get(key)) is None:
         raise PromptError(f"{path}: a part of type {shown(kind)} needs {key!r}.", "messages")
     if not isinstance(text, str):
-        raise PromptError(f"{path}.{key} is {shown(text)}; it must be a string.", "messages")
+        raise _malformed(f"{path}.{key}", text, "a string")
     return text
 
 
 # Tool calls in earlier messages of an assistant.
 
 
-_EXAMPLE = """it must be a JSON object such as '{"x": 1}'."""
+_EXAMPLE = """a JSON object such as '{"x": 1}'"""
 
 
 def tool_calls(calls: object, path: str, *, as_text: bool) -> list[dict[str, Any]]:
@@ -253,21 +244,19 @@ def tool_calls(calls: object, path: str, *, as_text: bool) -> list[dict[str, Any
         PromptError: a call has no function, or its arguments are not an object.
     """
     if not isinstance(calls, list | tuple):
-        raise PromptError(f"{path} is {shown(calls)}; it must be a list.", "messages")
+        raise _malformed(path, calls, "a list")
     return [_call(call, f"{path}.{index}", as_text) for index, call in enumerate(calls)]
 
 
 def _call(call: object, path: str, as_text: bool) -> dict[str, Any]:
     call = as_mapping(call)
     if not isinstance(call, Mapping):
-        raise PromptError(f"{path} is {shown(call)}; it must be an object.", "messages")
+        raise _malformed(path, call, "an object")
     given = {name: value for name, value in call.items() if value is not None}
     if "function" not in given:
         return _function(given, path, as_text)
     if not isinstance(function := as_mapping(given["function"]), Mapping):
-        raise PromptError(
-            f"{path}.function is {shown(function)}; it must be an object.", "messages"
-        )
+        raise _malformed(f"{path}.function", function, "an object")
     return {**given, "function": _function(function, f"{path}.function", as_text)}
 
 
@@ -290,13 +279,14 @@ def _object(arguments: object, path: str) -> Mapping[str, Any]:
             value = json.loads(arguments) if arguments.strip() else None
         except (ValueError, RecursionError) as error:
             raise PromptError(
-                f"{path} is {shown(arguments)}, which is not valid JSON ({error}); {_EXAMPLE}",
+                f"{path} is {shown(arguments)}, which is not valid JSON ({error}); it must be "
+                f"{_EXAMPLE}.",
                 "messages",
             ) from error
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise PromptError(f"{path} is {shown(arguments)}; {_EXAMPLE}", "messages")
+        raise _malformed(path, arguments, _EXAMPLE)
     return value
 
 

@@ -10,11 +10,13 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from cyclopts import Parameter
 from rich.markup import escape
 from rich.table import Table
 
@@ -39,27 +41,35 @@ _WORDS = (
 )  # fmt: skip
 
 
+@Parameter(name="*")
 @dataclass(frozen=True)
 class Load:
     """A Poisson process of requests, independent of the responses.
 
-    Attributes:
-        requests: number of requests.
-        rate: mean number of requests per second; infinite: all at once.
-        prompt_length: random words per prompt, so that prompts do not share a prefix.
-        max_tokens: tokens per answer.
-        ignore_eos: ask the server to ignore end-of-text tokens, so that answers have that length.
-        vocab_size: prompts are token ids below this number; None: prompts are words.
-        seed: seed of prompts and arrival times.
+    A number that is out of range raises CliError.
 
-    Raises:
-        CliError: a number is out of range.
+    Parameters
+    ----------
+    requests
+        Number of requests.
+    rate
+        Mean number of requests per second; inf sends all at once.
+    prompt_length
+        Words per prompt. They are random, so that prompts miss the server's prefix cache.
+    max_tokens
+        Tokens per answer.
+    ignore_eos
+        Ask for answers of exactly that length; not every server supports this field.
+    vocab_size
+        Send token ids below this number instead of words, for a model without a tokenizer.
+    seed
+        Seed of the prompts and arrival times.
     """
 
-    requests: int
-    rate: float
-    prompt_length: int
-    max_tokens: int
+    requests: int = 100
+    rate: float = 4.0
+    prompt_length: int = 64
+    max_tokens: int = 64
     ignore_eos: bool = True
     vocab_size: int | None = None
     seed: int = 0
@@ -156,15 +166,8 @@ class Client:
             limits=library.Limits(max_connections=None, max_keepalive_connections=None),
         )
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def aclose(self) -> None:
+        """Close all connections."""
         await self._client.aclose()
 
     async def model(self) -> str:
@@ -352,24 +355,17 @@ def summarize(answers: Sequence[Answer], seconds: float) -> Summary:
 
 def _distribution(values: Sequence[float]) -> dict[str, float]:
     """Return mean and percentiles, in milliseconds."""
-    found = {"mean": statistics.fmean(values) * 1e3}
-    ordered = sorted(values)
-    for percent in PERCENTILES:
-        found[f"p{percent}"] = _percentile(ordered, percent) * 1e3
-    return found
-
-
-def _percentile(ordered: Sequence[float], percent: float) -> float:
-    """Interpolate linearly between the two nearest values."""
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    percentiles = zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)
+    return {
+        "mean": statistics.fmean(values) * 1e3,
+        **{f"p{percent}": float(value) * 1e3 for percent, value in percentiles},
+    }
 
 
 # The command.
 
 
+_LOAD = Load()
 _TIMES = {
     "ttft": "time to first token",
     "itl": "between two events",
@@ -383,13 +379,7 @@ def serve(
     /,
     *,
     model: str | None = None,
-    requests: int = 100,
-    rate: float = 4.0,
-    prompt_length: int = 64,
-    max_tokens: int = 64,
-    ignore_eos: bool = True,
-    vocab_size: int | None = None,
-    seed: int = 0,
+    load: Load = _LOAD,
     timeout: float = 600.0,
     api_key: str | None = None,
     json: Flag = False,
@@ -405,20 +395,6 @@ def serve(
         URL of the server, such as http://127.0.0.1:8000.
     model
         Name of the model. The default is the server's first model.
-    requests
-        Number of requests.
-    rate
-        Mean number of requests per second; inf sends all at once.
-    prompt_length
-        Words per prompt. They are random, so that prompts miss the server's prefix cache.
-    max_tokens
-        Tokens per answer.
-    ignore_eos
-        Ask for answers of exactly that length; not every server supports this field.
-    vocab_size
-        Send token ids below this number instead of words, for a model without a tokenizer.
-    seed
-        Seed of the prompts and arrival times.
     timeout
         Seconds without data after which a request fails.
     api_key
@@ -426,11 +402,13 @@ def serve(
     json
         Print JSON.
     """
-    load = Load(requests, rate, prompt_length, max_tokens, ignore_eos, vocab_size, seed)
     client = Client(url, api_key=api_key, timeout=timeout)
     name, summary = asyncio.run(_measure(client, model, load))
     if json:
-        given = {**asdict(load), "rate": "inf" if math.isinf(rate) else rate}  # JSON has no inf
+        given = {
+            **asdict(load),
+            "rate": "inf" if math.isinf(load.rate) else load.rate,
+        }  # JSON has no inf
         print_json({"url": client.url, "model": name, "load": given, **asdict(summary)})
     else:
         _print(client.url, name, summary)
@@ -438,7 +416,7 @@ def serve(
 
 
 async def _measure(client: Client, model: str | None, load: Load) -> tuple[str, Summary]:
-    async with client:
+    async with aclosing(client):
         name = model or await client.model()
         with progress_bar("answers") as progress:
             return name, summarize(*await client.run(name, load, progress))

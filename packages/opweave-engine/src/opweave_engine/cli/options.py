@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter, Token
 
-from opweave.cli.options import Flag, by_key
+from opweave.cli.options import (
+    Flag,
+    by_key,
+)
 from opweave.cli.output import CliError, progress_bar
 from opweave.config import EngineConfig, ParallelConfig
 from opweave.config.engine import LoadFormat, ModelImpl
@@ -259,8 +262,12 @@ class ModelOptions:
 
         return {**fallbacks, **sampling_defaults(Checkpoint(model), self.generation_config)}
 
-    def config(self) -> EngineConfig:
-        """Apply plugins and settings, and return the configuration.
+    def config(self, parallel: Mapping[str, object] = {}, **others: Any) -> EngineConfig:
+        """Return the configuration.
+
+        Args:
+            parallel: other fields of its ``parallel``; None: not given.
+            others: other fields.
 
         Raises:
             SettingError: a value is out of range.
@@ -271,5 +278,8 @@ class ModelOptions:
             model_impl=self.model_impl,
             cpu_threads=self.cpu_threads,
             generation_config=self.generation_config,
-            parallel=given(ParallelConfig, tensor_parallel_size=self.tensor_parallel_size),
+            parallel=given(
+                ParallelConfig, tensor_parallel_size=self.tensor_parallel_size, **parallel
+            ),
+            **others,
         )

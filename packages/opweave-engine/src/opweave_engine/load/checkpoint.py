@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from opweave.layers.linear import LinearMethod
+from opweave import platforms
+from opweave.layers.linear_methods import LinearMethod
+from opweave.platforms.base import UnsupportedByPlatformError
 from opweave_engine.errors import CheckpointError, SamplingParamsError, require
-from opweave_engine.load.gguf import is_gguf, read_gguf
-from opweave_engine.load.gguf_files import has_json, json_of
+from opweave_engine.load.gguf import has_json, is_gguf, json_of, read_gguf
+from opweave_engine.models import CheckpointModel, build_model
 from opweave_engine.models.config import Fields
 from opweave_engine.models.weights import shown_name
 from opweave_engine.sampling.params import SamplingParams
@@ -81,9 +84,14 @@ def dtype_of(files: Iterable[TensorSource]) -> torch.dtype:
     """Return the dtype of a tensor, where models can be loaded in it."""
     for file in files:
         for name in list(file.shapes())[:1]:
-            if (found := file.tensor(name).dtype) in DTYPES.values():
-                return found
+            if (dtype := file.tensor(name).dtype) in DTYPES.values():
+                return dtype
     return torch.float32
+
+
+def dtypes_of(files: Iterable[TensorFile]) -> dict[str, str]:
+    """Return the dtype of every tensor as the format of safetensors calls it, by name."""
+    return {name: dtype for file in files for name, dtype in file.dtypes().items()}
 
 
 def shapes_of(files: Iterable[TensorSource]) -> dict[str, tuple[int, ...]]:
@@ -211,6 +219,17 @@ class Checkpoint:
                 f"{self.path / _INDEX} names files that are missing: {_some(missing)}."
             )
         return [self.path / name for name in names]
+
+    @contextmanager
+    def open_files(self) -> Iterator[list[TensorFile]]:
+        """Open the safetensors files; a GGUF file has none.
+
+        Raises:
+            CheckpointError: as for :meth:`tensor_files`; or a file is damaged.
+        """
+        with ExitStack() as stack:
+            files = [] if self.gguf is not None else self.tensor_files()
+            yield [stack.enter_context(TensorFile(file)) for file in files]
 
     def check_index(self, tensors: Collection[str], *, optional: str | None = None) -> None:
         """Check that the index, if it counts, names no other than *tensors*.
@@ -349,6 +368,107 @@ class TensorFile:
         return tensor
 
 
+# Build models of configurations that may be damaged.
+
+
+MAX_LAYERS = 4096  # of a model that is built before tensors say how many there are
+# Of experts and extra layers, which are listed one by one, and of a head, which has a table.
+_MAX_SIZE = 2**16
+_LIMITED = ("experts", "predict_layers", "head_dim")  # how their keys end
+# Up to so many parameters per number in the files, tensors that do not fit are listed.
+_MAX_SHARE = 8
+# Parts of torch's error messages, which have no classes of their own -> their meaning.
+_TOO_LARGE = {
+    "verflow": "names sizes that no tensor has",
+    "DefaultCPUAllocator": "asks for more memory than there is",
+}
+
+
+def check_layers(config: Mapping[str, Any], most: int, subject: str) -> None:
+    """Raise CheckpointError if a model has more layers than *most*.
+
+    Args:
+        config: the object in ``config.json``.
+        most: the limit.
+        subject: its name in the message, with a verb.
+    """
+    if (layers := num_layers(config)) > most:  # they would be built one by one
+        raise CheckpointError(f"config.json says num_hidden_layers={layers}, but {subject} {most}.")
+
+
+def num_layers(config: Mapping[str, Any]) -> int:
+    """Return how many layers a configuration asks for; 0 if it does not say."""
+    layers = _language_model(config).get("num_hidden_layers")
+    return layers if isinstance(layers, int) else 0
+
+
+def _language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config")  # of models that also see images
+    return text if isinstance(text, Mapping) else config
+
+
+def check_sizes(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a model has more experts or larger heads than there can be."""
+    for name, size in _language_model(config).items():
+        is_limited = name.endswith(_LIMITED) and isinstance(size, int)
+        if is_limited and size > _MAX_SIZE:
+            raise CheckpointError(f"config.json says {name}={size}, but there can be {_MAX_SIZE}.")
+
+
+def check_parameters(planned: nn.Module, held: int) -> None:
+    """Raise CheckpointError if a model has far more parameters than a checkpoint.
+
+    Args:
+        planned: the model, without memory for its weights.
+        held: the number of elements of the checkpoint's tensors.
+    """
+    count = sum(parameter.numel() for parameter in planned.parameters())
+    if count > held * _MAX_SHARE + _MAX_SIZE * _MAX_SHARE:
+        raise CheckpointError(
+            f"config.json describes a model of {count:,} parameters, but the files hold {held:,}. "
+            "It does not belong to them, or is damaged."
+        )
+
+
+def check_memory(planned: nn.Module, dtype: torch.dtype) -> None:
+    """Raise CheckpointError if a model's weights and tables exceed the memory of the device.
+
+    Args:
+        planned: the model, without memory for its weights, in any dtype.
+        dtype: in which it is to be built.
+    """
+    needed = sum(tensor.numel() for tensor in [*planned.parameters(), *planned.buffers()])
+    needed *= dtype.itemsize
+    try:
+        total = platforms.current_platform.memory_info()[1]
+    except UnsupportedByPlatformError:  # the allocation of the weights fails then
+        return
+    if needed > total:
+        raise CheckpointError(
+            f"config.json asks for more memory than there is: the model takes {needed:,} bytes, "
+            f"and the device has {total:,}."
+        )
+
+
+def build(config: Mapping[str, Any], dtype: torch.dtype) -> CheckpointModel:
+    """Build the model of opweave that a configuration describes; weights are not set.
+
+    Raises:
+        CheckpointError: its sizes are too large for tensors, or for the memory.
+        ModelError: it is invalid or not supported.
+    """
+    check_sizes(config)
+    try:
+        return build_model(config, dtype=dtype)
+    except (RuntimeError, TypeError) as error:
+        text = str(error).partition("\n")[0]
+        fault = next((_TOO_LARGE[sign] for sign in _TOO_LARGE if sign in text), None)
+        if fault is None:
+            raise
+        reason = text.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
+        raise CheckpointError(f"config.json {fault}: {reason}.") from error
+
+
 # Sampling defaults from ``generation_config.json``.
 
 
@@ -422,17 +542,17 @@ def sampling_defaults(checkpoint: Checkpoint, source: str = "auto") -> dict[str,
         return {}
     folder = generation_folder(checkpoint, source)
     fields = folder.json(FILE) or {}
-    given = {
+    values = {
         ours: fields[theirs] for theirs, ours in _FOLLOWED.items() if fields.get(theirs) is not None
     }
     try:
-        SamplingParams(**given)
+        SamplingParams(**values)
     except SamplingParamsError as error:
         raise CheckpointError(
             f"{folder.path / FILE} has a wrong value: {error} Correct it, or do without the file's "
             "defaults (--generation-config none)."
         ) from error
-    return given
+    return values
 
 
 def log_defaults(checkpoint: Checkpoint, source: str, defaults: Mapping[str, Any]) -> None:

@@ -6,11 +6,10 @@ import logging
 import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from math import prod
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,32 +17,30 @@ from torch import Tensor, nn
 from opweave.config import EngineConfig
 from opweave.config.compilation import current_compilation_config
 from opweave.config.engine import LoadFormat, ModelImpl
-from opweave.layers.linear import LinearMethod
+from opweave.layers.linear_methods import LinearMethod
 from opweave.layers.parallel import ALONE, TensorParallel, tensor_parallel
-from opweave_engine import transformers as backend
 from opweave_engine.errors import CheckpointError, InvalidArgumentError, require
 from opweave_engine.load.checkpoint import (
     DTYPES,
+    MAX_LAYERS,
     Checkpoint,
     Progress,
     QuantizedSource,
-    TensorFile,
     TensorSource,
-    dtype_of,
-    named_dtype,
-    shapes_of,
-)
-from opweave_engine.load.gguf import GgufTensors
-from opweave_engine.load.quantization import (
-    MOST_LAYERS,
     build,
-    build_quantized,
     check_layers,
     check_memory,
     check_parameters,
     check_sizes,
-    is_cache_scale,
+    dtype_of,
+    named_dtype,
     num_layers,
+    shapes_of,
+)
+from opweave_engine.load.gguf import GgufTensors
+from opweave_engine.load.quantized import (
+    build_quantized,
+    is_cache_scale,
     opened,
     plain_weights,
     unquantized,
@@ -61,8 +58,10 @@ from opweave_engine.models import (
 )
 from opweave_engine.models.causal_lm import HEAD
 from opweave_engine.models.config import Fields, warn_unread_rope_keys
-from opweave_engine.transformers import (
+from opweave_engine.transformers.loading import (
     check_transformers_ranks,
+    has_model,
+    is_available,
     load_transformers_encoder,
     load_transformers_model,
 )
@@ -86,8 +85,8 @@ def reporting(
 
 def after_loading(config: object) -> str:
     """Return what an engine of that configuration does when its model is loaded."""
-    given = config.compilation if isinstance(config, EngineConfig) else None
-    compilation = given or current_compilation_config()
+    compilation = config.compilation if isinstance(config, EngineConfig) else None
+    compilation = compilation or current_compilation_config()
     return "compiling" if compilation.compiles else "warming up"
 
 
@@ -138,11 +137,6 @@ _log = logging.getLogger(__name__)
 _KEY = "tie_word_embeddings"
 
 
-def head_name(model: CheckpointModel) -> str | None:
-    """Return the name of the output matrix if *model* ties it; else None."""
-    return HEAD if isinstance(model, CausalLM) and model.is_tied else None
-
-
 def untied(
     config: Mapping[str, Any],
     planned: CheckpointModel,
@@ -161,9 +155,7 @@ def untied(
     """
     if not (isinstance(planned, CausalLM) and planned.is_tied):
         return config
-    names = (HEAD, planned.embedding_name)
-    found = {name: _read(name, files, dtype) for name in names}
-    head, embedding = (found[name] for name in names)
+    head, embedding = (_read(name, files, dtype) for name in (HEAD, planned.embedding_name))
     if head is None or embedding is None or torch.equal(head, embedding):
         return config
     _log.warning(
@@ -202,7 +194,7 @@ def uses_transformers(config: Mapping[str, Any], model_impl: ModelImpl) -> bool:
     architecture = named[0] if len(named) == 1 else ""
     if model_impl == "transformers":
         require("transformers", "transformers")
-        if not backend.is_causal_lm(architecture):
+        if not has_model(architecture, "causal_lm"):
             raise UnsupportedModelError(
                 f"model_impl='transformers', but transformers has no causal language model "
                 f"{', '.join(named) or 'without a name'}. Leave model_impl out."
@@ -210,16 +202,16 @@ def uses_transformers(config: Mapping[str, Any], model_impl: ModelImpl) -> bool:
         return True
     try:
         model_class(config)
-        if num_layers(config) <= MOST_LAYERS:
+        if num_layers(config) <= MAX_LAYERS:
             with torch.device("meta"):
                 build(without_quantization(config), torch.float32)
     except UnsupportedModelError as error:
-        if not backend.is_available():
+        if not is_available():
             raise UnsupportedModelError(
                 f"{str(error).removesuffix('.')}. With transformers, its causal language models "
                 "run, too: pip install 'opweave-engine[transformers]'."
             ) from error
-        if not backend.is_causal_lm(architecture):
+        if not has_model(architecture, "causal_lm"):
             raise
         if architecture in supported_architectures():
             _log.warning("transformers' code runs the model, because of opweave's: %s", error)
@@ -230,25 +222,11 @@ def uses_transformers(config: Mapping[str, Any], model_impl: ModelImpl) -> bool:
 # Loads models by transformers' code, with the checks that all checkpoints get.
 
 
-Model = TypeVar("Model", bound=CheckpointModel, covariant=True)
-
-
-class LoadFunction(Protocol[Model]):
-    """A function of :mod:`opweave_engine.transformers`."""
-
-    def __call__(
-        self,
-        path: Path,
-        config: Mapping[str, Any],
-        dtype: torch.dtype,
-        *,
-        seed: int | None,
-        check: Callable[[nn.Module], None],
-    ) -> Model: ...
+Model = TypeVar("Model", bound=CheckpointModel)
 
 
 def load_by_transformers(
-    load: LoadFunction[Model],
+    load: Callable[..., Model],
     checkpoint: Checkpoint,
     dtype: str,
     seed: int | None,
@@ -257,7 +235,7 @@ def load_by_transformers(
     """Return what *load* makes of a checkpoint.
 
     Args:
-        load: builds the model.
+        load: a function of :mod:`opweave_engine.transformers`.
         checkpoint: the directory.
         dtype: ``"auto"``, or a name of ``DTYPES``.
         seed: of random weights; None: load those of the files.
@@ -275,32 +253,22 @@ def load_by_transformers(
             "does. Leave model_impl out, or give a checkpoint directory."
         )
     check_sizes(config)
-    named = named_dtype(dtype, config)
+    weight_dtype = named_dtype(dtype, config)
     if seed is not None:
-        check_layers(config, MOST_LAYERS, "there can be")
-        weight_dtype = named or torch.float32
-        return load(
-            checkpoint.path,
-            config,
-            weight_dtype,
-            seed=seed,
-            check=partial(check_memory, dtype=weight_dtype),
-        )
-    with ExitStack() as stack:
-        files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
-        original = config
-        config = unquantized(original, checkpoint, files)
+        check_layers(config, MAX_LAYERS, "there can be")
+        weight_dtype = weight_dtype or torch.float32
+        memory = partial(check_memory, dtype=weight_dtype)
+        return load(checkpoint.path, config, weight_dtype, seed=seed, check=memory)
+    with checkpoint.open_files() as files:
+        plain = unquantized(config, checkpoint, files)
         shapes = shapes_of(files)
-        check_layers(config, len(shapes), "the number of tensors is")
-        check = partial(check_parameters, held=sum(map(prod, shapes.values())))
-        kept = named or dtype_of(files)
+        check_layers(plain, len(shapes), "the number of tensors is")
+        check = partial(check_parameters, held=sum(map(math.prod, shapes.values())))
+        weight_dtype = weight_dtype or dtype_of(files)
     report = progress or (lambda *_: None)
     report(0, 1)
-    with plain_weights(original, checkpoint):
-        try:
-            model = load(checkpoint.path, config, kept, seed=None, check=check)
-        except WeightsError as error:
-            raise CheckpointError(str(error)) from error
+    with plain_weights(config, checkpoint), fit_errors():
+        model = load(checkpoint.path, plain, weight_dtype, seed=None, check=check)
     report(1, 1)
     return model
 
@@ -338,46 +306,55 @@ def load_model(
         ModelError: the configuration is invalid or not supported.
     """
     dtype = check_dtype(dtype)
-    check_load_format(load_format)
+    if load_format not in (formats := get_args(LoadFormat)):
+        raise InvalidArgumentError(
+            f"load_format={load_format!r} is not supported. Supported: {', '.join(formats)}."
+        )
     checkpoint = Checkpoint(path)
     config = checkpoint.config()
     # First: errors in the configuration are reported before missing files.
     if uses_transformers(config, model_impl):
-        seed_of_weights = seed if load_format == "dummy" else None
-        load = load_transformers_model
-        return load_by_transformers(load, checkpoint, dtype, seed_of_weights, progress)
+        return load_by_transformers(
+            load_transformers_model,
+            checkpoint,
+            dtype,
+            seed if load_format == "dummy" else None,
+            progress,
+        )
     warn_unread_rope_keys(config)
-    named = named_dtype(dtype, config)
+    weight_dtype = named_dtype(dtype, config)
     if load_format == "dummy":
-        check_layers(config, MOST_LAYERS, "there can be")
-        weight_dtype = named or torch.float32
+        check_layers(config, MAX_LAYERS, "there can be")
+        weight_dtype = weight_dtype or torch.float32
         with torch.device("meta"):
             check_memory(build(config, weight_dtype), weight_dtype)
         model = build(config, weight_dtype)
         move_parameters(model)
         model.fill_randomly(seed)
         return model.eval()
-    with ExitStack() as stack:
+    with checkpoint.open_files() as files:
         fit: AbstractContextManager[None] = nullcontext()
-        if checkpoint.gguf is None:
-            files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
+        sources: Sequence[TensorSource]
+        if checkpoint.gguf is not None:
+            planned = planned_model(config, len(checkpoint.gguf.tensors))
+            sources = [GgufTensors(checkpoint.gguf, planned)]
+        else:
             original = config
             config, sources = opened(original, checkpoint, files)
             if sources == files:
                 fit = plain_weights(original, checkpoint)
-        else:
-            planned = planned_model(config, len(checkpoint.gguf.tensors))
-            sources = [GgufTensors(checkpoint.gguf, planned)]
-            files = []
         shapes = shapes_of(sources)
         with fit:
             planned = planned_model(config, len(shapes))
-            checkpoint.check_index(shapes_of(files), optional=head_name(planned))
+            is_tied = isinstance(planned, CausalLM) and planned.is_tied
+            checkpoint.check_index(shapes_of(files), optional=HEAD if is_tied else None)
             check_shapes(planned, {n: s for n, s in shapes.items() if not is_cache_scale(n)})
-        kept = named or dtype_of(sources)
-        model, packed = build_quantized(untied(config, planned, sources, kept), kept, sources)
+        weight_dtype = weight_dtype or dtype_of(sources)
+        values = untied(config, planned, sources, weight_dtype)
+        model, packed = build_quantized(values, weight_dtype, sources)
         move_parameters(model)
-        _fill(model, _tensors(sources, packed, progress or (lambda *_: None)))
+        with fit_errors():
+            model.load_weights(_tensors(sources, packed, progress or (lambda *_: None)))
     return model.eval()
 
 
@@ -395,7 +372,7 @@ def check_ranks(path: str | Path, size: int, model_impl: ModelImpl = "auto") -> 
         ModelError: the configuration is invalid or not supported.
     """
     config = without_quantization(Checkpoint(path).config())
-    check_layers(config, MOST_LAYERS, "there can be")
+    check_layers(config, MAX_LAYERS, "there can be")
     if uses_transformers(config, model_impl):
         check_transformers_ranks(Path(path), config, size)
         return
@@ -435,15 +412,6 @@ def check_dtype(dtype: str | torch.dtype) -> str:
     return dtype
 
 
-def check_load_format(load_format: str) -> None:
-    """Raise InvalidArgumentError unless *load_format* is one."""
-    known = get_args(LoadFormat)
-    if load_format not in known:
-        raise InvalidArgumentError(
-            f"load_format={load_format!r} is not supported. Supported: {', '.join(known)}."
-        )
-
-
 def planned_model(config: Mapping[str, Any], tensors: int) -> CheckpointModel:
     """Return the model without memory for its weights, as one rank without others loads it.
 
@@ -457,13 +425,15 @@ def planned_model(config: Mapping[str, Any], tensors: int) -> CheckpointModel:
 
 def check_shapes(planned: CheckpointModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Load shapes alone, before memory is allocated: wrong sizes may ask for any amount of it."""
-    with torch.device("meta"), tensor_parallel(ALONE):
-        _fill(planned, ((name, torch.empty(shape)) for name, shape in shapes.items()))
+    with torch.device("meta"), tensor_parallel(ALONE), fit_errors():
+        planned.load_weights((name, torch.empty(shape)) for name, shape in shapes.items())
 
 
-def _fill(model: CheckpointModel, tensors: Iterable[tuple[str, Tensor]]) -> None:
+@contextmanager
+def fit_errors() -> Iterator[None]:
+    """Raise CheckpointError where tensors do not fit a model."""
     try:
-        model.load_weights(tensors)
+        yield
     except WeightsError as error:
         raise CheckpointError(str(error)) from error
 
@@ -476,8 +446,8 @@ def _tensors(
     for done, (name, source) in enumerate(names, start=1):
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and module in packed and isinstance(source, QuantizedSource):
-            for own, tensor in source.parameters(module, packed[module]).items():
-                yield f"{module}.{own}", tensor
+            for parameter, tensor in source.parameters(module, packed[module]).items():
+                yield f"{module}.{parameter}", tensor
         else:
             yield name, source.tensor(name)
         progress(done, len(names))
@@ -498,11 +468,10 @@ def is_encoder(checkpoint: Checkpoint) -> bool:
     config = checkpoint.config()
     if checkpoint.json_list("modules.json") is not None:
         return True
-    if (own := _own_class(config)) is not None:  # without a question to transformers
-        return issubclass(own, Encoder)
+    if (model := _own_class(config)) is not None:  # without a question to transformers
+        return issubclass(model, Encoder)
     named = Fields(config).texts("architectures")
-    kinds = (backend.is_base_model, backend.is_masked_lm, backend.is_sequence_classifier)
-    return bool(named) and any(is_kind(named[0]) for is_kind in kinds)
+    return bool(named) and has_model(named[0], "base", "masked_lm", "sequence_classifier")
 
 
 def load_encoder(
@@ -522,10 +491,9 @@ def load_encoder(
     Raises:
         CheckpointError, ModelError: as for :func:`load_model`; or it is not an encoder.
     """
-    given = checkpoint.config()
-    dtype = check_dtype(dtype)
-    own = _own_class(given)
-    if own is not None and issubclass(own, Encoder) and config.model_impl != "transformers":
+    dtype, values = check_dtype(dtype), checkpoint.config()
+    model = _own_class(values)
+    if model is not None and issubclass(model, Encoder) and config.model_impl != "transformers":
         loaded = load_model(
             checkpoint.path,
             dtype=dtype,
@@ -535,7 +503,7 @@ def load_encoder(
         )
         assert isinstance(loaded, Encoder), f"{type(loaded)=} is registered as an encoder"
         return loaded
-    architectures = Fields(given).texts("architectures")
+    architectures = Fields(values).texts("architectures")
     if not is_encoder(checkpoint) or config.model_impl == "opweave":
         raise UnsupportedModelError(
             f"{', '.join(architectures) or 'The model'} is not an encoder, so it cannot make "
@@ -543,7 +511,7 @@ def load_encoder(
         )
     # All checkpoints with modules.json make embeddings, also those that have a classifier's head.
     has_modules = checkpoint.json_list("modules.json") is not None
-    scores = not has_modules and backend.is_sequence_classifier(architectures[0])
+    scores = not has_modules and has_model(architectures[0], "sequence_classifier")
     return load_by_transformers(
         partial(load_transformers_encoder, scores=scores),
         checkpoint,

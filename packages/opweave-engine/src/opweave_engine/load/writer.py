@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,14 @@ from torch import Tensor
 
 from opweave.layers.linear import LinearBase, ReplicatedLinear
 from opweave_engine.errors import CheckpointError, InvalidArgumentError, require
-from opweave_engine.load.checkpoint import Checkpoint, Progress, TensorFile, shapes_of
+from opweave_engine.load.checkpoint import Checkpoint, Progress, shapes_of
 from opweave_engine.load.loader import as_language_model, check_shapes, planned_model
-from opweave_engine.load.matrix import FLOATS, quantized_int4
-from opweave_engine.load.quantization import part_names, plain_weights, unquantized
+from opweave_engine.load.quantized import (
+    FLOATS,
+    part_names,
+    plain_weights,
+    unquantized,
+)
 from opweave_engine.models import CausalLM, LanguageModel
 from opweave_engine.models.weights import shown_name
 
@@ -42,7 +46,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     into = path.resolve()
     is_empty = into.is_dir()
     parent = into if is_empty else into.parent
-    made = [each for each in (parent, *parent.parents) if not each.exists()]
+    new_parents = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     partial = parent / f".{into.name}.{os.getpid()}.partial"
     try:
         partial.mkdir(parents=True)
@@ -55,9 +59,13 @@ def new_directory(path: Path) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         with suppress(OSError):
-            for each in made:
-                each.rmdir()
-        if isinstance(error, OSError) and _is_within(error.filename, (partial, *made)):
+            for folder in new_parents:
+                folder.rmdir()
+        # Errors while writing data do not name the file.
+        name = error.filename if isinstance(error, OSError) else None
+        folders = (partial, *new_parents)
+        is_within = name is None or any(Path(str(name)).is_relative_to(f) for f in folders)
+        if isinstance(error, OSError) and is_within:
             raise InvalidArgumentError(
                 f"{str(path)!r} cannot be written: {error.strerror or error}."
             ) from error
@@ -66,9 +74,54 @@ def new_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _is_within(file: object, folders: Iterable[Path]) -> bool:
-    """Return whether *file* is in one of *folders*; errors while writing data do not name it."""
-    return file is None or any(Path(str(file)).is_relative_to(each) for each in folders)
+# Rounds a matrix to int4 in groups, in the layout of compressed-tensors' pack-quantized.
+
+
+_MIN_INT4, _MAX_INT4 = -8, 7
+# Scales that are tried for each group, as shares of the one that clips nothing.
+_SHARES = tuple(1 - 0.025 * step for step in range(11))
+_ROWS_AT_ONCE = 1024  # rounded at once, so that intermediate results stay small
+
+
+def quantized_int4(weight: Tensor, group: int) -> dict[str, Tensor]:
+    """Return the tensors of a symmetric int4 matrix, by the last part of their names.
+
+    Numbers are rounded to the nearest. The scale of a group is the one of a few that gives the
+    least squared error, because clipping the largest number often pays (arXiv:1902.01917).
+
+    Args:
+        weight: ``(out, in)``, float32, float16 or bfloat16; finite.
+        group: numbers in a row that share a scale; it divides the inputs, and 8 divides it.
+    """
+    parts = [_rounded(rows, group) for rows in torch.split(weight, _ROWS_AT_ONCE)]
+    q, scale = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    packed = q[:, ::2] | (q[:, 1::2] << 4)
+    return {
+        "weight_packed": packed.view(torch.int32),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def _rounded(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return numbers from 0 to 15, ``(out, in)``, and scales ``(out, in / group)``."""
+    grouped = torch.unflatten(weight.float(), 1, (-1, group))
+    whole = grouped.abs().amax(-1, keepdim=True) / _MAX_INT4
+    best = torch.full_like(whole, torch.inf)
+    q, scale = torch.zeros_like(grouped), torch.ones_like(whole)
+    kind = torch.finfo(weight.dtype)
+    # Scales of float16 may be subnormal, so that small weights are not rounded to zero.
+    least = max(kind.tiny * kind.eps, torch.finfo(torch.float32).tiny)
+    for share in _SHARES:
+        # The numbers are rounded for the scale as it is stored.
+        tried = (whole * share).clamp(min=least).to(weight.dtype).float()
+        rounded = (grouped / tried).round().clamp(_MIN_INT4, _MAX_INT4)
+        error = (rounded * tried - grouped).square().sum(-1, keepdim=True)
+        is_better = error < best
+        q, scale = torch.where(is_better, rounded, q), torch.where(is_better, tried, scale)
+        best = torch.where(is_better, error, best)
+    numbers = (q - _MIN_INT4).to(torch.uint8).flatten(1)
+    return numbers, scale.squeeze(-1).to(weight.dtype)
 
 
 # The quantized checkpoint.
@@ -131,12 +184,11 @@ def quantize_checkpoint(
 
 
 def _write(checkpoint: Checkpoint, into: Path, group: int, progress: Progress) -> Written:
-    given = checkpoint.config()
-    with ExitStack() as stack:
-        files = [stack.enter_context(TensorFile(file)) for file in checkpoint.tensor_files()]
-        config = unquantized(given, checkpoint, files, _ONCE)
+    original = checkpoint.config()
+    with checkpoint.open_files() as files:
+        config = unquantized(original, checkpoint, files, _ONCE)
         shapes = shapes_of(files)
-        with plain_weights(given, checkpoint, _ONCE):
+        with plain_weights(original, checkpoint, _ONCE):
             model = as_language_model(planned_model(config, len(shapes)))
             check_shapes(model, shapes)
         chosen = _chosen(model, shapes, group)
@@ -253,19 +305,10 @@ def _config(group: int, ignored: list[str]) -> dict[str, Any]:
         "symmetric": True,
         "strategy": "group",
         "group_size": group,
-        "actorder": None,
-        "block_structure": None,
         "dynamic": False,
         "observer": "minmax",
-        "observer_kwargs": {},
     }
-    scheme = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": None,
-        "output_activations": None,
-        "format": "pack-quantized",
-    }
+    scheme = {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}
     return {
         "quant_method": "compressed-tensors",
         "version": _VERSION,
@@ -273,10 +316,6 @@ def _config(group: int, ignored: list[str]) -> dict[str, Any]:
         "quantization_status": "compressed",
         "config_groups": {"group_0": scheme},
         "ignore": ignored,
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-        "sparsity_config": {},
-        "transform_config": {},
     }
 
 

@@ -10,11 +10,9 @@ from opweave_engine.models.blocks import (
 )
 from opweave_engine.models.causal_lm import CausalLM, Decoder, Encoder, LanguageModel
 from opweave_engine.models.config import (
-    SUPPORTED_ARCHITECTURES,
     DuplicateModelError,
     InvalidConfigError,
     InvalidModelError,
-    LlamaConfig,
     ModelError,
     UnsupportedModelError,
     WeightsError,
@@ -28,15 +26,9 @@ from opweave_engine.models.forward_context import (
 )
 from opweave_engine.models.gemma3 import Gemma3Config, Gemma3ForCausalLM
 from opweave_engine.models.gpt_oss import GptOssMoE
-from opweave_engine.models.llama import LlamaForCausalLM
+from opweave_engine.models.llama import SUPPORTED_ARCHITECTURES, LlamaConfig, LlamaForCausalLM
 from opweave_engine.models.mamba2 import Mamba2Config, Mamba2ForCausalLM
 from opweave_engine.models.mixture import MixtralForCausalLM, MixtureConfig, Qwen3MoeForCausalLM
-from opweave_engine.models.qwen2_vision import (
-    PatchGrid,
-    PatchGridError,
-    Qwen2VisionConfig,
-    Qwen2VisionTransformer,
-)
 from opweave_engine.models.registry import (
     build_model,
     model_class,
@@ -77,10 +69,6 @@ __all__ = [
     "MixtralForCausalLM",
     "MixtureConfig",
     "ModelError",
-    "PatchGrid",
-    "PatchGridError",
-    "Qwen2VisionConfig",
-    "Qwen2VisionTransformer",
     "Qwen3MoeForCausalLM",
     "UnsupportedModelError",
     "WeightsError",

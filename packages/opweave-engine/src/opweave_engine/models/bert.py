@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from opweave import ir
 from opweave.layers import (
     ColumnParallelLinear,
     MMEncoderAttention,
@@ -18,68 +19,71 @@ from opweave.layers import (
     VocabParallelEmbedding,
     get_act_fn,
 )
-from opweave_engine.models.blocks import LayerNorm
 from opweave_engine.models.causal_lm import Encoder
-from opweave_engine.models.config import Fields, UnsupportedModelError, read_activation
+from opweave_engine.models.config import (
+    Fields,
+    ModelConfig,
+    UnsupportedModelError,
+    key,
+    read_activation,
+)
 from opweave_engine.models.weights import Merged
 
 # The configuration of BERT, read from a checkpoint's ``config.json``.
 
 
-@dataclass(frozen=True)
-class BertConfig:
+@dataclass(frozen=True, kw_only=True)
+class BertConfig(ModelConfig):
     """The configuration of a BERT encoder. Sizes are named as in ``config.json``.
 
     Attributes:
         hidden_act: the activation of the MLPs.
-        dtype: the name of the checkpoint's dtype; None if it does not say.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    max_position_embeddings: int
-    type_vocab_size: int
-    layer_norm_eps: float
-    hidden_act: str
-    dtype: str | None
+    vocab_size: int = key(Fields.count, 30522)
+    hidden_size: int = key(Fields.count, 768)
+    intermediate_size: int = key(Fields.count, 3072)
+    num_hidden_layers: int = key(Fields.count, 12)
+    num_attention_heads: int = key(Fields.count, 12)
+    max_position_embeddings: int = key(Fields.count, 512)
+    type_vocab_size: int = key(Fields.count, 2)
+    layer_norm_eps: float = key(Fields.number, 1e-12)
+    hidden_act: str = key(read_activation, "gelu")
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> BertConfig:
-        """Read the object in a ``config.json``, as transformers 4 or 5 writes it.
-
-        Missing keys have the same meaning as in transformers.
-
-        Raises:
-            UnsupportedModelError: an activation, a kind of positions or a quantization that is not
-                supported, or a decoder.
-            InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
-        """
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
         fields = Fields(config)
-        for key, default in (("is_decoder", False), ("add_cross_attention", False)):
-            fields.require(key, fields.flag(key, default), default)
+        for name in ("is_decoder", "add_cross_attention"):
+            fields.require(name, fields.flag(name, False), False)
         kind = fields.text("position_embedding_type", "absolute")
         fields.require("position_embedding_type", kind, "absolute")
-        fields.refuse_quantized()
-        hidden, heads = fields.count("hidden_size", 768), fields.count("num_attention_heads", 12)
-        fields.require_multiple("hidden_size", hidden, "num_attention_heads", heads)
-        return cls(
-            vocab_size=fields.count("vocab_size", 30522),
-            hidden_size=hidden,
-            intermediate_size=fields.count("intermediate_size", 3072),
-            num_hidden_layers=fields.count("num_hidden_layers", 12),
-            num_attention_heads=heads,
-            max_position_embeddings=fields.count("max_position_embeddings", 512),
-            type_vocab_size=fields.count("type_vocab_size", 2),
-            layer_norm_eps=fields.number("layer_norm_eps", 1e-12),
-            hidden_act=read_activation(fields, default="gelu"),
-            dtype=fields.dtype(),
-        )
+        read = super().from_hf(config)
+        heads = read.num_attention_heads
+        fields.require_multiple("hidden_size", read.hidden_size, "num_attention_heads", heads)
+        return read
 
 
 # The model.
+
+
+class LayerNorm(nn.Module):
+    """``ir.ops.layer_norm`` over the last dimension, with weight and bias.
+
+    Args:
+        size: the size of the last dimension.
+        epsilon: added to the variance.
+        dtype: dtype of weight and bias.
+    """
+
+    def __init__(self, size: int, epsilon: float, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(size, dtype=dtype))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = ir.ops.layer_norm(x, self.weight, self.bias, self.epsilon)
+        return normed
 
 
 class BertEmbeddings(nn.Module):
@@ -134,74 +138,26 @@ class BertOutput(nn.Module):
         return normed
 
 
-class BertAttention(nn.Module):
-    """Attention, projection, norm."""
-
-    def __init__(self, config: BertConfig, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.self = BertSelfAttention(config, dtype)
-        self.output = BertOutput(config.hidden_size, config, dtype)
-
-    def forward(self, hidden: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        normed: Tensor = self.output(self.self(hidden, cu_seqlens), hidden)
-        return normed
-
-
-class BertIntermediate(nn.Module):
-    """A projection and its activation."""
-
-    def __init__(self, config: BertConfig, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dense = ColumnParallelLinear(
-            config.hidden_size, config.intermediate_size, params_dtype=dtype, return_bias=False
-        )
-        self.activation = get_act_fn(config.hidden_act)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        activated: Tensor = self.activation(self.dense(hidden))
-        return activated
-
-
 class BertLayer(nn.Module):
-    """Attention and MLP, each with a norm after it."""
+    """Attention and MLP, each with a norm after it; parts are named as in checkpoints."""
 
     def __init__(self, config: BertConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.attention = BertAttention(config, dtype)
-        self.intermediate = BertIntermediate(config, dtype)
-        self.output = BertOutput(config.intermediate_size, config, dtype)
-
-    def forward(self, hidden: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        hidden = self.attention(hidden, cu_seqlens)
-        normed: Tensor = self.output(self.intermediate(hidden), hidden)
-        return normed
-
-
-class BertEncoder(nn.Module):
-    """The layers in sequence."""
-
-    def __init__(self, config: BertConfig, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer = nn.ModuleList(
-            BertLayer(config, dtype) for _ in range(config.num_hidden_layers)
+        hidden, intermediate = config.hidden_size, config.intermediate_size
+        self.attention = nn.ModuleDict(
+            {"self": BertSelfAttention(config, dtype), "output": BertOutput(hidden, config, dtype)}
         )
+        dense = ColumnParallelLinear(hidden, intermediate, params_dtype=dtype, return_bias=False)
+        self.intermediate = nn.ModuleDict({"dense": dense})
+        self.activation = get_act_fn(config.hidden_act)
+        self.output = BertOutput(intermediate, config, dtype)
 
     def forward(self, hidden: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        for layer in self.layer:
-            hidden = layer(hidden, cu_seqlens)
-        return hidden
-
-
-class BertPooler(nn.Module):
-    """``tanh`` of a projection."""
-
-    def __init__(self, config: BertConfig, dtype: torch.dtype) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.dense = ReplicatedLinear(size, size, params_dtype=dtype, return_bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return torch.tanh(self.dense(hidden))
+        attended = self.attention["self"](hidden, cu_seqlens)
+        hidden = self.attention["output"](attended, hidden)
+        widened = self.activation(self.intermediate["dense"](hidden))
+        normed: Tensor = self.output(widened, hidden)
+        return normed
 
 
 class BertModel(Encoder):
@@ -213,6 +169,7 @@ class BertModel(Encoder):
         pools: whether there is a pooler, whose output is the input of classifiers.
     """
 
+    config_class = BertConfig
     merged: ClassVar[Merged] = {"qkv": {"query": "q", "key": "k", "value": "v"}}
 
     def __init__(
@@ -221,13 +178,14 @@ class BertModel(Encoder):
         super().__init__()
         self.config, self.dtype = config, dtype
         self.embeddings = BertEmbeddings(config, dtype)
-        self.encoder = BertEncoder(config, dtype)
-        self.pooler = BertPooler(config, dtype) if pools else None
+        layers = (BertLayer(config, dtype) for _ in range(config.num_hidden_layers))
+        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(layers)})
+        self.pooler = None
+        if pools:
+            size = config.hidden_size
+            dense = ReplicatedLinear(size, size, params_dtype=dtype, return_bias=False)
+            self.pooler = nn.ModuleDict({"dense": dense})
         self.requires_grad_(False)
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any], *, dtype: torch.dtype) -> Self:
-        return cls(BertConfig.from_hf(config), dtype=dtype)
 
     @property
     def hidden_size(self) -> int:
@@ -258,7 +216,10 @@ class BertModel(Encoder):
                 last. None: one sequence.
         """
         kinds = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-        hidden: Tensor = self.encoder(self.embeddings(input_ids, positions, kinds), cu_seqlens)
+        hidden: Tensor = self.embeddings(input_ids, positions, kinds)
+        layers: Any = self.encoder["layer"]
+        for layer in layers:
+            hidden = layer(hidden, cu_seqlens)
         return hidden
 
     def pool(self, first: Tensor) -> Tensor:
@@ -271,8 +232,7 @@ class BertModel(Encoder):
             raise UnsupportedModelError(
                 f"{type(self).__name__} has no pooler: its checkpoints do not hold one."
             )
-        pooled: Tensor = self.pooler(first)
-        return pooled
+        return torch.tanh(self.pooler["dense"](first))
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         # Older checkpoints also hold the numbers of positions.

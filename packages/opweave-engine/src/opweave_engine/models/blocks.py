@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,31 +17,8 @@ from opweave.layers import (
     get_rope,
 )
 from opweave.layers.attention import one_sequence
-from opweave_engine.models.config import max_positions
+from opweave_engine.models.config import AttentionConfig, max_positions
 from opweave_engine.models.forward_context import CachedRows, current_forward_context
-
-# Layer normalization with weights.
-
-
-class LayerNorm(nn.Module):
-    """``ir.ops.layer_norm`` over the last dimension, with weight and bias.
-
-    Args:
-        size: the size of the last dimension.
-        epsilon: added to the variance.
-        dtype: dtype of weight and bias.
-    """
-
-    def __init__(self, size: int, epsilon: float, *, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(size, dtype=dtype))
-        self.epsilon = epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed: Tensor = ir.ops.layer_norm(x, self.weight, self.bias, self.epsilon)
-        return normed
-
 
 # The gated MLP of language models.
 
@@ -226,21 +203,6 @@ _opaque_attend_latent = opaque_op(
 
 
 # Self-attention of decoders: projections, norms of heads, rotation, attention.
-
-
-class AttentionConfig(Protocol):
-    """The common part of decoder configurations."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
 
 
 class SelfAttention(nn.Module):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import ClassVar, Protocol
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from opweave.layers import LogitsProcessor, ParallelLMHead, RMSNorm, VocabParallelEmbedding
-from opweave_engine.models.blocks import DecoderLayer
-from opweave_engine.models.config import WeightsError
+from opweave_engine.models.config import DecoderConfig, WeightsError
 from opweave_engine.models.weights import CheckpointModel, Merged
 
 # Base class of models that compute a vector for every token of a text.
@@ -155,8 +154,8 @@ class CausalLM(LanguageModel):
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         # Older checkpoints also hold the rotary frequencies, which follow from the configuration.
-        given = ((n, t) for n, t in tensors if not n.endswith("rotary_emb.inv_freq"))
-        super().load_weights(self._tied(given) if self.is_tied else given)
+        weights = ((n, t) for n, t in tensors if not n.endswith("rotary_emb.inv_freq"))
+        super().load_weights(self._tied(weights) if self.is_tied else weights)
 
     @property
     def is_tied(self) -> bool:
@@ -171,15 +170,15 @@ class CausalLM(LanguageModel):
 
     def _tied(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the matrix that is embedding and output once, whichever names a checkpoint uses."""
-        found, embedding = None, self.embedding_name
+        matrix, embedding = None, self.embedding_name
         for name, tensor in tensors:
             if name not in (HEAD, embedding):
                 yield name, tensor
-            elif found is None or found.shape != tensor.shape:  # which will not fit
-                found = tensor
+            elif matrix is None or matrix.shape != tensor.shape:  # which will not fit
+                matrix = tensor
                 yield embedding, tensor
             elif not tensor.is_meta and not torch.equal(
-                *(t.to(self.dtype) for t in (found, tensor))
+                *(t.to(self.dtype) for t in (matrix, tensor))
             ):
                 raise WeightsError(
                     f"config.json ties the embeddings, but {HEAD} differs from {embedding}. Set "
@@ -190,43 +189,35 @@ class CausalLM(LanguageModel):
 # Language models with pre-norm blocks, which differ only in the blocks.
 
 
-class PreNormConfig(Protocol):
-    """The configuration of a pre-norm language model."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def max_positions(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def tie_word_embeddings(self) -> bool: ...
+Config = TypeVar("Config", bound=DecoderConfig)
 
 
-class PreNormLM(CausalLM):
+class PreNormLM(CausalLM, Generic[Config]):
     """An embedding, blocks, a norm and the output matrix.
 
     Args:
-        config: the model's sizes.
-        layer: builds the block with a given index.
+        config: the configuration.
         dtype: dtype of weights and activations.
+        norm: the last norm; by default RMSNorm.
+        embed_scale: factor on the embedding.
+        soft_cap: the soft cap of the logits.
     """
 
     def __init__(
         self,
-        config: PreNormConfig,
-        layer: Callable[[int], DecoderLayer],
+        config: Config,
         *,
-        dtype: torch.dtype,
+        dtype: torch.dtype = torch.float32,
+        norm: nn.Module | None = None,
+        embed_scale: float | None = None,
+        soft_cap: float | None = None,
     ) -> None:
+        layers = range(config.num_hidden_layers)
         decoder = Decoder(
             VocabParallelEmbedding(config.vocab_size, config.hidden_size, params_dtype=dtype),
-            map(layer, range(config.num_hidden_layers)),
-            RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype),
+            (self.layer(config, layer, dtype) for layer in layers),
+            norm or RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype),
+            embed_scale,
         )
         super().__init__(
             decoder,
@@ -235,4 +226,11 @@ class PreNormLM(CausalLM):
             dtype=dtype,
             tied=config.tie_word_embeddings,
             max_positions=config.max_positions,
+            soft_cap=soft_cap,
         )
+        self.config = config
+
+    @classmethod
+    def layer(cls, config: Config, layer: int, dtype: torch.dtype) -> nn.Module:
+        """Build one block."""
+        raise NotImplementedError

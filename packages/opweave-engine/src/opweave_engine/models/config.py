@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from opweave.errors import shown
 from opweave.ir.errors import OpweaveError, UnknownError
 from opweave.layers import get_act_and_mul_fn, get_act_fn
 from opweave.layers.registry import LayerArgumentError
@@ -59,7 +62,6 @@ _log = logging.getLogger(__name__)
 _COUNT = "a positive integer below 2**63"  # which is what torch counts to
 _NATURAL = "an integer from 0, below 2**63"
 _NUMBER = "a finite positive number"
-_SHOWN = 100  # characters of a value in an error
 
 
 class Fields:
@@ -71,7 +73,7 @@ class Fields:
 
     def __init__(self, values: object, name: str = "config.json") -> None:
         if not isinstance(values, Mapping):
-            raise InvalidConfigError(f"{name} must hold a JSON object, not {_shown(values)}.")
+            raise InvalidConfigError(f"{name} must hold a JSON object, not {shown(values)}.")
         self.values, self.name = values, name
 
     def __contains__(self, key: str) -> bool:
@@ -79,57 +81,58 @@ class Fields:
 
     def count(self, key: str, default: int | None = None) -> int:
         """Return a positive integer."""
-        value = self._value(key, default, _COUNT)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**63:
-            raise self._wrong(key, value, _COUNT)
-        return value
+        return self._integer(key, default, 1, _COUNT)
 
-    def size(self, key: str, default: int) -> int:
+    def size(self, key: str, default: int | None) -> int:
         """Return a positive integer; an absent key takes the default, and null is an error."""
         return self.count(key, None if key in self.values else default)
 
     def natural(self, key: str, default: int | None = None) -> int:
         """Return an integer from 0."""
-        value = self._value(key, default, _NATURAL)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-            raise self._wrong(key, value, _NATURAL)
+        return self._integer(key, default, 0, _NATURAL)
+
+    def _integer(self, key: str, default: int | None, least: int, kind: str) -> int:
+        value: int = self._value(key, default, kind, int)
+        if not least <= value < 2**63:
+            raise self._wrong(key, value, kind)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number."""
-        value = self._value(key, default, _NUMBER)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self._wrong(key, value, _NUMBER)
+        value = self._value(key, default, _NUMBER, int, float)
         if not 0 < value <= sys.float_info.max:
             raise self._wrong(key, value, _NUMBER)
         return float(value)
 
-    def flag(self, key: str, default: bool, *, null: bool | None = None) -> bool:
-        """Return a boolean; *null* is what null means, by default the same as an absent key."""
-        if null is not None and key in self.values and key not in self:
-            return null
-        value = self._value(key, default, "true or false")
-        if not isinstance(value, bool):
-            raise self._wrong(key, value, "true or false")
+    def optional_number(self, key: str, default: None = None) -> float | None:
+        """Return a positive number, or None if the key is absent."""
+        return self.number(key) if key in self else default
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return a boolean."""
+        value: bool = self._value(key, default, "true or false", bool)
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         """Return a string."""
-        value = self._value(key, default, "a string")
-        if not isinstance(value, str):
-            raise self._wrong(key, value, "a string")
+        value: str = self._value(key, default, "a string", str)
         return value
 
     def texts(self, key: str) -> list[str]:
         """Return a list of strings; empty if the key is absent."""
-        value = self._value(key, [], "a list of strings")
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self._wrong(key, value, "a list of strings")
+        kind = "a list of strings"
+        value = self._value(key, [], kind, list)
+        if not all(isinstance(item, str) for item in value):
+            raise self._wrong(key, value, kind)
         return [*value]
 
     def nested(self, key: str) -> Fields:
         """Return a nested JSON object; empty if the key is absent."""
         return Fields(self._value(key, {}, "an object"), f"{key!r} in {self.name}")
+
+    def is_null(self, key: str) -> bool:
+        """Return whether the value of *key* is null, which an absent key is not."""
+        return key in self.values and self.values[key] is None
 
     def dtype(self) -> str | None:
         """Return the name of the checkpoint's dtype; None if it does not say."""
@@ -139,10 +142,9 @@ class Fields:
     def require(self, key: str, value: T, *supported: T) -> T:
         """Return *value* if it is supported; say what is, if not."""
         if value not in supported:
-            known = ", ".join(map(str, supported))
             raise UnsupportedModelError(
-                f"{self.name} has {key!r}: {_shown(value)}, which is not supported. "
-                f"Supported: {known}."
+                f"{self.name} has {key!r}: {shown(value)}, which is not supported. "
+                f"Supported: {', '.join(map(str, supported))}."
             )
         return value
 
@@ -164,79 +166,130 @@ class Fields:
         """Log the keys, other than null ones, that are not in *read*: they have no effect."""
         unread = sorted(str(key) for key in self.values if key in self and key not in read)
         if unread:
-            _log.warning("%s: unknown keys are ignored: %s", self.name, _shown(", ".join(unread)))
+            _log.warning("%s: unknown keys are ignored: %s", self.name, shown(", ".join(unread)))
 
     def refuse_quantized(self) -> None:
         """Raise UnsupportedModelError if the checkpoint is quantized."""
         key = "quantization_config"
-        found = self.values.get(key)
-        if found in (None, {}):
+        value = self.values.get(key)
+        if value in (None, {}):
             return
-        method = found.get("quant_method") if isinstance(found, Mapping) else found
+        method = value.get("quant_method") if isinstance(value, Mapping) else value
         raise UnsupportedModelError(
-            f"{self.name} has {key!r}: quantized checkpoints (quant_method {_shown(method)}) are "
+            f"{self.name} has {key!r}: quantized checkpoints (quant_method {shown(method)}) are "
             "not supported; use unquantized weights."
         )
 
-    def _value(self, key: str, default: object, kind: str) -> object:
+    def _value(self, key: str, default: object, kind: str, *types: type) -> Any:
         value = self.values.get(key)
-        if value is None and default is None:
+        value = default if value is None else value
+        if value is None:
             raise InvalidConfigError(f"{self.name} lacks {key!r}; it must be {kind}.")
-        return default if value is None else value
+        is_other = not isinstance(value, types) or (isinstance(value, bool) and bool not in types)
+        if types and is_other:
+            raise self._wrong(key, value, kind)
+        return value
 
     def _wrong(self, key: str, value: object, kind: str) -> InvalidConfigError:
-        return InvalidConfigError(f"{self.name} has {key!r}: {_shown(value)}; it must be {kind}.")
+        return InvalidConfigError(f"{self.name} has {key!r}: {shown(value)}; it must be {kind}.")
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+# Configurations as dataclasses, whose fields say how their keys are read.
 
 
-# The number and size of a model's heads.
+_LIKE_ABSENT = object()
 
 
-_SHARED = "num_key_value_heads"
-
-
-def read_heads(
-    fields: Fields,
-    *,
-    kv_heads: int | None,
-    head_dim: int | None = None,
-    hidden_size: int = 4096,
-    heads: int = 32,
-) -> dict[str, int]:
-    """Read ``num_attention_heads``, ``num_key_value_heads`` and ``head_dim``.
+def key(read: Callable[..., Any], default: object = None, *, null: object = _LIKE_ABSENT) -> Any:
+    """Declare a field of a :class:`ModelConfig` that has the name of its key in ``config.json``.
 
     Args:
-        fields: the configuration.
-        kv_heads: the default of a missing number of key heads; None: the number of query heads,
-            which is also the meaning of null.
-        head_dim: the default of a missing head size; None: the hidden size divided by the number of
-            heads, which is also the meaning of null.
-        hidden_size, heads: the defaults of missing sizes.
-
-    Raises:
-        InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
+        read: a method of :class:`Fields`, or a function with the same arguments.
+        default: the value of an absent key; None: it is an error.
+        null: the value of null; by default, what *read* takes it for.
     """
-    hidden = fields.size("hidden_size", hidden_size)
-    heads = fields.size("num_attention_heads", heads)
-    absent = heads if _SHARED in fields.values or kv_heads is None else kv_heads
-    shared = fields.count(_SHARED, absent)
-    if head_dim is None or "head_dim" in fields.values:
-        if "head_dim" not in fields and hidden % heads:
-            raise InvalidConfigError(
-                f"{fields.name} has no 'head_dim', and 'hidden_size' {hidden} is not a multiple of "
-                f"'num_attention_heads' {heads}."
-            )
-        head_dim = fields.count("head_dim", hidden // heads)
-    fields.require_multiple("num_attention_heads", heads, _SHARED, shared)
-    if head_dim % 2:
-        raise InvalidConfigError(
-            f"{fields.name}: the head size {head_dim} is odd; rotary embedding needs pairs."
-        )
-    return {"num_attention_heads": heads, _SHARED: shared, "head_dim": head_dim}
+    return dataclasses.field(metadata={"read": (read, default, null)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Base class of configurations. Keys that are absent mean the same as in transformers.
+
+    Attributes:
+        dtype: the name of the checkpoint's dtype; None if it does not say.
+    """
+
+    dtype: str | None
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """Read the object in a ``config.json``, as transformers 4 or 5 writes it.
+
+        Raises:
+            UnsupportedModelError: an architecture, activation, rope, quantization or another
+                feature that is not supported; the message lists the supported ones.
+            InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
+        """
+        fields = Fields(config)
+        fields.refuse_quantized()
+        return cls.read(fields)
+
+    @classmethod
+    def read(
+        cls,
+        fields: Fields,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+        **values: Any,
+    ) -> Self:
+        """Read the keys of all fields but those in *values*.
+
+        Args:
+            fields: the object in ``config.json``.
+            defaults: the values of absent keys, in place of those that fields declare.
+            values: fields that are not a key of their own.
+        """
+        for field in dataclasses.fields(cls):
+            name = field.name
+            if name in values or "read" not in field.metadata:
+                continue
+            read, default, null = field.metadata["read"]
+            if null is not _LIKE_ABSENT and fields.is_null(name):
+                values[name] = null
+            else:
+                values[name] = read(fields, name, defaults.get(name, default))
+        return cls(**values, dtype=fields.dtype())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """The common part of the configurations of decoders. Sizes are named as in ``config.json``.
+
+    Attributes:
+        rope: ``rope_parameters``, including ``rope_theta``.
+    """
+
+    vocab_size: int = key(Fields.size)
+    hidden_size: int = key(Fields.size, 4096)
+    intermediate_size: int = key(Fields.size)
+    num_hidden_layers: int = key(Fields.size, 32)
+    num_attention_heads: int = key(Fields.size, 32)
+    max_position_embeddings: int = key(Fields.count)
+    rms_norm_eps: float = key(Fields.number, 1e-6)
+    tie_word_embeddings: bool = key(Fields.flag, False)
+    rope: Mapping[str, Any]
+
+    @property
+    def max_positions(self) -> int:
+        """The number of positions that the rope supports."""
+        return max_positions(self.rope, self.max_position_embeddings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(DecoderConfig):
+    """The configuration of decoders with :class:`~opweave_engine.models.SelfAttention`."""
+
+    num_key_value_heads: int = key(Fields.size)
+    head_dim: int = key(Fields.count)
 
 
 # The activations of MLPs by their names in configurations.
@@ -247,8 +300,13 @@ _GATED = ("gelu", "gelu_pytorch_tanh", "silu", "swish")
 ACTIVATIONS = (
     *_GATED, "gelu_fast", "gelu_new", "quick_gelu", "relu", "relu2", "sigmoid", "tanh",
 )  # fmt: skip
-# Names of the experts' activations.
-_OF_EXPERTS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu"}
+# Those of experts -> their names in FusedMoE.
+EXPERT_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
 
 
 class ActivationAndMul(nn.Module):
@@ -273,7 +331,7 @@ def gated_activation(name: str) -> nn.Module:
     return get_act_and_mul_fn(name) if name in _GATED else ActivationAndMul(get_act_fn(name))
 
 
-def read_activation(fields: Fields, key: str = "hidden_act", default: str = "silu") -> str:
+def read_activation(fields: Fields, key: str, default: str) -> str:
     """Return the activation of an MLP.
 
     Raises:
@@ -282,31 +340,23 @@ def read_activation(fields: Fields, key: str = "hidden_act", default: str = "sil
     return fields.require(key, fields.text(key, default), *ACTIVATIONS)
 
 
-def read_expert_activation(fields: Fields) -> str:
+def read_expert_activation(fields: Fields, key: str, default: str) -> str:
     """Return the activation of experts; errors as those of :func:`read_activation`."""
-    key = "hidden_act"
-    return fields.require(key, fields.text(key, "silu"), *_OF_EXPERTS)
-
-
-def expert_activation(name: str) -> str:
-    """Return the name of an activation for :class:`~opweave.layers.FusedMoE`."""
-    return _OF_EXPERTS[name]
+    return fields.require(key, fields.text(key, default), *EXPERT_ACTIVATIONS)
 
 
 # The parameters of rotary embedding in a ``config.json``.
 
 
-# Above the length of training, transformers changes the base of "dynamic" and the factors of
-# "longrope" with the length of a sequence: keys in a cache cannot follow. These types are therefore
-# limited to that length, within which nothing changes.
-_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 _TRAINED, _SHARE = "original_max_position_embeddings", "partial_rotary_factor"
 _COMMON_KEYS = (
     *("rope_type", "type", "rope_theta", _SHARE, "rope_dim", "mrope_section", "mrope_interleaved"),
     *(_TRAINED, "finetuned"),  # the length of training, which some types do not need
 )
 _YARN_WEIGHTS = ("mscale", "mscale_all_dim")
-# Parameters that the types read.
+# The supported types, and the parameters that they read. Above the length of training, transformers
+# changes the base of "dynamic" and the factors of "longrope" with the length of a sequence: keys in
+# a cache cannot follow. These types are therefore limited to that length.
 _KEYS = {
     "default": _YARN_WEIGHTS,  # which change nothing without a factor
     "dynamic": ("factor", *_YARN_WEIGHTS),  # DeepSeek's scores follow them
@@ -323,7 +373,7 @@ _KEYS = {
 }
 _STRETCHED = ("llama3", "longrope", "yarn")
 _PAIR = 2  # dimensions: what no frequency can be made of is as wrong for one pair as for all
-_MOST = 2**24  # positions: float32, in which their angles are computed, tells no more apart
+_MAX_POSITIONS = 2**24  # float32 cannot represent larger positions exactly
 
 
 def rope_parameters(fields: Fields, positions: int, theta: float = 10000.0) -> dict[str, Any]:
@@ -387,7 +437,7 @@ def read_rope(rope: Fields, theta: float, positions: int, *, outer: Fields) -> d
     ``rope_theta``; *outer* is the configuration, which may have keys that *rope* lacks.
     """
     kind = rope.text("rope_type", rope.text("type", "default"))
-    rope.require("rope_type", kind, *_ROPE_TYPES)
+    rope.require("rope_type", kind, *_KEYS)
     share = _share(rope, outer, kind)
     if kind == "dynamic":  # which changes nothing up to the length of training
         rope.number("factor")
@@ -414,10 +464,10 @@ def read_rope(rope: Fields, theta: float, positions: int, *, outer: Fields) -> d
         raise InvalidConfigError(f"{rope.name}: {error}") from error
     except (ArithmeticError, ValueError) as error:
         raise InvalidConfigError(f"{rope.name} makes no table: {error}.") from error
-    if rows > _MOST:
+    if rows > _MAX_POSITIONS:
         raise InvalidConfigError(
             f"max_position_embeddings={positions}, with rope_type {kind!r}, asks for a table of "
-            f"{rows:.9g} positions; there can be {_MOST}. Lower it, or the factor."
+            f"{rows:.9g} positions; there can be {_MAX_POSITIONS}. Lower it, or the factor."
         )
     return parameters
 
@@ -472,159 +522,3 @@ def _scaling(rope: Mapping[str, Any], positions: int) -> Scaling:
     # Within the length of training, "longrope" takes its short factors.
     longest = rope[_TRAINED] if rope["rope_type"] == "longrope" else positions
     return read_scaling(rope, RopeContext(positions, longest))
-
-
-# The configuration of the Llama family, read from a checkpoint's ``config.json``.
-
-
-SUPPORTED_ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
-# Defaults of transformers by architecture: positions, vocabulary and MLP size.
-_ABSENT = dict(
-    zip(
-        SUPPORTED_ARCHITECTURES,
-        (
-            (2048, 32000, 11008),
-            (131072, 32000, 14336),
-            (32768, 151936, 22016),
-            (32768, 151936, 22016),
-        ),
-        strict=True,
-    )
-)
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-
-
-@dataclass(frozen=True)
-class LlamaConfig:
-    """The configuration of a model of the Llama family: Llama, Mistral, Qwen2 or Qwen3.
-
-    Sizes are named as in ``config.json``. Differences between architectures are explicit fields.
-
-    Attributes:
-        architecture: one of ``SUPPORTED_ARCHITECTURES``.
-        rope: ``rope_parameters``, including ``rope_theta``.
-        windows: the size of each layer's sliding window, or None.
-        qkv_bias, o_bias, mlp_bias: which linear layers have a bias.
-        qk_norm: whether queries and keys are normalized, head by head.
-        hidden_act: the activation of the MLPs.
-        dtype: the name of the checkpoint's dtype; None if it does not say.
-    """
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope: Mapping[str, Any]
-    windows: tuple[int | None, ...]
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    hidden_act: str = "silu"
-    tie_word_embeddings: bool = False
-    dtype: str | None = None
-
-    @property
-    def max_positions(self) -> int:
-        """The number of positions that the rope supports."""
-        return max_positions(self.rope, self.max_position_embeddings)
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> LlamaConfig:
-        """Read the object in a ``config.json``, as transformers 4 or 5 writes it.
-
-        Missing keys have the same meaning as in transformers for that architecture.
-
-        Raises:
-            UnsupportedModelError: the architecture, activation, rope type or quantization is not
-                supported; the message lists the supported ones.
-            InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
-        """
-        fields = Fields(config)
-        architecture = _architecture(fields)
-        fields.refuse_quantized()
-        layers = fields.size("num_hidden_layers", 32)
-        context, vocabulary, intermediate = _ABSENT[architecture]
-        positions = fields.count("max_position_embeddings", context)
-        biased = fields.flag("attention_bias", False) and architecture in (
-            "LlamaForCausalLM",
-            "Qwen3ForCausalLM",
-        )
-        return cls(
-            architecture=architecture,
-            vocab_size=fields.size("vocab_size", vocabulary),
-            hidden_size=fields.size("hidden_size", 4096),
-            intermediate_size=fields.size("intermediate_size", intermediate),
-            num_hidden_layers=layers,
-            **_heads(fields, architecture),
-            max_position_embeddings=positions,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            rope=rope_parameters(fields, positions),
-            windows=_windows(fields, architecture, layers),
-            qkv_bias=biased or architecture == "Qwen2ForCausalLM",
-            o_bias=biased,
-            mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias", False),
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            hidden_act=read_activation(fields),
-            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            dtype=fields.dtype(),
-        )
-
-
-def _architecture(fields: Fields) -> str:
-    named = fields.texts("architectures")
-    if len(named) != 1:
-        raise InvalidConfigError(
-            f"{fields.name} has 'architectures': {named}; it must name one of "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)}."
-        )
-    return fields.require("architectures", named[0], *SUPPORTED_ARCHITECTURES)
-
-
-def _heads(fields: Fields, architecture: str) -> dict[str, int]:
-    # transformers has these defaults for absent keys.
-    kv_heads = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
-    head_dim = 128 if architecture == "Qwen3ForCausalLM" else None
-    return read_heads(fields, kv_heads=kv_heads.get(architecture), head_dim=head_dim)
-
-
-def _windows(fields: Fields, architecture: str, layers: int) -> tuple[int | None, ...]:
-    everywhere: tuple[None, ...] = (None,) * layers
-    if architecture == "LlamaForCausalLM":
-        return everywhere
-    absent = "sliding_window" not in fields.values
-    window = (
-        4096 if absent else (fields.count("sliding_window") if "sliding_window" in fields else None)
-    )
-    types = fields.texts("layer_types")  # Ministral's are in configurations of Mistral
-    if architecture == "MistralForCausalLM" and not types:
-        return (window,) * layers
-    uses = architecture == "MistralForCausalLM" or fields.flag("use_sliding_window", False)
-    if not uses or window is None:
-        return everywhere
-    if not types:
-        full = fields.values.get("max_window_layers", 28)
-        if isinstance(full, bool) or not isinstance(full, int) or full < 0:
-            raise InvalidConfigError(
-                f"{fields.name} has 'max_window_layers': {full!r}; it must be an integer from 0."
-            )
-        return tuple(window if layer >= full else None for layer in range(layers))
-    if len(types) != layers:
-        raise InvalidConfigError(
-            f"{fields.name} has {len(types)} 'layer_types' for {layers} layers."
-        )
-    return tuple(
-        window if fields.require("layer_types", kind, *_LAYER_TYPES) == _LAYER_TYPES[1] else None
-        for kind in types
-    )

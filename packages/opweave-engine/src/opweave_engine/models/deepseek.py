@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -25,11 +25,12 @@ from opweave.layers.parallel import current_tensor_parallel
 from opweave_engine.models.blocks import DecoderLayer, GatedMlp, LatentAttention
 from opweave_engine.models.causal_lm import CausalLM, PreNormLM
 from opweave_engine.models.config import (
+    EXPERT_ACTIVATIONS,
+    DecoderConfig,
     Fields,
     InvalidConfigError,
-    expert_activation,
     gated_activation,
-    max_positions,
+    key,
     read_expert_activation,
     rope_parameters,
     rope_type,
@@ -42,106 +43,59 @@ from opweave_engine.models.weights import Merged
 _SCORED = 2  # experts of a group
 
 
-@dataclass(frozen=True)
-class DeepseekV3Config:
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV3Config(DecoderConfig):
     """The configuration of a DeepSeek-V3 model. Sizes are named as in ``config.json``.
 
     Attributes:
         q_lora_rank: None if queries are projected directly.
-        rope: ``rope_parameters``, including ``rope_theta``.
         rope_interleave: whether rotated pairs are neighbors instead of elements of the two halves.
         softmax_scale: factor on the scores.
+        n_shared_experts: the original configurations write null for none.
         first_k_dense_replace: the layers before this one have a plain MLP, the others experts.
         num_nextn_predict_layers: the number of multi-token prediction layers at the end of a
             checkpoint, which are not loaded.
-        dtype: the name of the checkpoint's dtype; None if it does not say.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    moe_intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    n_routed_experts: int
-    n_shared_experts: int
-    num_experts_per_tok: int
-    n_group: int
-    topk_group: int
-    norm_topk_prob: bool
-    routed_scaling_factor: float
-    hidden_act: str
-    first_k_dense_replace: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope: Mapping[str, Any]
-    rope_interleave: bool
+    vocab_size: int = key(Fields.size, 129280)
+    hidden_size: int = key(Fields.size, 7168)
+    intermediate_size: int = key(Fields.size, 18432)
+    moe_intermediate_size: int = key(Fields.count, 2048)
+    num_hidden_layers: int = key(Fields.size, 61)
+    num_attention_heads: int = key(Fields.size, 128)
+    q_lora_rank: int | None = key(Fields.count, 1536, null=None)
+    kv_lora_rank: int = key(Fields.count, 512)
+    qk_nope_head_dim: int = key(Fields.count, 128)
+    qk_rope_head_dim: int = key(Fields.count, 64)
+    v_head_dim: int = key(Fields.count, 128)
+    n_routed_experts: int = key(Fields.count, 256)
+    n_shared_experts: int = key(Fields.natural, 1, null=0)
+    num_experts_per_tok: int = key(Fields.count, 8)
+    n_group: int = key(Fields.count, 8)
+    topk_group: int = key(Fields.count, 4)
+    norm_topk_prob: bool = key(Fields.flag, True, null=False)
+    routed_scaling_factor: float = key(Fields.number, 2.5)
+    hidden_act: str = key(read_expert_activation, "silu")
+    first_k_dense_replace: int = key(Fields.natural, 3)
+    max_position_embeddings: int = key(Fields.count, 4096)
+    rope_interleave: bool = key(Fields.flag, True, null=False)
     softmax_scale: float
-    attention_bias: bool
-    tie_word_embeddings: bool
-    num_nextn_predict_layers: int
-    dtype: str | None
-
-    @property
-    def max_positions(self) -> int:
-        """The number of positions that the rope supports."""
-        return max_positions(self.rope, self.max_position_embeddings)
+    attention_bias: bool = key(Fields.flag, False)
+    num_nextn_predict_layers: int = key(Fields.natural, 1)
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> DeepseekV3Config:
-        """Read the object in a ``config.json``, as transformers 4 or 5 writes it.
-
-        Missing keys have the same meaning as in transformers.
-
-        Raises:
-            UnsupportedModelError: the activation, rope, routing or quantization is not supported.
-            InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
-        """
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
         fields = Fields(config)
         fields.refuse_quantized()
-        _require_routing(fields)
-        nope, turned = fields.count("qk_nope_head_dim", 128), fields.count("qk_rope_head_dim", 64)
-        positions = fields.count("max_position_embeddings", 4096)
-        rope = rope_parameters(fields, positions)
-        direct = "q_lora_rank" in fields.values and fields.values["q_lora_rank"] is None
-        found = cls(
-            vocab_size=fields.size("vocab_size", 129280),
-            hidden_size=fields.size("hidden_size", 7168),
-            intermediate_size=fields.size("intermediate_size", 18432),
-            moe_intermediate_size=fields.count("moe_intermediate_size", 2048),
-            num_hidden_layers=fields.size("num_hidden_layers", 61),
-            num_attention_heads=fields.size("num_attention_heads", 128),
-            q_lora_rank=None if direct else fields.count("q_lora_rank", 1536),
-            kv_lora_rank=fields.count("kv_lora_rank", 512),
-            qk_nope_head_dim=nope,
-            qk_rope_head_dim=turned,
-            v_head_dim=fields.count("v_head_dim", 128),
-            n_routed_experts=fields.count("n_routed_experts", 256),
-            n_shared_experts=_shared_experts(fields),
-            num_experts_per_tok=fields.count("num_experts_per_tok", 8),
-            n_group=fields.count("n_group", 8),
-            topk_group=fields.count("topk_group", 4),
-            norm_topk_prob=fields.flag("norm_topk_prob", True, null=False),
-            routed_scaling_factor=fields.number("routed_scaling_factor", 2.5),
-            hidden_act=read_expert_activation(fields),
-            first_k_dense_replace=fields.natural("first_k_dense_replace", 3),
-            max_position_embeddings=positions,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            rope=rope,
-            rope_interleave=fields.flag("rope_interleave", True, null=False),
-            softmax_scale=_softmax_scale(nope + turned, rope, rope_type(fields)),
-            attention_bias=fields.flag("attention_bias", False),
-            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            num_nextn_predict_layers=fields.natural("num_nextn_predict_layers", 1),
-            dtype=fields.dtype(),
-        )
-        found._check(fields.name)
-        return found
+        for name, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+            fields.require(name, fields.text(name, only), only)
+        fields.require("moe_layer_freq", fields.count("moe_layer_freq", 1), 1)
+        rope = rope_parameters(fields, fields.count("max_position_embeddings", 4096))
+        size = fields.count("qk_nope_head_dim", 128) + fields.count("qk_rope_head_dim", 64)
+        scale = float(size**-0.5) * _stretch(rope, rope_type(fields)) ** 2
+        read = cls.read(fields, rope=rope, softmax_scale=scale)
+        read._check(fields.name)
+        return read
 
     def _check(self, name: str) -> None:
         if self.n_routed_experts % self.n_group or self.topk_group > self.n_group:
@@ -168,31 +122,13 @@ class DeepseekV3Config:
             )
 
 
-def _require_routing(fields: Fields) -> None:
-    """Raise UnsupportedModelError unless experts are chosen as in DeepSeek-V3."""
-    for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        fields.require(key, fields.text(key, only), only)
-    fields.require("moe_layer_freq", fields.count("moe_layer_freq", 1), 1)
-
-
-def _shared_experts(fields: Fields) -> int:
-    """Return the number of shared experts, which the original configurations write as null."""
-    key = "n_shared_experts"
-    return 0 if key in fields.values and key not in fields else fields.natural(key, 1)
-
-
-def _softmax_scale(size: int, rope: Mapping[str, Any], kind: str) -> float:
-    stretch = _stretch(rope, kind)
-    return float(size**-0.5) * stretch * stretch
-
-
 def _stretch(rope: Mapping[str, Any], kind: str) -> float:
     """Return the factor on the attention scores for a longer context: YaRN, arXiv:2309.00071."""
-    key, factor = "mscale_all_dim", rope.get("factor")
-    if kind == "default" or not rope.get(key) or not factor or factor <= 1:
+    name, factor = "mscale_all_dim", rope.get("factor")
+    if kind == "default" or not rope.get(name) or not factor or factor <= 1:
         return 1.0
-    every = Fields(rope, "'rope_parameters' in config.json").number(key)
-    return 0.1 * every * math.log(factor) + 1.0
+    weight = Fields(rope, "'rope_parameters' in config.json").number(name)
+    return 0.1 * weight * math.log(factor) + 1.0
 
 
 # The model.
@@ -233,7 +169,7 @@ class DeepseekMoE(nn.Module):
             config.moe_intermediate_size,
             dtype,
             renormalize=config.norm_topk_prob,
-            activation=expert_activation(config.hidden_act),
+            activation=EXPERT_ACTIVATIONS[config.hidden_act],
             use_grouped_topk=True,
             num_expert_group=config.n_group,
             topk_group=config.topk_group,
@@ -248,7 +184,7 @@ class DeepseekMoE(nn.Module):
         return mixed
 
 
-class DeepseekV3ForCausalLM(PreNormLM):
+class DeepseekV3ForCausalLM(PreNormLM[DeepseekV3Config]):
     """A DeepSeek-V3 language model.
 
     Args:
@@ -262,43 +198,31 @@ class DeepseekV3ForCausalLM(PreNormLM):
     }
     dense: ClassVar[frozenset[str]] = frozenset({"kv_b_proj"})  # the attention reads its weight
 
-    def __init__(self, config: DeepseekV3Config, *, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(config, lambda i: deepseek_layer(config, i, dtype), dtype=dtype)
-        self.config = config
+    config_class = DeepseekV3Config
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], *, dtype: torch.dtype) -> Self:
-        return cls(DeepseekV3Config.from_hf(config), dtype=dtype)
+    def layer(cls, config: DeepseekV3Config, layer: int, dtype: torch.dtype) -> DecoderLayer:
+        size, epsilon = config.hidden_size, config.rms_norm_eps
+        activation = gated_activation(config.hidden_act)
+        return DecoderLayer(
+            RMSNorm(size, epsilon, dtype=dtype),
+            latent_attention(config, layer, dtype),
+            RMSNorm(size, epsilon, dtype=dtype),
+            GatedMlp(size, config.intermediate_size, activation, dtype=dtype)
+            if layer < config.first_k_dense_replace
+            else DeepseekMoE(config, dtype),
+        )
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        super().load_weights(self._own(tensors))
-
-    def _own(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors except those of multi-token prediction layers and empty ones.
-
-        transformers writes empty tensors if there are no shared experts.
-        """
         end = self.config.num_hidden_layers
-        others = range(end, end + self.config.num_nextn_predict_layers)
-        prefixes = tuple(f"model.layers.{layer}." for layer in others)
-        return (
+        further = range(end, end + self.config.num_nextn_predict_layers)
+        prefixes = tuple(f"model.layers.{layer}." for layer in further)
+        # transformers writes empty tensors if there are no shared experts.
+        super().load_weights(
             (name, tensor)
             for name, tensor in tensors
             if not name.startswith(prefixes) and (tensor.numel() or "shared_experts" not in name)
         )
-
-
-def deepseek_layer(config: DeepseekV3Config, layer: int, dtype: torch.dtype) -> DecoderLayer:
-    """Build one block: latent attention, and an MLP or experts."""
-    size, epsilon = config.hidden_size, config.rms_norm_eps
-    return DecoderLayer(
-        RMSNorm(size, epsilon, dtype=dtype),
-        latent_attention(config, layer, dtype),
-        RMSNorm(size, epsilon, dtype=dtype),
-        GatedMlp(size, config.intermediate_size, gated_activation(config.hidden_act), dtype=dtype)
-        if layer < config.first_k_dense_replace
-        else DeepseekMoE(config, dtype),
-    )
 
 
 def latent_attention(

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from opweave.layers import GemmaRMSNorm, VocabParallelEmbedding
+from opweave.layers import GemmaRMSNorm
 from opweave_engine.models.blocks import GatedMlp, SelfAttention, add_and_norm
-from opweave_engine.models.causal_lm import CausalLM, Decoder
+from opweave_engine.models.causal_lm import PreNormLM
 from opweave_engine.models.config import (
+    AttentionConfig,
     Fields,
     InvalidConfigError,
     gated_activation,
+    key,
     max_positions,
     read_activation,
     read_rope,
@@ -26,83 +29,52 @@ from opweave_engine.models.config import (
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")  # how names of other tensors begin
 
 
-@dataclass(frozen=True)
-class Gemma3Config:
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Config(AttentionConfig):
     """The configuration of a Gemma 3 text model. Sizes are named as in ``config.json``.
 
     Attributes:
         layer_types: ``"full_attention"`` or ``"sliding_attention"``, for each layer.
         sliding_window: the window size of layers with sliding attention.
+        rope: the ``rope_parameters`` of layers with full attention.
         ropes: the ``rope_parameters`` of each layer type, including ``rope_theta``.
         query_pre_attn_scalar: scores are divided by its square root.
         attn_logit_softcapping, final_logit_softcapping: caps of scores and logits; None: none.
-        dtype: the name of the checkpoint's dtype; None if it does not say.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    hidden_activation: str
-    query_pre_attn_scalar: float
+    vocab_size: int = key(Fields.size, 262208)
+    hidden_size: int = key(Fields.size, 2304)
+    intermediate_size: int = key(Fields.size, 9216)
+    num_hidden_layers: int = key(Fields.size, 26)
+    num_attention_heads: int = key(Fields.size, 8)
+    num_key_value_heads: int = key(Fields.size, 4)
+    head_dim: int = key(Fields.count, 256)
+    max_position_embeddings: int = key(Fields.count, 131_072)
+    hidden_activation: str = key(read_activation, "gelu_pytorch_tanh")
+    query_pre_attn_scalar: float = key(Fields.number, 256)
     layer_types: tuple[str, ...]
-    sliding_window: int
+    sliding_window: int = key(Fields.size, 4096)
     ropes: Mapping[str, Mapping[str, Any]]
-    attn_logit_softcapping: float | None
-    final_logit_softcapping: float | None
-    attention_bias: bool
-    tie_word_embeddings: bool
-    dtype: str | None
+    attn_logit_softcapping: float | None = key(Fields.optional_number)
+    final_logit_softcapping: float | None = key(Fields.optional_number)
+    attention_bias: bool = key(Fields.flag, False)
+    tie_word_embeddings: bool = key(Fields.flag, True)
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Gemma3Config:
-        """Read the object in a ``config.json``, as transformers 4 or 5 writes it.
-
-        Missing keys have the same meaning as in transformers.
-
-        Raises:
-            UnsupportedModelError: an activation, rope, layer type or quantization that is not
-                supported, or attention to later tokens.
-            InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
-        """
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
         fields = Fields(config)
         fields.refuse_quantized()
         backward = fields.flag("use_bidirectional_attention", False)
         fields.require("use_bidirectional_attention", backward, False)
-        heads, kv_heads = (
-            fields.size("num_attention_heads", 8),
-            fields.size("num_key_value_heads", 4),
-        )
-        fields.require_multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads)
         positions = fields.count("max_position_embeddings", 131_072)
-        return cls(
-            vocab_size=fields.size("vocab_size", 262208),
-            hidden_size=fields.size("hidden_size", 2304),
-            intermediate_size=fields.size("intermediate_size", 9216),
-            num_hidden_layers=fields.size("num_hidden_layers", 26),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=fields.count("head_dim", 256),
-            max_position_embeddings=positions,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            hidden_activation=read_activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
-            query_pre_attn_scalar=fields.number("query_pre_attn_scalar", 256),
-            layer_types=_layer_types(fields),
-            sliding_window=fields.size("sliding_window", 4096),
-            ropes={kind: _rope(fields, kind, positions) for kind in _THETA},
-            attn_logit_softcapping=_cap(fields, "attn_logit_softcapping"),
-            final_logit_softcapping=_cap(fields, "final_logit_softcapping"),
-            attention_bias=fields.flag("attention_bias", False),
-            tie_word_embeddings=fields.flag("tie_word_embeddings", True),
-            dtype=fields.dtype(),
-        )
+        ropes = {kind: _rope(fields, kind, positions) for kind in _THETA}
+        read = cls.read(fields, layer_types=_layer_types(fields), rope=ropes[FULL], ropes=ropes)
+        heads, kv_heads = read.num_attention_heads, read.num_key_value_heads
+        fields.require_multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads)
+        return read
 
     @property
     def max_positions(self) -> int:
@@ -115,10 +87,6 @@ class Gemma3Config:
     def window(self, layer: int) -> int | None:
         """Return the window size of *layer*, or None for full attention."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
-
-
-def _cap(fields: Fields, key: str) -> float | None:
-    return fields.number(key) if key in fields else None
 
 
 def _layer_types(fields: Fields) -> tuple[str, ...]:
@@ -168,8 +136,8 @@ class Gemma3Layer(nn.Module):
 
     def __init__(self, config: Gemma3Config, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
-        size, epsilon = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = GemmaRMSNorm(size, epsilon)
+        size, norm = config.hidden_size, partial(GemmaRMSNorm, eps=config.rms_norm_eps)
+        self.input_layernorm = norm(size)
         self.self_attn = SelfAttention(
             config,
             layer,
@@ -177,19 +145,16 @@ class Gemma3Layer(nn.Module):
             dtype,
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
-            norms=(
-                GemmaRMSNorm(config.head_dim, epsilon),
-                GemmaRMSNorm(config.head_dim, epsilon),
-            ),
+            norms=(norm(config.head_dim), norm(config.head_dim)),
             window=config.window(layer),
             scale=config.query_pre_attn_scalar**-0.5,
             soft_cap=config.attn_logit_softcapping,
         )
-        self.post_attention_layernorm = GemmaRMSNorm(size, epsilon)
-        self.pre_feedforward_layernorm = GemmaRMSNorm(size, epsilon)
+        self.post_attention_layernorm = norm(size)
+        self.pre_feedforward_layernorm = norm(size)
         activation = gated_activation(config.hidden_activation)
         self.mlp = GatedMlp(size, config.intermediate_size, activation, dtype=dtype)
-        self.post_feedforward_layernorm = GemmaRMSNorm(size, epsilon)
+        self.post_feedforward_layernorm = norm(size)
 
     def forward(
         self, positions: Tensor, hidden: Tensor, residual: Tensor | None
@@ -200,7 +165,7 @@ class Gemma3Layer(nn.Module):
         return self.post_feedforward_layernorm(self.mlp(hidden)), residual
 
 
-class Gemma3ForCausalLM(CausalLM):
+class Gemma3ForCausalLM(PreNormLM[Gemma3Config]):
     """A Gemma 3 language model, without the vision encoder.
 
     Args:
@@ -208,29 +173,22 @@ class Gemma3ForCausalLM(CausalLM):
         dtype: of weights and activations; norms have their weights in float32.
     """
 
+    config_class = Gemma3Config
+
     def __init__(self, config: Gemma3Config, *, dtype: torch.dtype = torch.float32) -> None:
         size = config.hidden_size
-        decoder = Decoder(
-            VocabParallelEmbedding(config.vocab_size, size, params_dtype=dtype),
-            (Gemma3Layer(config, i, dtype) for i in range(config.num_hidden_layers)),
-            GemmaRMSNorm(size, config.rms_norm_eps),
-            # Rounded as a weight is.
-            torch.tensor(size**0.5, dtype=dtype, device="cpu").item(),
-        )
         super().__init__(
-            decoder,
-            config.vocab_size,
-            size,
+            config,
             dtype=dtype,
-            tied=config.tie_word_embeddings,
-            max_positions=config.max_positions,
+            norm=GemmaRMSNorm(size, config.rms_norm_eps),
+            # Rounded as a weight is.
+            embed_scale=torch.tensor(size**0.5, dtype=dtype, device="cpu").item(),
             soft_cap=config.final_logit_softcapping,
         )
-        self.config = config
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], *, dtype: torch.dtype) -> Self:
-        return cls(Gemma3Config.from_hf(config), dtype=dtype)
+    def layer(cls, config: Gemma3Config, layer: int, dtype: torch.dtype) -> nn.Module:
+        return Gemma3Layer(config, layer, dtype)
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
@@ -243,28 +201,21 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
         text = dict(fields.nested("text_config").values)
         tied = "tie_word_embeddings"
         text[tied] = fields.flag(tied, Fields(text, "text_config").flag(tied, True))
-        return cls(Gemma3Config.from_hf(text), dtype=dtype)
+        return super().from_hf(text, dtype=dtype)
 
     def own_name(self, name: str) -> str:
-        return _text_name(name)
+        """Return what checkpoints of the language model alone call a tensor.
+
+        transformers 5 writes ``model.language_model.layers`` and ``model.vision_tower``, earlier
+        versions ``language_model.model.layers`` and ``vision_tower``.
+        """
+        if name.startswith("language_model."):
+            return name.removeprefix("language_model.")
+        inner = name.removeprefix("model.")
+        if inner.startswith("language_model."):
+            return f"model.{inner.removeprefix('language_model.')}"
+        return inner if inner.startswith(_OF_IMAGES) else name
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         named = ((self.own_name(name), tensor) for name, tensor in tensors)
         super().load_weights((n, t) for n, t in named if not n.startswith(_OF_IMAGES))
-
-
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
-
-
-def _text_name(name: str) -> str:
-    """Return what checkpoints of the language model alone call a tensor.
-
-    transformers 5 writes ``model.language_model.layers`` and ``model.vision_tower``, earlier
-    versions ``language_model.model.layers`` and ``vision_tower``.
-    """
-    if name.startswith("language_model."):
-        return name.removeprefix("language_model.")
-    inner = name.removeprefix("model.")
-    if inner.startswith("language_model."):
-        return f"model.{inner.removeprefix('language_model.')}"
-    return inner if inner.startswith(_OF_IMAGES) else name

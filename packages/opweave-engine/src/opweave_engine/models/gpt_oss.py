@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from opweave.layers import FusedMoE, ReplicatedLinear
-from opweave_engine.models.config import Fields, InvalidConfigError
+from opweave_engine.models.config import Fields
+from opweave_engine.models.mixture import read_experts
 from opweave_engine.models.weights import CheckpointModel, WeightTarget
 
 
@@ -66,16 +67,10 @@ class GptOssMoE(CheckpointModel):
         """
         fields = Fields(config)
         fields.refuse_quantized()
-        experts = fields.count("num_local_experts", 128)
-        top_k = fields.count("num_experts_per_tok", 4)
-        if top_k > experts:
-            raise InvalidConfigError(
-                f"{fields.name} has 'num_experts_per_tok': {top_k}, but 'num_local_experts': "
-                f"{experts}."
-            )
+        experts = read_experts(fields, "num_local_experts", 128, 4)
         return cls(
-            experts,
-            top_k,
+            experts["num_experts"],
+            experts["num_experts_per_tok"],
             fields.count("hidden_size", 2880),
             fields.count("intermediate_size", 2880),
             alpha=fields.number("swiglu_alpha", 1.702),
@@ -97,11 +92,10 @@ class GptOssMoE(CheckpointModel):
 
         All experts are in one tensor, whose last two dimensions are ``(in, out)``.
         """
-        found = {f"router.{name}": WeightTarget(p) for name, p in self.router.named_parameters()}
+        places = {f"router.{name}": WeightTarget(p) for name, p in self.router.named_parameters()}
         for name, part in (("gate_up_proj", "w13"), ("down_proj", "w2")):
             weight = getattr(self.mixture, f"{part}_weight")
-            found[f"experts.{name}"] = WeightTarget(weight, (part, None, True))
-            found[f"experts.{name}_bias"] = WeightTarget(
-                getattr(self.mixture, f"{part}_bias"), (part,)
-            )
-        return found
+            bias = getattr(self.mixture, f"{part}_bias")
+            places[f"experts.{name}"] = WeightTarget(weight, (part, None, True))
+            places[f"experts.{name}_bias"] = WeightTarget(bias, (part,))
+        return places

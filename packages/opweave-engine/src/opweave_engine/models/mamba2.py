@@ -13,96 +13,67 @@ from torch import Tensor, nn
 from opweave.layers import MambaMixer2, RMSNorm, VocabParallelEmbedding, stateful_layers
 from opweave_engine.models.blocks import add_and_norm
 from opweave_engine.models.causal_lm import CausalLM, Decoder
-from opweave_engine.models.config import Fields, InvalidConfigError
+from opweave_engine.models.config import Fields, InvalidConfigError, ModelConfig, key
 from opweave_engine.models.weights import WeightTarget
 
 # The configuration of Mamba-2, read from a checkpoint's ``config.json``.
 
 
-@dataclass(frozen=True)
-class Mamba2Config:
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Config(ModelConfig):
     """The configuration of a Mamba-2 language model. Sizes are named as in ``config.json``.
 
     Attributes:
         intermediate_size: the channels of a mixer: ``num_heads * head_dim``.
         residual_in_fp32: keep the sum of all layers' outputs in float32.
         time_step_limit: the minimum and maximum time step, or None.
-        dtype: the name of the checkpoint's dtype; None if it does not say.
     """
 
-    vocab_size: int
-    hidden_size: int
+    vocab_size: int = key(Fields.count, 32768)
+    hidden_size: int = key(Fields.count, 4096)
     intermediate_size: int
-    state_size: int
-    num_hidden_layers: int
-    num_heads: int
-    head_dim: int
-    n_groups: int
-    conv_kernel: int
-    chunk_size: int
-    layer_norm_epsilon: float
-    use_bias: bool
-    use_conv_bias: bool
-    residual_in_fp32: bool
+    state_size: int = key(Fields.count, 128)
+    num_hidden_layers: int = key(Fields.count, 64)
+    num_heads: int = key(Fields.count, 128)
+    head_dim: int = key(Fields.count, 64)
+    n_groups: int = key(Fields.count, 8)
+    conv_kernel: int = key(Fields.count, 4)
+    chunk_size: int = key(Fields.count, 256)
+    layer_norm_epsilon: float = key(Fields.number, 1e-5)
+    use_bias: bool = key(Fields.flag, False)
+    use_conv_bias: bool = key(Fields.flag, True)
+    residual_in_fp32: bool = key(Fields.flag, True)
     time_step_limit: tuple[float | None, float | None]
-    tie_word_embeddings: bool
-    dtype: str | None
+    tie_word_embeddings: bool = key(Fields.flag, False)
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Mamba2Config:
-        """Read the object in a ``config.json``, as transformers 4 or 5 writes it.
-
-        Missing keys have the same meaning as in transformers.
-
-        Raises:
-            UnsupportedModelError: an activation or quantization that is not supported.
-            InvalidConfigError: a value is missing, of the wrong type, or does not fit the others.
-        """
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
         fields = Fields(config)
-        activation = fields.text("hidden_act", "silu")
-        fields.require("hidden_act", activation, "silu", "swish")
+        fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu", "swish")
         fields.refuse_quantized()
-        hidden, expand = fields.count("hidden_size", 4096), fields.number("expand", 2)
-        heads, head_dim = fields.count("num_heads", 128), fields.count("head_dim", 64)
-        groups = fields.count("n_groups", 8)
-        if heads * head_dim != hidden * expand:
+        channels = fields.count("num_heads", 128) * fields.count("head_dim", 64)
+        read = cls.read(fields, intermediate_size=channels, time_step_limit=_limits(fields))
+        hidden, expand = read.hidden_size, fields.number("expand", 2)
+        if channels != hidden * expand:
             raise InvalidConfigError(
-                f"{fields.name} has 'num_heads': {heads} and 'head_dim': {head_dim}, which make "
-                f"{heads * head_dim} channels; 'hidden_size' {hidden} times 'expand' {expand:g} "
-                f"makes {hidden * expand:g}."
+                f"{fields.name} has 'num_heads': {read.num_heads} and 'head_dim': {read.head_dim}, "
+                f"which make {channels} channels; 'hidden_size' {hidden} times 'expand' "
+                f"{expand:g} makes {hidden * expand:g}."
             )
-        fields.require_multiple("num_heads", heads, "n_groups", groups)
-        return cls(
-            vocab_size=fields.count("vocab_size", 32768),
-            hidden_size=hidden,
-            intermediate_size=heads * head_dim,
-            state_size=fields.count("state_size", 128),
-            num_hidden_layers=fields.count("num_hidden_layers", 64),
-            num_heads=heads,
-            head_dim=head_dim,
-            n_groups=groups,
-            conv_kernel=fields.count("conv_kernel", 4),
-            chunk_size=fields.count("chunk_size", 256),
-            layer_norm_epsilon=fields.number("layer_norm_epsilon", 1e-5),
-            use_bias=fields.flag("use_bias", False),
-            use_conv_bias=fields.flag("use_conv_bias", True),
-            residual_in_fp32=fields.flag("residual_in_fp32", True),
-            time_step_limit=_limits(fields),
-            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            dtype=fields.dtype(),
-        )
+        fields.require_multiple("num_heads", read.num_heads, "n_groups", read.n_groups)
+        return read
 
 
 def _limits(fields: Fields) -> tuple[float | None, float | None]:
     """Return the limits of the time step, which is positive and finite anyway."""
-    given = fields.values.get("time_step_limit", (0.0, math.inf))
-    found = [_number(value) for value in given] if isinstance(given, list | tuple) else []
-    if len(found) != 2 or None in found:
+    limits = fields.values.get("time_step_limit", (0.0, math.inf))
+    numbers = [_number(value) for value in limits] if isinstance(limits, list | tuple) else []
+    if len(numbers) != 2 or None in numbers:
         raise InvalidConfigError(
-            f"{fields.name} has 'time_step_limit': {given!r}; it must be a list of two numbers, "
+            f"{fields.name} has 'time_step_limit': {limits!r}; it must be a list of two numbers, "
             "the least and the largest time step."
         )
-    least, largest = found
+    least, largest = numbers
     return least or None, None if largest == math.inf else largest
 
 
@@ -187,6 +158,8 @@ class Mamba2ForCausalLM(CausalLM):
         mixers: the stateful layers by name.
     """
 
+    config_class = Mamba2Config
+
     def __init__(self, config: Mamba2Config, *, dtype: torch.dtype = torch.float32) -> None:
         size = config.hidden_size
         with stateful_layers() as mixers:
@@ -200,10 +173,6 @@ class Mamba2ForCausalLM(CausalLM):
             decoder, config.vocab_size, size, dtype=dtype, tied=tied, max_positions=None
         )
         self.config, self.mixers = config, mixers
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any], *, dtype: torch.dtype) -> Self:
-        return cls(Mamba2Config.from_hf(config), dtype=dtype)
 
     def fill_randomly(self, seed: int = 0) -> None:
         super().fill_randomly(seed)

@@ -55,20 +55,20 @@ class ModelEntry:
         Raises:
             InvalidModelError: the class does not exist, or is not a :class:`CheckpointModel`.
         """
-        found: object = self.model
+        model: object = self.model
         if isinstance(self.model, str):
             try:
-                found = resolve_obj_by_qualname(self.model)
+                model = resolve_obj_by_qualname(self.model)
             except ImportError as error:
                 raise InvalidModelError(
                     f"the model of {self.architecture}, {self}, cannot be imported: {error}"
                 ) from error
-        if not (isinstance(found, type) and issubclass(found, CheckpointModel)):
+        if not (isinstance(model, type) and issubclass(model, CheckpointModel)):
             raise InvalidModelError(
-                f"the model of {self.architecture}, {self}, is {found!r}; it must be a class that "
+                f"the model of {self.architecture}, {self}, is {model!r}; it must be a class that "
                 "derives from opweave_engine.models.CheckpointModel, such as a CausalLM."
             )
-        return found
+        return model
 
 
 _models: dict[str, ModelEntry] = {}
@@ -90,18 +90,12 @@ def register_model(architecture: str, model: str | Model) -> None:
     if not isinstance(model, str):
         entry.resolve()
     if architecture not in _models:
-        _models[architecture] = entry
-        transaction.enter(f"model {architecture}", lambda: _remove(entry))
+        transaction.enter(f"model {architecture}", _models, architecture, entry)
     elif _models[architecture] != entry:  # a plugin may be loaded twice
         raise DuplicateModelError(
             f"{architecture} has a model already: {_models[architecture]}; so {entry} cannot be "
             "it. Install one of the two only, or give one another architecture."
         )
-
-
-def _remove(entry: ModelEntry) -> None:
-    if _models.get(entry.architecture) is entry:
-        del _models[entry.architecture]
 
 
 def supported_architectures() -> tuple[str, ...]:
@@ -155,9 +149,6 @@ for _architecture, _model in {
     "MistralForCausalLM": "opweave_engine.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "opweave_engine.models.mixture:MixtralForCausalLM",
     "Qwen2ForCausalLM": "opweave_engine.models.llama:LlamaForCausalLM",
-    "Qwen2VisionTransformerPretrainedModel": (
-        "opweave_engine.models.qwen2_vision:Qwen2VisionTransformer"
-    ),
     "Qwen3ForCausalLM": "opweave_engine.models.llama:LlamaForCausalLM",
     "Qwen3MoeForCausalLM": "opweave_engine.models.mixture:Qwen3MoeForCausalLM",
 }.items():

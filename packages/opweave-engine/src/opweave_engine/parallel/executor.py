@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
-import ipaddress
-import json
+import logging
 import os
-import secrets
-import socket
-import uuid
+import signal
+import sys
+import threading
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from itertools import count
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+import torch
+from torch import distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 
+from opweave import platforms
 from opweave.config import EngineConfig
+from opweave.config.child_process import ChildProcess
+from opweave.ir.errors import OpweaveError, described
 from opweave.platforms import Platform
-from opweave.plugins import resolve_obj_by_qualname
-from opweave_engine.cache_plan import CachePlan
-from opweave_engine.errors import EngineDeadError, InvalidArgumentError, RankFailedError
-from opweave_engine.forward import SequenceStep
+from opweave_engine.decode_graphs import SequenceStep
+from opweave_engine.errors import (
+    CommunicatorError,
+    EngineDeadError,
+    InvalidArgumentError,
+    NonFiniteLogitsError,
+    RankFailedError,
+)
+from opweave_engine.kv_cache import CachePlan
 from opweave_engine.load.checkpoint import Progress
+from opweave_engine.load.loader import check_ranks
+from opweave_engine.parallel.rank import (
+    AGREED,
+    Agreement,
+    Call,
+    Failure,
+    Launch,
+    Method,
+    RankWorker,
+    Reply,
+    Start,
+    follow,
+)
+from opweave_engine.parts import part
 from opweave_engine.runner import ModelFacts, Worker, cpu_threads
 from opweave_engine.sampling.sampler import Sampled
 
@@ -115,7 +138,7 @@ class InProcessExecutor(Executor):
                 f"tensor_parallel_size={config.parallel.tensor_parallel_size}, but "
                 f"{type(self).__name__} runs one rank. The platform {platform.name!r} chose it."
             )
-        worker: type[Worker] = resolve_obj_by_qualname(platform.get_worker_cls(config))
+        worker: type[Worker] = part(platform, "get_worker_cls", config)
         with ExitStack() as stack:
             stack.enter_context(cpu_threads(config.cpu_threads))
             self.worker: Worker | None = worker(model, config, platform)
@@ -142,200 +165,385 @@ class InProcessExecutor(Executor):
         return self.worker
 
 
-# Ranks started by ``torchrun``, which all run the same command.
+# Processes of ranks that an engine starts on its own machine.
 
 
-_ADDRESS = "address"
-_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+HOST = "127.0.0.1"
 
 
-@dataclass(frozen=True)
-class Launch:
-    """The environment variables that ``torchrun`` sets for a process.
+class Process(ChildProcess):
+    """The process of a rank.
 
-    Attributes:
-        rank: the index of the process.
-        size: the number of processes.
-        local_rank: the index of the process on its machine.
-        local_size: the number of processes on its machine.
-        address: the machine of rank 0.
+    Args:
+        port: the port of the rendezvous store on this machine.
     """
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    address: str
+    def __init__(self, port: int) -> None:
+        super().__init__("opweave_engine.parallel.spawned_rank", str(port))
 
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
-        """Read the variables; return None if several processes were not launched.
+    def end(self, timeout: float) -> str:
+        """Wait for its end, and kill it after *timeout* seconds; return how it ended, in words."""
+        code = self.wait(timeout)
+        if code >= 0:
+            return f"exited with code {code}"
+        return f"was killed by {signal.Signals(-code).name}"
+
+
+# The other ranks, as seen by the first one: calls, replies and failures.
+
+
+_log = logging.getLogger(__name__)
+
+_START_SECONDS = 300.0  # to import opweave and its plugins, on a busy machine
+_STOP_SECONDS = 5.0  # for ranks to end
+
+
+class Peers:
+    """All ranks but the first.
+
+    A thread reads their messages. If one rank fails or dies, the others are stopped, because they
+    would wait for it forever.
+
+    Args:
+        connections: the connection to each rank.
+        processes: the ranks' processes that this process has started.
+    """
+
+    def __init__(
+        self, connections: Mapping[int, Connection], processes: Mapping[int, Process]
+    ) -> None:
+        self._connections, self._processes = dict(connections), dict(processes)
+        self._numbers, self._changed = count(1), threading.Condition()
+        self._replies: dict[int, dict[int, Any]] = {}
+        self._last: dict[int, int] = dict.fromkeys(connections, 0)
+        self._failure: RankFailedError | None = None
+        self._is_closed = False
+        self._on_failure: list[Callable[[], None]] = []
+        self._thread = threading.Thread(target=self._listen, name="opweave-ranks", daemon=True)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The processes that were started, by rank."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    def start(self, agreement: Agreement, starts: Mapping[int, Start]) -> None:
+        """Check that all ranks agree, and start each.
 
         Raises:
-            InvalidArgumentError: a variable is missing or is not a number.
+            RankFailedError: a rank disagrees, or does not answer.
         """
-        if not environment.get("WORLD_SIZE") or environment["WORLD_SIZE"] == "1":
-            return None
+        for connection in self._connections.values():
+            with suppress(OSError):  # the missing answer is reported below
+                connection.send_bytes(agreement.to_json().encode())
+        for rank, connection in self._connections.items():
+            if not connection.poll(_START_SECONDS):
+                raise RankFailedError(f"rank {rank} did not start within {_START_SECONDS:g} s.")
+            try:
+                answer = connection.recv_bytes()
+            except (EOFError, OSError):
+                raise RankFailedError(f"rank {rank} did not start: it {self._end(rank)}.") from None
+            if answer != AGREED:
+                raise RankFailedError(f"rank {rank} refused to start: {answer.decode()}")
+        self._thread.start()
+        for rank, start in starts.items():
+            with suppress(OSError):  # the listening thread reports the error
+                self._connections[rank].send(start)
+
+    def call(self, method: Method, *arguments: Any) -> int:
+        """Send a call to all ranks; return its number, for :meth:`replies`.
+
+        Nothing waits for the replies to a step, because the first rank samples the same tokens.
+
+        Raises:
+            RankFailedError: a rank has failed.
+        """
+        self.check()
+        number = next(self._numbers)
+        if method != "execute":
+            self._replies[number] = {}
         try:
-            rank, size, local_rank, local_size, address, _ = (environment[n] for n in _NAMES)
-            return cls(int(rank), int(size), int(local_rank), int(local_size), address)
-        except (KeyError, ValueError) as error:
-            raise InvalidArgumentError(
-                f"WORLD_SIZE={environment['WORLD_SIZE']} says that several processes were "
-                f"launched, but one of {', '.join(_NAMES)} is missing or is not a number: {error}. "
-                "Launch with torchrun, which sets them, or unset WORLD_SIZE."
-            ) from error
+            for connection in self._connections.values():
+                connection.send(Call(number, method, arguments))
+        except OSError as error:
+            failure = self.failure(_STOP_SECONDS)
+            raise failure or EngineDeadError("The engine is shut down.") from error
+        return number
 
-    def check_size(self, tensor_parallel_size: int) -> None:
-        """Raise InvalidArgumentError unless all processes are ranks of the engine."""
-        if tensor_parallel_size != self.size:
-            raise InvalidArgumentError(
-                f"{self.size} processes were launched (WORLD_SIZE), but tensor_parallel_size is "
-                f"{tensor_parallel_size}. Make both the same: torchrun --nproc-per-node N, or "
-                f"--nnodes M --nproc-per-node N with M x N = {tensor_parallel_size}."
-            )
-
-    def store(self, timeout: float, backend: str) -> Store:
-        """Return the rendezvous store; wait for all processes.
-
-        Args:
-            timeout: in seconds.
-            backend: the backend of ``torch.distributed``.
+    def replies(self, number: int) -> list[Any]:
+        """Wait for the results of a call, and return them by rank.
 
         Raises:
-            InvalidArgumentError: as :meth:`check_addresses` raises it.
+            RankFailedError: a rank has failed.
         """
-        met = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        store = PrefixStore("opweave", cast("tuple[Any, ...]", met)[0])
-        self.check_addresses(store, timeout, backend)
-        return store
+        with self._changed:
+            while len(self._replies[number]) < len(self._connections):
+                self.check()
+                self._changed.wait()
+            by_rank = self._replies.pop(number)
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
-    def check_addresses(self, store: Store, timeout: float, backend: str) -> None:
-        """Check that ranks on different machines can connect to each other.
+    def check(self) -> None:
+        """Raise :class:`RankFailedError` if a rank has failed."""
+        if self._failure is not None:
+            raise self._failure
 
-        All ranks raise the same error, so none waits for a rank that has given up.
+    def failure(self, within: float) -> RankFailedError | None:
+        """Return the failure of a rank, if there is one within this number of seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None, within)
+        return self._failure
 
-        Raises:
-            InvalidArgumentError: a rank would advertise a loopback address to other machines.
-            RankFailedError: a rank does not come within *timeout* seconds.
-        """
-        keys = [f"host/{rank}" for rank in range(self.size)]
-        store.set(keys[self.rank], json.dumps([_network(), self._loopback(backend)]))
-        self._wait(store, keys, timeout)
-        networks, problems = zip(*(json.loads(store.get(key)) for key in keys), strict=True)
-        if len(set(networks)) > 1 and any(problems):
-            rank, problem = next(item for item in enumerate(problems) if item[1])
-            raise InvalidArgumentError(f"other machines cannot reach rank {rank}: {problem}")
+    def fail(self, reason: str) -> RankFailedError:
+        """End all ranks because of *reason*, unless one has already failed; return the error."""
+        with self._changed:
+            if self._failure is not None:
+                return self._failure
+            self._failure = failure = RankFailedError(reason)
+            calls = list(self._on_failure)
+            self._changed.notify_all()
+        for process in self._processes.values():
+            process.kill()
+        for call in calls:
+            call()
+        return failure
 
-    def _loopback(self, backend: str) -> str:
-        """Return why other machines could not reach this rank, or an empty string."""
-        if self.rank == 0 and _is_loopback(address := socket.gethostbyname(self.address)):
-            return (
-                f"MASTER_ADDR={self.address!r} is the loopback address {address} on its machine. "
-                "Pass torchrun an address of its network: --master-addr 10.0.0.1."
-            )
-        if "gloo" not in backend or os.environ.get("GLOO_SOCKET_IFNAME"):
-            return ""
-        if _is_loopback(address := _gloo_address()):
-            return (
-                f"its host name {socket.gethostname()!r} resolves to the loopback address "
-                f"{address}. Set GLOO_SOCKET_IFNAME on that machine to its network interface, such "
-                "as eth0, or correct its /etc/hosts."
-            )
-        return ""
+    def silent(self) -> list[int]:
+        """Return the ranks whose replies are missing."""
+        most = max(self._last.values())
+        return [rank for rank, number in self._last.items() if number < most] or list(self._last)
 
-    def _wait(self, store: Store, keys: list[str], timeout: float) -> None:
-        try:
-            store.wait(keys, timedelta(seconds=timeout))
-        except RuntimeError as error:
-            raise RankFailedError(
-                f"not all of {self.size} ranks came within {timeout:g} s: {error}"
-            ) from error
+    def watch(self, call: Callable[[], None]) -> None:
+        """Call *call*, in another thread, when a rank fails, or at once if one has."""
+        with self._changed:
+            self._on_failure.append(call)
+        if self._failure is not None:
+            call()
 
-    def accept(self, store: Store, timeout: float) -> dict[int, Connection]:
-        """Return connections to the other ranks, for rank 0.
+    def stop(self) -> None:
+        """Ask all ranks to stop."""
+        self._is_closed = True
+        for connection in self._connections.values():
+            with suppress(OSError):
+                connection.send(None)
 
-        Raises:
-            RankFailedError: a rank does not connect within *timeout* seconds.
-        """
-        key, others = secrets.token_bytes(32), range(1, self.size)
-        with Listener((self.address, 0), backlog=self.size, authkey=key) as listener:
-            host, port = cast("tuple[str, int]", listener.address)
-            store.set(_ADDRESS, json.dumps([host, port, key.hex()]))
-            self._wait(store, [f"coming/{rank}" for rank in others], timeout)
-            found: dict[int, Connection] = {}
-            for _ in others:
-                connection = listener.accept()
-                found[int(connection.recv_bytes())] = connection
-        return found
+    def kill(self) -> None:
+        """End the processes that were started, at once."""
+        self._is_closed = True
+        for process in self._processes.values():
+            process.kill()
 
-    def connect(self, store: Store) -> Connection:
-        """Return a connection to rank 0, for the other ranks.
+    def close(self) -> None:
+        """Wait until all ranks have ended, after :meth:`stop`."""
+        for process in self._processes.values():
+            process.end(_STOP_SECONDS)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(_STOP_SECONDS)
+        for connection in self._connections.values():
+            connection.close()
 
-        Raises:
-            RankFailedError: it does not answer.
-        """
-        try:
-            host, port, key = json.loads(store.get(_ADDRESS))
-            store.set(f"coming/{self.rank}", "")
-            connection = Client((host, port), authkey=bytes.fromhex(key))
-            connection.send_bytes(str(self.rank).encode())
-        except (RuntimeError, OSError, EOFError, AuthenticationError) as error:
-            raise RankFailedError(f"rank {self.rank} cannot reach rank 0: {error}") from error
-        return connection
+    # In the thread that listens
+
+    def _listen(self) -> None:
+        ranks = {connection: rank for rank, connection in self._connections.items()}
+        while ranks and self._failure is None:
+            for connection in wait(list(ranks)):
+                assert isinstance(connection, Connection)
+                try:
+                    self._receive(ranks[connection], connection.recv())
+                except (EOFError, OSError):
+                    rank = ranks.pop(connection)
+                    if not self._is_closed:
+                        self.fail(f"rank {rank} died: it {self._end(rank)}.")
+
+    def _receive(self, rank: int, message: Reply | Failure) -> None:
+        if isinstance(message, Failure):
+            if message.trace is not None:
+                _log.error("rank %d failed:\n%s", rank, message.trace)
+            self.fail(f"rank {rank} failed: {message.error}")
+            return
+        with self._changed:
+            self._last[rank] = message.number
+            if (awaited := self._replies.get(message.number)) is not None:
+                awaited[rank] = message.value
+            self._changed.notify_all()
+
+    def _end(self, rank: int) -> str:
+        process = self._processes.get(rank)
+        return "closed its connection" if process is None else process.end(_STOP_SECONDS)
 
 
-def is_follower(tensor_parallel_size: int) -> bool:
-    """Whether this process is a rank other than 0 of an engine of that size.
+# Executor with several ranks: the first in this process, each other one in its own.
+
+
+_FAILURE_SECONDS = 2.0  # for the message of a rank that fails to arrive
+
+
+class RankedExecutor(Executor):
+    """Runs a worker for each rank of a tensor-parallel model.
+
+    The first rank is in this process. It starts the others, unless ``torchrun`` has. With
+    ``torchrun``, every process runs the same program; in the other ranks, the constructor follows
+    the first rank, and raises ``SystemExit`` when that shuts down.
+
+    A failure of one rank ends all ranks within the configured timeout. Every method then raises
+    :class:`~opweave_engine.errors.RankFailedError`, which names the rank.
 
     Raises:
-        InvalidArgumentError: the number of launched processes differs.
+        InvalidArgumentError: the number of launched processes differs, or *platform* is not the
+            current one, which the other ranks use.
+        ShardingError: the model cannot be divided over the ranks; no process is started.
+        RankFailedError: a rank does not start, or would run on another platform, with other
+            plugins, versions or priorities.
     """
-    launch = _launch_of(tensor_parallel_size)
-    return launch is not None and launch.rank > 0
+
+    def __init__(
+        self,
+        model: str | Path,
+        config: EngineConfig,
+        platform: Platform,
+        progress: Progress | None = None,
+    ) -> None:
+        if platform is not (current := platforms.current_platform):
+            raise InvalidArgumentError(
+                f"platform {platform.name!r} was given, but the current one is {current.name!r}, "
+                "on which the processes of the other ranks are. Choose it with OPWEAVE_PLATFORM."
+            )
+        launch, timeout = Launch.from_environment(), config.parallel.timeout
+        local = size = config.parallel.tensor_parallel_size
+        if launch is not None:
+            launch.check_size(size)
+        check_ranks(model, size, config.model_impl)
+        store: Store
+        if launch is None:
+            store = own_store = _own_store()
+            processes = {rank: Process(own_store.port) for rank in range(1, size)}
+            connections = {rank: process.connection for rank, process in processes.items()}
+        else:
+            store, local = launch.store(timeout, platform.dist_backend), launch.local_size
+            if launch.rank:
+                sys.exit(follow(launch.connect(store), lambda: store))
+            connections, processes = launch.accept(store, timeout), {}
+        start = Start(0, size, 0, Path(model), config, timeout, _threads(config, platform, local))
+        self._rank: RankWorker | None = None
+        self._peers = peers = Peers(connections, processes)
+        try:
+            self._rank = RankWorker(start, platform, store, progress)
+            self._stop = weakref.finalize(self, _shut_down, peers, self._rank)
+            peers.start(
+                Agreement.here(),
+                {r: replace(start, rank=r, local_rank=r % local) for r in range(1, size)},
+            )
+            self.facts = self._load(self._rank, local)
+        except BaseException:
+            peers.kill()
+            self.shutdown()
+            raise
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process ids of the ranks that this process has started, by rank."""
+        return self._peers.pids
+
+    def allocate(self, plan: CachePlan) -> None:
+        rank = self._running()
+        with self._together():
+            self._call(rank, "allocate", plan)
+            self._call(rank, "warm_up")
+
+    def execute(self, steps: Sequence[SequenceStep]) -> list[Sampled]:
+        rank = self._running()
+        with self._together():
+            self._peers.call("execute", steps)
+            return rank.worker.execute(steps)
+
+    def check(self) -> None:
+        self._peers.check()
+
+    def watch(self, call: Callable[[], None]) -> None:
+        self._peers.watch(call)
+
+    def interrupt(self) -> None:
+        silent = ", ".join(map(str, self._peers.silent()))
+        self._peers.fail(f"the engine shuts down, and ranks have not finished the step: {silent}.")
+
+    def shutdown(self) -> None:
+        if self._rank is not None:
+            self._rank = None
+            self._stop()
+
+    def _call(self, rank: RankWorker, method: Method, *arguments: Any) -> list[Any]:
+        """Call a method on all ranks at once, and return the results by rank."""
+        number = self._peers.call(method, *arguments)
+        return [rank.do(method, *arguments), *self._peers.replies(number)]
+
+    def _load(self, rank: RankWorker, local: int) -> ModelFacts:
+        # Ranks wait for each other without a collective here, so the failure of one must end it.
+        self._peers.watch(rank.abort)
+        with self._together():
+            self._call(rank, "join")
+            self._call(rank, "load_model")
+            facts: list[ModelFacts] = self._call(rank, "facts")
+        memory, free = min(f.memory for f in facts), min(f.free for f in facts)
+        if rank.worker.platform.capabilities.unified_memory:  # all ranks report the same memory
+            free //= local
+            if rank.worker.config.cache.memory_bytes is None:
+                memory //= local
+        return replace(facts[0], memory=memory, free=free)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """End all ranks if the block, which runs on all of them, raises."""
+        try:
+            yield
+        except NonFiniteLogitsError:
+            raise
+        except (CommunicatorError, RuntimeError) as error:
+            raise self._why(error) from error
+        except BaseException as error:
+            # Wherever the others are now, they are no longer where this one is.
+            self._peers.fail(f"rank 0 stopped in the middle of a step: {type(error).__name__}")
+            raise
+
+    def _why(self, error: Exception) -> Exception:
+        """Return the error of the rank that failed first, which may not be this one's."""
+        failure = self._peers.failure(_FAILURE_SECONDS)
+        if failure is not None:
+            return failure
+        if isinstance(error, CommunicatorError | distributed.DistError):
+            silent = ", ".join(map(str, self._peers.silent()))
+            return self._peers.fail(f"{error} Ranks that have not finished the step: {silent}.")
+        self._peers.fail(f"rank 0 failed: {described(error)}")
+        return error
+
+    def _running(self) -> RankWorker:
+        if self._rank is None:
+            raise EngineDeadError("The engine is shut down.")
+        return self._rank
 
 
-def is_launched(tensor_parallel_size: int) -> bool:
-    """Whether a launcher, such as ``torchrun``, has started the ranks of such an engine.
-
-    Raises:
-        InvalidArgumentError: the number of launched processes differs.
-    """
-    return _launch_of(tensor_parallel_size) is not None
-
-
-def _launch_of(tensor_parallel_size: int) -> Launch | None:
-    launch = Launch.from_environment() if tensor_parallel_size > 1 else None
-    if launch is not None:
-        launch.check_size(tensor_parallel_size)
-    return launch
+def _own_store() -> TCPStore:
+    if distributed.is_initialized():
+        raise InvalidArgumentError(
+            "This process is in a group of torch.distributed already, and an engine with several "
+            "ranks makes one: shut the other engine down, or launch all ranks with torchrun."
+        )
+    return TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
 
 
-def _network() -> str:
-    """Return a name of this process's network; loopback addresses do not leave it."""
+def _threads(config: EngineConfig, platform: Platform, local: int) -> int | None:
+    """Return the number of threads for each rank on this machine; None: unchanged."""
+    if config.cpu_threads is not None:
+        return config.cpu_threads
+    if platform.device_type != "cpu" or os.environ.get("OMP_NUM_THREADS"):
+        return None
+    return max(1, torch.get_num_threads() // local)
+
+
+def _shut_down(peers: Peers, rank: RankWorker) -> None:
+    peers.stop()
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
-    except OSError:  # not on Linux
-        return f"{socket.gethostname()} {uuid.getnode()}"
-
-
-def _gloo_address() -> str:
-    """Return the address that gloo advertises without ``GLOO_SOCKET_IFNAME``.
-
-    It is the first address of the host name to which a socket can be bound, else loopback; see
-    ``createDefaultDevice`` in torch's ProcessGroupGloo.cpp.
-    """
-    try:
-        entries = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except socket.gaierror:  # the host name has no address
-        entries = []
-    for family, kind, protocol, _, address in entries:
-        with socket.socket(family, kind, protocol) as probe, suppress(OSError):
-            probe.bind(address)
-            return str(address[0])
-    return "127.0.0.1"
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        rank.close()
+    except OpweaveError as error:
+        _log.warning("leaving the group of ranks: %s", error)
+    finally:
+        peers.close()

@@ -1,24 +1,31 @@
-"""One rank: a worker and its communicator, which executes the calls of the first rank."""
+"""One rank: how processes become ranks, agree, and execute the calls of the first rank."""
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import os
 import pickle
+import secrets
 import signal
+import socket
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
+from datetime import timedelta
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from opweave import ir, platforms
 from opweave.config import EngineConfig
@@ -31,15 +38,199 @@ from opweave.plugins import (
     State,
     load_general_plugins,
     plugin_report,
-    resolve_obj_by_qualname,
 )
-from opweave_engine.cache_plan import CachePlan
-from opweave_engine.errors import NonFiniteLogitsError, RankFailedError
-from opweave_engine.forward import SequenceStep
+from opweave_engine.errors import InvalidArgumentError, NonFiniteLogitsError, RankFailedError
 from opweave_engine.load.checkpoint import Progress
 from opweave_engine.parallel.communicators import Communicator, RankGroup
-from opweave_engine.runner import ModelFacts, Worker
-from opweave_engine.sampling.sampler import Sampled
+from opweave_engine.parts import part
+from opweave_engine.runner import Worker
+
+# Ranks started by ``torchrun``, which all run the same command.
+
+
+_ADDRESS = "address"
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The environment variables that ``torchrun`` sets for a process.
+
+    Attributes:
+        rank: the index of the process.
+        size: the number of processes.
+        local_rank: the index of the process on its machine.
+        local_size: the number of processes on its machine.
+        address: the machine of rank 0.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
+        """Read the variables; return None if several processes were not launched.
+
+        Raises:
+            InvalidArgumentError: a variable is missing or is not a number.
+        """
+        if not environment.get("WORLD_SIZE") or environment["WORLD_SIZE"] == "1":
+            return None
+        try:
+            rank, size, local_rank, local_size, address, _ = (environment[n] for n in _NAMES)
+            return cls(int(rank), int(size), int(local_rank), int(local_size), address)
+        except (KeyError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"WORLD_SIZE={environment['WORLD_SIZE']} says that several processes were "
+                f"launched, but one of {', '.join(_NAMES)} is missing or is not a number: {error}. "
+                "Launch with torchrun, which sets them, or unset WORLD_SIZE."
+            ) from error
+
+    def check_size(self, tensor_parallel_size: int) -> None:
+        """Raise InvalidArgumentError unless all processes are ranks of the engine."""
+        if tensor_parallel_size != self.size:
+            raise InvalidArgumentError(
+                f"{self.size} processes were launched (WORLD_SIZE), but tensor_parallel_size is "
+                f"{tensor_parallel_size}. Make both the same: torchrun --nproc-per-node N, or "
+                f"--nnodes M --nproc-per-node N with M x N = {tensor_parallel_size}."
+            )
+
+    def store(self, timeout: float, backend: str) -> Store:
+        """Return the rendezvous store; wait for all processes.
+
+        Args:
+            timeout: in seconds.
+            backend: the backend of ``torch.distributed``.
+
+        Raises:
+            InvalidArgumentError: as :meth:`check_addresses` raises it.
+        """
+        met = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        store = PrefixStore("opweave", cast("tuple[Any, ...]", met)[0])
+        self.check_addresses(store, timeout, backend)
+        return store
+
+    def check_addresses(self, store: Store, timeout: float, backend: str) -> None:
+        """Check that ranks on different machines can connect to each other.
+
+        All ranks raise the same error, so none waits for a rank that has given up.
+
+        Raises:
+            InvalidArgumentError: a rank would advertise a loopback address to other machines.
+            RankFailedError: a rank does not come within *timeout* seconds.
+        """
+        keys = [f"host/{rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], json.dumps([_network(), self._loopback(backend)]))
+        self._wait(store, keys, timeout)
+        networks, problems = zip(*(json.loads(store.get(key)) for key in keys), strict=True)
+        if len(set(networks)) > 1 and any(problems):
+            rank, problem = next(item for item in enumerate(problems) if item[1])
+            raise InvalidArgumentError(f"other machines cannot reach rank {rank}: {problem}")
+
+    def _loopback(self, backend: str) -> str:
+        """Return why other machines could not reach this rank, or an empty string."""
+        if self.rank == 0 and _is_loopback(address := socket.gethostbyname(self.address)):
+            return (
+                f"MASTER_ADDR={self.address!r} is the loopback address {address} on its machine. "
+                "Pass torchrun an address of its network: --master-addr 10.0.0.1."
+            )
+        if "gloo" not in backend or os.environ.get("GLOO_SOCKET_IFNAME"):
+            return ""
+        if _is_loopback(address := _gloo_address()):
+            return (
+                f"its host name {socket.gethostname()!r} resolves to the loopback address "
+                f"{address}. Set GLOO_SOCKET_IFNAME on that machine to its network interface, such "
+                "as eth0, or correct its /etc/hosts."
+            )
+        return ""
+
+    def _wait(self, store: Store, keys: list[str], timeout: float) -> None:
+        try:
+            store.wait(keys, timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise RankFailedError(
+                f"not all of {self.size} ranks came within {timeout:g} s: {error}"
+            ) from error
+
+    def accept(self, store: Store, timeout: float) -> dict[int, Connection]:
+        """Return connections to the other ranks, for rank 0.
+
+        Raises:
+            RankFailedError: a rank does not connect within *timeout* seconds.
+        """
+        key, others = secrets.token_bytes(32), range(1, self.size)
+        with Listener((self.address, 0), backlog=self.size, authkey=key) as listener:
+            host, port = cast("tuple[str, int]", listener.address)
+            store.set(_ADDRESS, json.dumps([host, port, key.hex()]))
+            self._wait(store, [f"coming/{rank}" for rank in others], timeout)
+            connections: dict[int, Connection] = {}
+            for _ in others:
+                connection = listener.accept()
+                connections[int(connection.recv_bytes())] = connection
+        return connections
+
+    def connect(self, store: Store) -> Connection:
+        """Return a connection to rank 0, for the other ranks.
+
+        Raises:
+            RankFailedError: it does not answer.
+        """
+        try:
+            host, port, key = json.loads(store.get(_ADDRESS))
+            store.set(f"coming/{self.rank}", "")
+            connection = Client((host, port), authkey=bytes.fromhex(key))
+            connection.send_bytes(str(self.rank).encode())
+        except (RuntimeError, OSError, EOFError, AuthenticationError) as error:
+            raise RankFailedError(f"rank {self.rank} cannot reach rank 0: {error}") from error
+        return connection
+
+
+def launch_of(tensor_parallel_size: int) -> Launch | None:
+    """Return how a launcher, such as ``torchrun``, has started this rank of such an engine.
+
+    None: an engine of that size starts its ranks itself.
+
+    Raises:
+        InvalidArgumentError: the number of launched processes differs.
+    """
+    launch = Launch.from_environment() if tensor_parallel_size > 1 else None
+    if launch is not None:
+        launch.check_size(tensor_parallel_size)
+    return launch
+
+
+def _network() -> str:
+    """Return a name of this process's network; loopback addresses do not leave it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:  # not on Linux
+        return f"{socket.gethostname()} {uuid.getnode()}"
+
+
+def _gloo_address() -> str:
+    """Return the address that gloo advertises without ``GLOO_SOCKET_IFNAME``.
+
+    It is the first address of the host name to which a socket can be bound, else loopback; see
+    ``createDefaultDevice`` in torch's ProcessGroupGloo.cpp.
+    """
+    try:
+        entries = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except socket.gaierror:  # the host name has no address
+        entries = []
+    for family, kind, protocol, _, address in entries:
+        with socket.socket(family, kind, protocol) as probe, suppress(OSError):
+            probe.bind(address)
+            return str(address[0])
+    return "127.0.0.1"
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
 
 # Messages between the first rank and the others, after their agreement.
 
@@ -78,7 +269,7 @@ class Call:
 
     Attributes:
         number: the number of the call.
-        method: a method of :class:`RankWorker`.
+        method: a method of :class:`RankWorker` or of its worker.
         arguments: its arguments.
     """
 
@@ -111,11 +302,6 @@ class Failure:
 
     error: str
     trace: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """The engine shuts down."""
 
 
 # The settings that all processes of an engine must agree on before they compute.
@@ -177,10 +363,10 @@ class Agreement:
         """
         platform = platforms.impose(self.platform).platform
         load_general_plugins()
-        if (found := _plugins()) != self.plugins:
+        if (plugins := _plugins()) != self.plugins:
             raise RankFailedError(
                 f"{_PARENT} uses the general plugins {_listed(self.plugins)}; this process "
-                f"finds {_listed(found)}. Both must use one environment."
+                f"finds {_listed(plugins)}. Both must use one environment."
             )
         return platform
 
@@ -210,8 +396,8 @@ class Agreement:
 
     def _differences(self) -> dict[str, list[str]]:
         ir.current_registry().ensure_ready()
-        own = _priorities()
-        return {op: names for op, names in self.priorities.items() if own.get(op) != names}
+        local = _priorities()
+        return {op: names for op, names in self.priorities.items() if local.get(op) != names}
 
     def _check_priorities(self) -> None:
         for op, names in _priorities().items():
@@ -254,27 +440,34 @@ class RankWorker:
         start: its identity and configuration.
         platform: names the worker and the communicator.
         store: the rendezvous store.
+        progress: called while loading, with the number of tensors loaded so far and in total.
 
     Attributes:
         worker: the worker of this rank.
         communicator: collectives with the other ranks; None before :meth:`join`.
     """
 
-    def __init__(self, start: Start, platform: Platform, store: Store) -> None:
+    def __init__(
+        self, start: Start, platform: Platform, store: Store, progress: Progress | None = None
+    ) -> None:
         self._start, self._platform, self._store = start, platform, store
+        self._progress = progress
         self.communicator: Communicator | None = None
-        worker: type[Worker] = resolve_obj_by_qualname(platform.get_worker_cls(start.config))
+        worker: type[Worker] = part(platform, "get_worker_cls", start.config)
         self.worker = worker(start.model, start.config, platform, start.local_rank)
         self._threads = torch.get_num_threads()
         if start.threads is not None:
             torch.set_num_threads(start.threads)
 
+    def do(self, method: Method, *arguments: Any) -> Any:
+        """Call a method of this class or of the worker."""
+        target = self if method in ("join", "load_model") else self.worker
+        return getattr(target, method)(*arguments)
+
     def join(self) -> None:
         """Initialize the device, and connect to the other ranks."""
         self.worker.init_device()
-        kind: type[Communicator] = resolve_obj_by_qualname(
-            self._platform.get_device_communicator_cls()
-        )
+        kind: type[Communicator] = part(self._platform, "get_device_communicator_cls")
         self.communicator = kind(
             RankGroup(
                 self._start.rank,
@@ -286,32 +479,11 @@ class RankWorker:
             )
         )
 
-    def load_model(self, progress: Progress | None = None) -> None:
+    def load_model(self) -> None:
         """Load this rank's part of the model."""
         assert self.communicator is not None, "join() comes first"
         with tensor_parallel(self.communicator.tensor_parallel()):
-            self.worker.load_model(progress)
-
-    def facts(self) -> ModelFacts:
-        """Return the facts about the model that the engine needs."""
-        return self.worker.facts()
-
-    def allocate(self, plan: CachePlan) -> None:
-        """Make the cache."""
-        self.worker.allocate(plan)
-
-    def warm_up(self) -> None:
-        """Compile, and select every op."""
-        self.worker.warm_up()
-
-    def execute(self, steps: Sequence[SequenceStep]) -> list[Sampled]:
-        """Compute one step."""
-        return self.worker.execute(steps)
-
-    def follow(self, steps: Sequence[SequenceStep]) -> None:
-        """Compute one step with the other ranks, without returning the tokens."""
-        with suppress(NonFiniteLogitsError):  # all ranks find them, and the first one tells
-            self.worker.execute(steps)
+            self.worker.load_model(self._progress)
 
     def abort(self) -> None:
         """Make a waiting collective raise; called from another thread."""
@@ -331,7 +503,7 @@ class RankWorker:
 _log = logging.getLogger(__name__)
 
 AGREED = b"agreed"
-_GRACE = 5.0  # seconds to finish after the first rank has gone
+_EXIT_SECONDS = 5.0  # for this process to finish after the first rank has gone
 
 
 def follow(connection: Connection, open_store: Callable[[], Store]) -> int:
@@ -355,20 +527,16 @@ def follow(connection: Connection, open_store: Callable[[], Store]) -> int:
             return _serve(connection, platform, open_store)
     except (EOFError, ConnectionError):  # the first rank has gone
         return 1
-    except Exception as error:  # the first rank must be told of any error
-        return _refuse(connection, error)
-
-
-def _refuse(connection: Connection, error: Exception) -> int:
-    try:
-        connection.send_bytes(described(error).encode())
-    except OSError:  # it has gone
-        _log.exception("a rank failed, and the first rank has gone")
-    return 1
+    except Exception as error:  # the first rank must receive any error
+        try:
+            connection.send_bytes(described(error).encode())
+        except OSError:
+            _log.exception("a rank failed, and the first rank has gone")
+        return 1
 
 
 def _serve(connection: Connection, platform: Platform, open_store: Callable[[], Store]) -> int:
-    inbox: SimpleQueue[Call | Stop] = SimpleQueue()
+    inbox: SimpleQueue[Call | None] = SimpleQueue()
     start = connection.recv()
     assert isinstance(start, Start), start
     finished = threading.Event()
@@ -376,8 +544,12 @@ def _serve(connection: Connection, platform: Platform, open_store: Callable[[], 
     rank = None
     try:
         rank = RankWorker(start, platform, open_store())
-        while isinstance(call := inbox.get(), Call):
-            connection.send(Reply(call.number, _do(rank, call)))
+        while (call := inbox.get()) is not None:
+            value = None
+            with suppress(NonFiniteLogitsError):  # all ranks find them; the first one raises
+                value = rank.do(call.method, *call.arguments)
+            # All ranks sample the same tokens, so the first rank does not need these.
+            connection.send(Reply(call.number, None if call.method == "execute" else value))
         return 0
     except Exception as error:
         trace = None if isinstance(error, OpweaveError) else traceback.format_exc()
@@ -389,21 +561,14 @@ def _serve(connection: Connection, platform: Platform, open_store: Callable[[], 
         finished.set()
 
 
-def _do(rank: RankWorker, call: Call) -> object:
-    method = rank.follow if call.method == "execute" else getattr(rank, call.method)
-    value: object = method(*call.arguments)
-    return value
-
-
 def _read(
-    connection: Connection, inbox: SimpleQueue[Call | Stop], finished: threading.Event
+    connection: Connection, inbox: SimpleQueue[Call | None], finished: threading.Event
 ) -> None:
     """Pass on messages; exit the process when the connection ends."""
     try:
         while True:
-            message = connection.recv()
-            inbox.put(message)
+            inbox.put(connection.recv())
     except (EOFError, OSError, pickle.UnpicklingError):
-        inbox.put(Stop())
-        if not finished.wait(_GRACE):
+        inbox.put(None)
+        if not finished.wait(_EXIT_SECONDS):
             os._exit(1)

@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from opweave_engine.parallel.executor import HOST
 from opweave_engine.parallel.rank import follow
-from opweave_engine.parallel.ranked import HOST
 
 if __name__ == "__main__":
     descriptor, port = map(int, sys.argv[1:])

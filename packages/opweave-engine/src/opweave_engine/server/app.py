@@ -36,6 +36,7 @@ from opweave_engine.server.middleware import (
     WholeBody,
     error_response,
 )
+from opweave_engine.server.protocol.base import FieldRow, all_rows, models_of
 from opweave_engine.server.routes import (
     chat,
     completions,
@@ -145,6 +146,17 @@ _ROUTERS = (
     info.router,
 )
 _EXPOSED = ["X-Request-Id", "X-Opweave-Ignored"]
+
+
+def request_fields() -> dict[str, dict[str, FieldRow]]:
+    """Return how the server handles the fields of requests, by endpoint and path of the field."""
+    endpoints: dict[str, dict[str, FieldRow]] = {}
+    for route in (route for router in _ROUTERS for route in router.routes):
+        if isinstance(route, APIRoute) and route.body_field is not None:
+            rows = endpoints.setdefault(route.path, {})
+            for model in models_of(route.body_field.field_info.annotation):
+                rows |= all_rows(model)
+    return endpoints
 
 
 def create_app(

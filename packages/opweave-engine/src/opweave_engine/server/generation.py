@@ -9,8 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-
-from fastapi import Request
+from typing import Any
 
 from opweave_engine import (
     CompletionOutput,
@@ -25,12 +24,12 @@ from opweave_engine import (
 from opweave_engine.prompts import DictPrompt
 from opweave_engine.request import OutputAccumulator, merge_deltas
 from opweave_engine.server.answer_plan import AnswerPlan
-from opweave_engine.server.disconnect import close, merge_streams, unless_gone
+from opweave_engine.server.disconnect import close, merge_streams
 from opweave_engine.server.errors import ApiError, shutting_down
 from opweave_engine.server.prompts import Prompt, Reading, check_context, read_prompts, render
 from opweave_engine.server.protocol.chat import ChatRequest
 from opweave_engine.server.protocol.sampling import ToolUse, form_error
-from opweave_engine.server.state import Deadline, ServerState
+from opweave_engine.server.state import ServerCall, ServerState
 
 # Generates the outputs of one HTTP request.
 
@@ -45,26 +44,22 @@ class GenerationJob:
     """The prompts and parameters of one HTTP request.
 
     Attributes:
-        server: runs the request.
+        call: the HTTP request.
         kind: the prefix of its id.
         prompts: at least one.
         params: the sampling parameters.
-        deadline: when the response must be complete.
         priority: the scheduling priority; lower numbers go first.
-        param: the request field that the prompts come from.
         form_field: the request field that constrains the form of the output.
         request_id: the suffix of its id; None: a random one.
         id: the id in responses.
         created: seconds since 1970.
     """
 
-    server: ServerState
+    call: ServerCall
     kind: str
     prompts: list[Prompt]
     params: SamplingParams
-    deadline: Deadline
     priority: int = 0
-    param: str = "prompt"
     form_field: str = "structured_outputs"
     request_id: str | None = None
     id: str = field(init=False)
@@ -75,9 +70,14 @@ class GenerationJob:
         object.__setattr__(self, "id", f"{self.kind}-{self.request_id or self._name}")
 
     @property
-    def model(self) -> str:
-        """The name of the model in responses."""
-        return self.server.model_names[0]
+    def server(self) -> ServerState:
+        """The server that runs the request."""
+        return self.call.server
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The fields that all responses begin with."""
+        return {"id": self.id, "created": self.created, "model": self.server.model_names[0]}
 
     async def deltas(self) -> Deltas:
         """Yield the deltas of all prompts, each with the index of its prompt. Closing it aborts.
@@ -88,17 +88,17 @@ class GenerationJob:
         """
         if self.server.config.log_prompts:
             _log.info("%s prompts %r", self.id, [p.text or p.ids for p in self.prompts])
-        several = self.param if self.params.n == 1 else "n"
+        several = self.call.param if self.params.n == 1 else "n"
         with self.server.admission.places(len(self.prompts) * self.params.n, param=several):
             async with aclosing(self._merged()) as deltas:
                 while True:
                     try:
-                        async with self.deadline.limit():
+                        async with self.call.deadline.limit():
                             index, delta = await anext(deltas)
                     except StopAsyncIteration:
                         return
                     except PromptError as error:
-                        raise ApiError(str(error), param=self.param) from error
+                        raise ApiError(str(error), param=self.call.param) from error
                     except (SamplingParamsError, MissingDependencyError) as error:
                         if self.params.structured_outputs is None:
                             raise
@@ -167,53 +167,36 @@ class GenerationJob:
 
 
 async def chat_generation(
-    body: ChatRequest, request: Request, server: ServerState, *, kind: str
+    body: ChatRequest, call: ServerCall, *, kind: str
 ) -> tuple[GenerationJob, AnswerPlan]:
     """Return the job for a conversation, and how to parse its outputs.
 
     Args:
         body: the conversation.
-        request: the HTTP request.
-        server: runs the job.
+        call: the HTTP request.
         kind: the prefix of the response's id.
 
     Raises:
         ApiError, EngineError: the request is invalid.
         ClientGoneError: the client disconnected.
     """
-    params, deadline = body.params(server.engine.sampling_defaults), server.deadline()
+    server = call.server
+    params = body.params(server.engine.sampling_defaults)
     use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     reading = Reading.of(params, server, add_special_tokens=bool(body.add_special_tokens))
 
     async def read() -> tuple[str, list[Prompt]]:
-        text = await render(body, request, server, deadline)
-        prompts = await read_prompts(
-            text, server, deadline, param="messages", reading=reading, cache_salt=body.cache_salt
-        )
-        return text, prompts
+        text = await render(body, call)
+        return text, await read_prompts(text, call, reading=reading, cache_salt=body.cache_salt)
 
-    text, prompts = await unless_gone(request, read())
+    text, prompts = await call.unless_gone(read())
     plan = AnswerPlan(server.output_style, use, text, body.form_field)
     constrain = partial(plan.constrained, params, server.engine.tokenizer)
     # The schemas of many functions take too long for the event loop.
-    params = await server.as_guest(constrain, deadline) if use.functions else constrain()
-    check_context(
-        prompts,
-        params,
-        server,
-        param="messages",
-        limit=body.limit_field,
-        asks=getattr(body, body.limit_field) is not None,
+    params = await call.as_guest(constrain) if use.functions else constrain()
+    asks = getattr(body, body.limit_field) is not None
+    check_context(prompts, params, call, limit=body.limit_field, asks=asks)
+    job = GenerationJob(
+        call, kind, prompts, params, body.priority or 0, plan.source_field, body.request_id
     )
-    generation = GenerationJob(
-        server,
-        kind,
-        prompts,
-        params,
-        deadline,
-        body.priority or 0,
-        param="messages",
-        form_field=plan.source_field,
-        request_id=body.request_id,
-    )
-    return generation, plan
+    return job, plan

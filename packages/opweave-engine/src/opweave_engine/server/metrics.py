@@ -145,14 +145,11 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
-        for field, (name, doc) in _GAUGES.items():
-            gauge = GaugeMetricFamily(PREFIX + name, doc, labels=["model_name"])
-            gauge.add_metric([self._model], getattr(stats, field))
-            yield gauge
-        for field, (name, doc) in _COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, doc, labels=["model_name"])
-            counter.add_metric([self._model], getattr(stats, field))
-            yield counter
+        for kind, names in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for field, (name, doc) in names.items():
+                family = kind(PREFIX + name, doc, labels=["model_name"])
+                family.add_metric([self._model], getattr(stats, field))
+                yield family
         yield self._finished(stats)
         for field, counts in stats.histograms.items():
             yield self._histogram(field, counts)

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar, cast
 
-from fastapi import Request
-
 from opweave_engine import ChatTemplate, PoolingParams, SamplingParams, Tokenizer, TokenizerError
+from opweave_engine.prompts import truncated
 from opweave_engine.server.errors import ApiError, no_tokenizer
 from opweave_engine.server.protocol.base import Input, for_header
 from opweave_engine.server.protocol.chat import Conversation
-from opweave_engine.server.state import Deadline, ServerState
+from opweave_engine.server.state import ServerCall, ServerState
 from opweave_engine.tokenizer import Side
 
 Item = TypeVar("Item", bound=Sequence[object])
@@ -48,24 +47,17 @@ class Reading:
         """Return the settings for the prompts of a request with *params*."""
         return cls(add_special_tokens, params.prompt_limit(server.engine.max_model_len))
 
-    def tokens(self, text: str, tokenizer: Tokenizer) -> list[int]:
-        """Return the tokens of a text."""
-        return tokenizer.encode(
-            text,
-            add_special_tokens=self.add_special_tokens,
-            keep=self.keep,
-            truncation_side=self.side,
-        )
-
-    def prompt(self, text: str, ids: list[int]) -> Prompt:
+    def prompt(self, content: str | list[int], tokenizer: Tokenizer) -> Prompt:
         """Return a prompt; if it may be truncated, its text is detokenized from its tokens."""
-        return Prompt(None if len(ids) == self.keep else text, ids)
-
-    def cut(self, ids: list[int]) -> list[int]:
-        """Truncate a prompt that was sent as tokens."""
-        if self.keep is None:
-            return ids
-        return ids[-self.keep :] if self.side == "left" else ids[: self.keep]
+        ids = truncated(
+            content,
+            tokenizer,
+            self.keep,
+            side=self.side,
+            add_special_tokens=self.add_special_tokens,
+        )
+        text = content if isinstance(content, str) and len(ids) != self.keep else None
+        return Prompt(text, ids)
 
 
 DEFAULT_READING = Reading()
@@ -87,11 +79,9 @@ class Prompt:
 
 
 async def read_prompts(
-    given: Input,
-    server: ServerState,
-    deadline: Deadline,
+    content: Input,
+    call: ServerCall,
     *,
-    param: str,
     n: int = 1,
     at_once: int | None = None,
     reading: Reading = DEFAULT_READING,
@@ -100,10 +90,8 @@ async def read_prompts(
     """Return the prompts of a request, in order.
 
     Args:
-        given: one prompt or several.
-        server: the server with the tokenizer.
-        deadline: of the request.
-        param: the request field of the prompts.
+        content: one prompt or several.
+        call: the request.
         n: the number of answers per prompt.
         at_once: the maximum number of prompts that the engine gets at one time; None: all.
         reading: how to tokenize and truncate prompts.
@@ -114,39 +102,27 @@ async def read_prompts(
             of :func:`read_all`.
         PromptError: a text contains half of a surrogate pair.
     """
-    several = _as_list(given)
-    if not several:
+    sent, param, server = _as_list(content), call.param, call.server
+    if not sent:
         raise ApiError(f"{param} is empty; it must hold at least one prompt.", param=param)
-    count = len(several) if at_once is None else min(len(several), at_once)
+    count = len(sent) if at_once is None else min(len(sent), at_once)
     server.admission.check(count * n, param=param if n == 1 else "n")
-    texts = [one for one in several if isinstance(one, str)]
-    for text in texts:
-        check_length(text, server, param=param, reading=reading)
-    encode = partial(reading.tokens, tokenizer=server.engine.tokenizer)
-    read = iter(await read_all(encode, texts, server, deadline, param=param))
-    prompts = [
-        reading.prompt(one, next(read)) if isinstance(one, str) else Prompt(None, reading.cut(one))
-        for one in several
-    ]
+    for text in sent:
+        if isinstance(text, str):
+            check_length(text, call, reading)
+    encode = partial(reading.prompt, tokenizer=server.engine.tokenizer)
+    prompts = await read_all(encode, sent, call, size=_text_size)
     return [replace(prompt, cache_salt=cache_salt) for prompt in prompts]
 
 
 async def read_pairs(
-    pairs: Sequence[tuple[str, str]],
-    server: ServerState,
-    deadline: Deadline,
-    *,
-    param: str,
-    reading: Reading,
-    at_once: int,
+    pairs: Sequence[tuple[str, str]], call: ServerCall, *, reading: Reading, at_once: int
 ) -> tuple[list[Prompt], list[PoolingParams]]:
     """Return the prompt of each pair of texts, and its pooling parameters.
 
     Args:
         pairs: the pairs of a request.
-        server: the server with the tokenizer.
-        deadline: the end of the request.
-        param: the request field of the second texts.
+        call: the request.
         reading: how to truncate pairs.
         at_once: the maximum number of pairs that the engine gets at one time.
 
@@ -154,22 +130,20 @@ async def read_pairs(
         ApiError: there are too many pairs, a text cannot fit into the context, or as for
             :func:`read_all`.
     """
-    server.admission.check(min(len(pairs), at_once), param=param)
+    call.server.admission.check(min(len(pairs), at_once), param=call.param)
     for text in {text for pair in pairs for text in pair}:
-        check_length(text, server, param=param, reading=reading)
+        check_length(text, call, reading)
 
     def encode(pair: tuple[str, str]) -> tuple[list[int], list[int]]:
-        tokenizer, side = server.engine.tokenizer, reading.side
+        tokenizer, side = call.server.engine.tokenizer, reading.side
         return tokenizer.encode_pair(*pair, keep=reading.keep, truncation_side=side)
 
-    encoded = await read_all(encode, pairs, server, deadline, param=param, size=_pair_size)
+    encoded = await read_all(encode, pairs, call, size=_pair_size)
     prompts = [Prompt(None, ids) for ids, _ in encoded]
     return prompts, [PoolingParams(token_type_ids=types) for _, types in encoded]
 
 
-async def render(
-    conversation: Conversation, request: Request, server: ServerState, deadline: Deadline
-) -> str:
+async def render(conversation: Conversation, call: ServerCall) -> str:
     """Return the text of a conversation; record the variables that the template ignores.
 
     Raises:
@@ -177,9 +151,9 @@ async def render(
             the server stops.
         ChatTemplateError, PromptError: the template refuses the messages, or they are malformed.
     """
-    with server.admission.places(1, param="messages"):
-        text, unread = await server.as_guest(partial(_render, conversation, server), deadline)
-    request.state.ignored = [*request.state.ignored, *for_header(unread)]
+    with call.places(1):
+        text, unread = await call.as_guest(partial(_render, conversation, call.server))
+    call.request.state.ignored += for_header(unread)
     return text
 
 
@@ -196,33 +170,32 @@ def _render(conversation: Conversation, server: ServerState) -> tuple[str, list[
     return text, [f"chat_template_kwargs.{name}" for name in sorted(unread)]
 
 
-def _template(given: str | None, server: ServerState) -> ChatTemplate:
+def _template(source: str | None, server: ServerState) -> ChatTemplate:
     """Return the template for a request, which may give a name or a template."""
-    own = server.chat_template
-    if given is not None and own is not None and (named := own.by_name(given)) is not None:
+    default = server.chat_template
+    if source is None:
+        if default is None:
+            raise ApiError(
+                "The model has no chat template: its checkpoint brings none. Start the server with "
+                "--chat-template FILE, or use /v1/completions.",
+                code="no_chat_template",
+            )
+        return default
+    if default is not None and (named := default.by_name(source)) is not None:
         return named
-    if given is not None and not server.config.trust_request_chat_template:
-        names = f" Names of templates: {', '.join(own.named)}." if own and own.named else ""
+    if not server.config.trust_request_chat_template:
+        names = "" if default is None else ", ".join(default.named)
         raise ApiError(
             "chat_template: templates in requests are not supported by this server, since they "
-            f"are programs; start it with --trust-request-chat-template.{names}",
+            "are programs; start it with --trust-request-chat-template."
+            + (f" Names of templates: {names}." if names else ""),
             param="chat_template",
             code="unsupported",
         )
-    if given is not None:
-        return ChatTemplate(given, "of the request", server.special_tokens)
-    if own is None:
-        raise ApiError(
-            "The model has no chat template: its checkpoint brings none. Start the server with "
-            "--chat-template FILE, or use /v1/completions.",
-            code="no_chat_template",
-        )
-    return own
+    return ChatTemplate(source, "of the request", server.special_tokens)
 
 
-async def detokenize(
-    ids: Sequence[int], server: ServerState, deadline: Deadline, *, param: str
-) -> str:
+async def detokenize(ids: Sequence[int], call: ServerCall) -> str:
     """Return the text of *ids*.
 
     Raises:
@@ -230,24 +203,22 @@ async def detokenize(
     """
 
     def decode(ids: Sequence[int]) -> str:
-        tokenizer = server.engine.tokenizer
+        engine, tokenizer = call.server.engine, call.server.engine.tokenizer
         for token in set(ids):
             # The model may have more tokens than the tokenizer; those have no text.
-            if token >= server.engine.vocab_size and tokenizer.token(token) is None:
-                raise ApiError(f"The vocabulary has no token {token}.", param=param)
+            if token >= engine.vocab_size and tokenizer.token(token) is None:
+                raise ApiError(f"The vocabulary has no token {token}.", param=call.param)
         return tokenizer.decode(ids, skip_special_tokens=False)
 
-    (text,) = await read_all(decode, [ids], server, deadline, param=param)
+    (text,) = await read_all(decode, [ids], call)
     return text
 
 
 async def read_all(
     work: Callable[[Item], T],
     items: Sequence[Item],
-    server: ServerState,
-    deadline: Deadline,
+    call: ServerCall,
     *,
-    param: str,
     size: Callable[[Item], int] = len,
 ) -> list[T]:
     """Return the result of *work*, which uses the tokenizer, for each text or list of token ids.
@@ -259,14 +230,15 @@ async def read_all(
         ApiError: an item is too long, there is no tokenizer, too many requests are running, the
             deadline passes, or the server stops.
     """
+    server = call.server
     limit = max(_MAX_SIZE, _MAX_SIZE_PER_TOKEN * server.engine.max_model_len)
     for item in items:
         if size(item) > limit:
             unit = "tokens" if isinstance(item, list) else "characters"
             raise ApiError(
-                f"{param} has {size(item)} {unit}, but the server takes at most {limit}. Send it "
-                "in parts.",
-                param=param,
+                f"{call.param} has {size(item)} {unit}, but the server takes at most {limit}. "
+                "Send it in parts.",
+                param=call.param,
                 code="text_too_long",
             )
 
@@ -278,8 +250,8 @@ async def read_all(
             return results(items)
         complete: list[T] = []
         loop = asyncio.get_running_loop()
-        with server.admission.places(1, param=param):
-            async with deadline.limit():
+        with call.places(1):
+            async with call.deadline.limit():
                 for batch in _batches(items, size):
                     is_long = size(batch[0]) >= _BATCH_SIZE
                     threads = server.long_readers if is_long else server.readers
@@ -287,6 +259,10 @@ async def read_all(
         return complete
     except TokenizerError as error:
         raise no_tokenizer() from error
+
+
+def _text_size(prompt: str | list[int]) -> int:
+    return len(prompt) if isinstance(prompt, str) else 0  # the tokenizer does not read token ids
 
 
 def _pair_size(pair: tuple[str, str]) -> int:
@@ -307,22 +283,21 @@ def _batches(items: Sequence[Item], size: Callable[[Item], int]) -> Iterator[lis
         yield batch
 
 
-def check_length(
-    text: str, server: ServerState, *, param: str, reading: Reading = DEFAULT_READING
-) -> None:
+def check_length(text: str, call: ServerCall, reading: Reading) -> None:
     """Raise ApiError if *text* cannot fit into the context with any tokenization.
 
     This avoids tokenizing megabytes, which takes seconds.
     """
-    room = server.engine.max_model_len
+    engine = call.server.engine
+    room = engine.max_model_len
     if len(text) <= room or reading.keep is not None:  # as almost all are
         return
-    longest = server.engine.tokenizer.longest_token
+    longest = engine.tokenizer.longest_token
     if longest is not None and len(text) > longest * room:
         raise ApiError(
             f"The context has {room} tokens of at most {longest} characters, but the "
             f"prompt has {len(text)} characters. Shorten it.",
-            param=param,
+            param=call.param,
             code="context_length_exceeded",
         )
 
@@ -330,9 +305,8 @@ def check_length(
 def check_context(
     prompts: list[Prompt],
     params: SamplingParams,
-    server: ServerState,
+    call: ServerCall,
     *,
-    param: str,
     limit: str,
     asks: bool = True,
 ) -> None:
@@ -341,12 +315,11 @@ def check_context(
     Args:
         prompts: the prompts of the request.
         params: the sampling parameters, with the maximum length of an answer.
-        server: the server with the engine.
-        param: the request field of the prompts.
+        call: the request.
         limit: the request field of ``max_tokens``.
         asks: whether the request sets ``max_tokens``; the checkpoint's default is only a limit.
     """
-    room = server.engine.max_model_len
+    room = call.server.engine.max_model_len
     for prompt in prompts:
         answer = params.max_tokens if asks and params.max_tokens is not None else 1
         asked = len(prompt.ids) + answer
@@ -356,11 +329,11 @@ def check_context(
                 f"The context has {room} tokens, but the request asks for {asked}: "
                 f"{len(prompt.ids)} in the prompt and {answer} for the answer{least}. "
                 "Shorten one of them.",
-                param=limit if len(prompt.ids) < room else param,
+                param=limit if len(prompt.ids) < room else call.param,
                 code="context_length_exceeded",
             )
 
 
-def _as_list(given: Input) -> list[str] | list[list[int]]:
-    is_one = isinstance(given, str) or (given and isinstance(given[0], int))
-    return cast("list[str] | list[list[int]]", [given] if is_one else given)
+def _as_list(content: Input) -> list[str | list[int]]:
+    is_one = isinstance(content, str) or (content and isinstance(content[0], int))
+    return cast("list[str | list[int]]", [content] if is_one else content)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
+from cyclopts import Parameter
 from fastapi import Depends, Request
 
 from opweave.config.child_process import DaemonThreads
 from opweave.config.values import api_key_fault
 from opweave_engine import ChatTemplate, EngineClient
 from opweave_engine.prompts import IOProcessor
+from opweave_engine.server.disconnect import unless_gone
 from opweave_engine.server.errors import HANG_UP, RETRY, ApiError, ServerConfigError
 from opweave_engine.server.output_parser import OutputStyle, ReasoningParser, ToolCallParser
 from opweave_engine.server.protocol.base import RequestBody
@@ -60,40 +62,54 @@ class Deadline:
 MEBIBYTE = 1024 * 1024
 
 
+@Parameter(name="*", negative=())
 @dataclass(frozen=True)
 class ServerConfig:
-    """The configuration of a server.
+    """The configuration of a server; ``opweave serve`` has an option for each of them.
 
-    Attributes:
-        api_keys: accepted API keys; if empty, none is required.
-        served_model_names: the names of the model in requests; responses use the first one. If
-            empty, the engine's name.
-        root_path: the path under which a reverse proxy serves the server.
-        cors_origins: origins of web pages that may call the server; ``*`` allows all.
-        max_requests: the maximum number of running and waiting answers, counting each prompt ``n``
-            times; further requests get a 429.
-        max_body_bytes: the maximum size of a request body in bytes.
-        body_timeout: timeout in seconds for the headers of a request, and then for its body.
-        request_timeout: timeout in seconds for a complete response.
-        drain_timeout: timeout in seconds for accepted requests at shutdown.
-        log_prompts: whether prompts are logged.
-        ssl_keyfile: the certificate's private key; None: it is in *ssl_certfile*.
-        ssl_certfile: serve HTTPS with the certificate in this file; None: serve HTTP.
-        trust_request_chat_template: whether requests may contain a chat template. A template is a
-            program, which can use a CPU for any length of time.
-        tool_call_parser: the model's format of tool calls.
-        reasoning_parser: the model's format of reasoning.
+    Parameters
+    ----------
+    api_keys
+        API key that requests must have; repeatable. Also OPWEAVE_API_KEY.
+    served_model_names
+        Name of the model for clients; repeatable. Responses have the first one.
+    root_path
+        The path prefix that a proxy adds, such as /api.
+    cors_origins
+        Allowed CORS origin, such as https://example.com; * allows all.
+    max_requests
+        Maximum number of running and waiting answers, counting each prompt n times; others get a
+        429.
+    max_body_bytes
+        Maximum size of a request body in bytes.
+    body_timeout
+        Timeout in seconds for reading a request's headers, and then its body.
+    request_timeout
+        Timeout in seconds for a complete answer.
+    drain_timeout
+        Timeout in seconds for finishing accepted requests at shutdown.
+    log_prompts
+        Log the text of prompts.
+    ssl_keyfile
+        The private key of the certificate, if it is not in the file of --ssl-certfile.
+    ssl_certfile
+        Serve HTTPS with the certificate in this file, in PEM format.
+    trust_request_chat_template
+        Allow chat templates in requests. Templates are programs, and may use unbounded CPU time.
+    tool_call_parser
+        Format of the model's tool calls; auto detects it from the chat template.
+    reasoning_parser
+        Format of the model's reasoning; auto detects it from the chat template.
 
-    Raises:
-        ServerConfigError: a value is out of range.
+    A value that is out of range raises ServerConfigError.
     """
 
-    api_keys: tuple[str, ...] = ()
-    served_model_names: tuple[str, ...] = ()
+    api_keys: Annotated[tuple[str, ...], Parameter(name="--api-key")] = ()
+    served_model_names: Annotated[tuple[str, ...], Parameter(name="--served-model-name")] = ()
     root_path: str = ""
-    cors_origins: tuple[str, ...] = ()
+    cors_origins: Annotated[tuple[str, ...], Parameter(name="--cors")] = ()
     max_requests: int = 1024
-    max_body_bytes: int = 16 * MEBIBYTE
+    max_body_bytes: Annotated[int, Parameter(name="--max-body-size")] = 16 * MEBIBYTE
     body_timeout: float = 30.0
     request_timeout: float = 600.0
     drain_timeout: float = 60.0
@@ -250,19 +266,6 @@ class ServerState:
         """The served model names; answers have the first one."""
         return self.config.served_model_names or (self.engine.model_name,)
 
-    def deadline(self) -> Deadline:
-        """Return the deadline of a request that arrives now."""
-        return Deadline(self.config.request_timeout)
-
-    async def as_guest(self, work: Callable[[], T], deadline: Deadline) -> T:
-        """Return the result of *work*, which runs third-party code and may block.
-
-        Raises:
-            ApiError: the deadline passes.
-        """
-        async with deadline.limit():
-            return await asyncio.get_running_loop().run_in_executor(self.guests, work)
-
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if the model is not served under that name; None and "" match any."""
         if name and name not in self.model_names:
@@ -274,8 +277,13 @@ class ServerState:
                 code="model_not_found",
             )
 
-    def accept(self, body: RequestBody, request: Request) -> None:
+    def accept(self, body: RequestBody, request: Request, param: str) -> ServerCall:
         """Check the model's name and the engine, and record the ignored fields of *body*.
+
+        Args:
+            body: the body of *request*.
+            request: the HTTP request.
+            param: the field of its prompts.
 
         Raises:
             ApiError: the model does not exist, or the engine is dead.
@@ -284,6 +292,48 @@ class ServerState:
         self.check_model(body.model)
         if not self.engine.is_running:
             raise ApiError("The engine does not run.", status=503, code="engine_dead")
+        return ServerCall(self, request, param)
+
+
+@dataclass
+class ServerCall:
+    """An HTTP request that the server has accepted.
+
+    Attributes:
+        server: the server.
+        request: the HTTP request.
+        param: the field of its prompts.
+        deadline: when the response must be complete.
+    """
+
+    server: ServerState
+    request: Request
+    param: str
+    deadline: Deadline = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.deadline = Deadline(self.server.config.request_timeout)
+
+    def places(self, count: int) -> AbstractContextManager[None]:
+        """Reserve *count* outputs, as :meth:`Admission.places`."""
+        return self.server.admission.places(count, param=self.param)
+
+    async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of *work*; cancel it as soon as the client disconnects.
+
+        Raises:
+            ClientGoneError: the client has disconnected.
+        """
+        return await unless_gone(self.request, work)
+
+    async def as_guest(self, work: Callable[[], T]) -> T:
+        """Return the result of *work*, which runs third-party code and may block.
+
+        Raises:
+            ApiError: the deadline passes.
+        """
+        async with self.deadline.limit():
+            return await asyncio.get_running_loop().run_in_executor(self.server.guests, work)
 
 
 async def _server(request: Request) -> ServerState:

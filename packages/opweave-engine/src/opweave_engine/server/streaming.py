@@ -9,7 +9,7 @@ from fastapi import Response
 from starlette.requests import Request
 
 from opweave_engine import RequestOutput
-from opweave_engine.server.disconnect import EventStream, unless_gone
+from opweave_engine.server.disconnect import EventStream
 from opweave_engine.server.errors import api_error
 from opweave_engine.server.generation import Deltas, GenerationJob
 from opweave_engine.server.protocol.base import ErrorDetail, ResponseBody
@@ -21,7 +21,7 @@ _GRACE = 5.0  # seconds after the deadline in which a client can read the last e
 Writer = Callable[[Deltas], AsyncGenerator[str, None]]
 
 
-async def stream(generation: GenerationJob, write: Writer, request: Request) -> Response:
+async def stream(generation: GenerationJob, write: Writer) -> Response:
     """Return a response that streams events, as soon as the first token is generated.
 
     Until then, errors are responses with their own status; afterwards, they are events.
@@ -29,24 +29,23 @@ async def stream(generation: GenerationJob, write: Writer, request: Request) -> 
     Args:
         generation: the request to run.
         write: turns deltas into events.
-        request: the HTTP request.
 
     Raises:
         ApiError, EngineError: the request fails before its first token.
         ClientGoneError: the client disconnects before the first token.
     """
-    deltas = generation.deltas()
+    deltas, call = generation.deltas(), generation.call
 
     async def first() -> tuple[int, RequestOutput]:
         return await anext(deltas)
 
     try:
-        begun = await unless_gone(request, first())
+        begun = await call.unless_gone(first())
     except BaseException:
         await deltas.aclose()
         raise
-    events = _guarded(write(_resumed(begun, deltas)), request)
-    return EventStream(events, deltas, deadline=generation.deadline.at + _GRACE)
+    events = _guarded(write(_resumed(begun, deltas)), call.request)
+    return EventStream(events, deltas, deadline=call.deadline.at + _GRACE)
 
 
 async def _resumed(first: tuple[int, RequestOutput], rest: Deltas) -> Deltas:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -9,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
@@ -126,8 +128,11 @@ class GrammarProcess(ChildWorker):
         if self._is_closed:
             raise EngineDeadError("The engine is shut down, and compiles no grammars.")
 
-    def check(self, vocabulary: VocabularyArguments, grammar: str) -> None:
+    def check(self, vocabulary: VocabularyArguments, grammar: str) -> int:
         """Compile *grammar* in the process, and compute its first mask; only a job may call this.
+
+        Returns:
+            The bytes that the compiled grammar takes.
 
         Raises:
             TimeoutError: the time limit has passed.
@@ -139,7 +144,7 @@ class GrammarProcess(ChildWorker):
         process = self.running()
         try:
             process.connection.send(grammar)
-            why = process.receive(self.seconds)
+            why, size = process.receive(self.seconds)
         except TimeoutError:
             self.end()
             raise
@@ -151,6 +156,7 @@ class GrammarProcess(ChildWorker):
             ) from None
         if why:
             raise ValueError(why)
+        return int(size)
 
     def close(self) -> None:
         """Kill the process; jobs that have not finished fail."""
@@ -200,14 +206,16 @@ class GrammarState:
     :meth:`GrammarCompiler.advance` updates it.
 
     Attributes:
+        grammar: the compiled grammar, whose memory *matcher* shares.
         matcher: llguidance's matcher.
         ignore_eos: whether the request continues after an end-of-text token.
         mask: the tokens that may come next.
         error: why the answer cannot follow the grammar any further, or None.
     """
 
-    def __init__(self, matcher: Any, mask: TokenMask, *, ignore_eos: bool) -> None:
-        self.matcher, self.mask, self.ignore_eos = matcher, mask, ignore_eos
+    def __init__(self, grammar: _Compiled, mask: TokenMask, *, ignore_eos: bool) -> None:
+        self.grammar, self.matcher = grammar, grammar.matcher.deep_copy()
+        self.mask, self.ignore_eos = mask, ignore_eos
         self.error: SamplingParamsError | None = None
 
     @property
@@ -227,18 +235,27 @@ class GrammarState:
 
 
 _CACHED_GRAMMARS = 256
-_CACHED_CHARACTERS = 2**23  # of all cached grammars; compiled ones take up to 100 bytes for each
+_HELD_BYTES = 256 * 2**20  # of the grammars in the cache and of unfinished answers
+_SMALL_BYTES = 2**20  # of a grammar that does not wait until unfinished answers with large ones end
 # Grammars that are larger or take longer wait for each other, but nothing else waits for them.
 _QUICK_CHARACTERS, _QUICK_SECONDS = 2**16, 0.25
 _MAX_SECONDS = 10.0
 _MAX_WAITING_SECONDS = 30.0
 
 
-class _Compiled(NamedTuple):
-    """A grammar in its initial state; each answer starts with a copy of *matcher*."""
+@dataclass(frozen=True, eq=False)
+class _Compiled:
+    """A grammar in its initial state; each answer starts with a copy of *matcher*.
+
+    Attributes:
+        matcher: llguidance's matcher. Its copies share most of its memory.
+        words: the first mask.
+        size: the bytes that *matcher* and the text of the grammar take.
+    """
 
     matcher: Any
     words: NDArray[np.uint8]
+    size: int
 
 
 class GrammarCompiler:
@@ -259,7 +276,7 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
-        self._characters = 0
+        self._held: weakref.WeakSet[_Compiled] = weakref.WeakSet()
         self._lock = Lock()
         self._quick, self._slow = GrammarProcess(_QUICK_SECONDS), GrammarProcess(_MAX_SECONDS)
         self.close = weakref.finalize(self, _close, self._quick, self._slow)
@@ -269,7 +286,8 @@ class GrammarCompiler:
 
         The future raises:
             SamplingParamsError: the constraint is not valid, or exceeds a limit.
-            GrammarQueueFullError: it had to wait too long for others.
+            GrammarQueueFullError: it had to wait too long for others, or those of unfinished
+                answers take too much memory.
             MissingDependencyError: llguidance is not installed.
             EngineDeadError: the engine was shut down.
         """
@@ -287,7 +305,7 @@ class GrammarCompiler:
             return None
         compiled = self._cached(_text(form)) or self.compile(form).result()
         mask = TokenMask.of(compiled.words, self._eos_bits, ignore_eos=ignore_eos)
-        return GrammarState(compiled.matcher.deep_copy(), mask, ignore_eos=ignore_eos)
+        return GrammarState(compiled, mask, ignore_eos=ignore_eos)
 
     def advance(self, taken: Iterable[tuple[GrammarState | None, int]]) -> None:
         """Advance each answer by its new token, and compute the masks of the allowed next tokens.
@@ -346,7 +364,7 @@ class GrammarCompiler:
         if is_quick and len(text) > _QUICK_CHARACTERS:
             return None
         try:
-            process.check(self._vocabulary_arguments, text)
+            size = process.check(self._vocabulary_arguments, text) + sys.getsizeof(text)
         except TimeoutError:
             if is_quick:
                 return None
@@ -354,6 +372,7 @@ class GrammarCompiler:
         except ValueError as error:
             raise _error(params, str(error)) from error
         process.check_open()
+        self._make_room(size)
         matcher = native_matcher(self._vocabulary, text)
         # Not in the executor's threads, for which the engine's steps would wait. The copies of the
         # matcher share what this computes.
@@ -362,7 +381,7 @@ class GrammarCompiler:
             raise _error(params, matcher.get_error())
         if not words.any() or not (self._eos_token_ids or (words & ~self._eos_bits).any()):
             raise _error(params, "no text satisfies it, or only the empty one")
-        compiled = _Compiled(matcher, words)
+        compiled = _Compiled(matcher, words, size)
         self._cache(text, compiled)
         return compiled
 
@@ -374,12 +393,28 @@ class GrammarCompiler:
 
     def _cache(self, text: str, compiled: _Compiled) -> None:
         with self._lock:
-            if text not in self._compiled:
-                self._characters += len(text)
+            self._held.add(compiled)
             self._compiled[text] = compiled
-            while len(self._compiled) > _CACHED_GRAMMARS or self._characters > _CACHED_CHARACTERS:
-                evicted, _ = self._compiled.popitem(last=False)
-                self._characters -= len(evicted)
+            if len(self._compiled) > _CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+
+    def _make_room(self, size: int) -> None:
+        """Remove grammars from the cache until another one of *size* bytes may be compiled.
+
+        Raises:
+            GrammarQueueFullError: the grammars of unfinished answers take too much memory.
+        """
+        with self._lock:
+            while (held := sum(compiled.size for compiled in self._held)) + size > _HELD_BYTES:
+                if not self._compiled and size <= _SMALL_BYTES:
+                    return
+                if not self._compiled:
+                    raise GrammarQueueFullError(
+                        f"The grammars of unfinished answers take {held / 2**20:.0f} MiB, and this "
+                        f"one {size / 2**20:.0f} MiB, of at most {_HELD_BYTES / 2**20:.0f} MiB. "
+                        "Try again later."
+                    )
+                self._compiled.popitem(last=False)
 
     def _masks(self, matchers: Sequence[Any]) -> NDArray[np.uint8]:
         """Return the bits of the tokens that may come next, ``(matchers, bytes)`` uint8."""

@@ -6,6 +6,7 @@ run without its package, and imports neither opweave nor torch, so that a proces
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import signal
 import sys
@@ -22,7 +23,9 @@ T = TypeVar("T")
 _RUST_STACK_BYTES = _PYTHON_STACK_BYTES = 2 * 2**20
 # Ambiguous grammars have more with each token. The mask of a row of this size takes 0.1 s.
 _MAX_ITEMS_IN_ROW = 1000
-_MEMORY_BYTES = 512 * 2**20  # for a grammar, in addition to the vocabulary
+_MEMORY_BYTES = 256 * 2**20  # for compiling a grammar, in addition to the vocabulary
+_MAX_COMPILED_BYTES = 64 * 2**20  # the longest list of choices takes 25 MiB
+_BYTES_PER_CHARACTER = 32  # an estimate, where the C library does not count its memory
 
 
 class Vocabulary:
@@ -109,7 +112,7 @@ def native_matcher(vocabulary: Any, grammar: str) -> Any:
 
 
 def main() -> None:
-    """Answer each grammar with the reason why it does not compile, or with an empty text."""
+    """Answer each grammar with what :func:`_compile` returns."""
     connection = Connection(int(sys.argv[1]))
     vocabulary, seconds = connection.recv()
     native = native_vocabulary(*vocabulary)
@@ -123,18 +126,54 @@ def main() -> None:
             return
         # The default action ends the process, even if its parent has ended and nobody else does.
         signal.setitimer(signal.ITIMER_REAL, seconds + 1.0)
-        why = _compile(native, text)
+        answer = _compile(native, text)
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        connection.send(why)
+        connection.send(answer)
 
 
-def _compile(vocabulary: Any, text: str) -> str:
-    """Return why *text* does not compile, or an empty text."""
+def _compile(vocabulary: Any, text: str) -> tuple[str, int]:
+    """Compile a grammar, and compute its first mask.
+
+    Returns:
+        The reason why it does not compile, or an empty text, and the bytes that it takes.
+    """
+    before = allocated_bytes()
     limit, _ = resource.getrlimit(resource.RLIMIT_STACK)
     stack_bytes = _PYTHON_STACK_BYTES if limit == resource.RLIM_INFINITY else limit
     matcher = _in_thread(stack_bytes // 2, lambda: native_matcher(vocabulary, text))
     _in_thread(_RUST_STACK_BYTES // 2, matcher.compute_bitmask)
-    return str(matcher.get_error())
+    if why := str(matcher.get_error()):
+        return why, 0
+    size = max(allocated_bytes() - before, 0) or _BYTES_PER_CHARACTER * len(text)
+    if size > _MAX_COMPILED_BYTES:
+        return (
+            f"it takes {size / 2**20:.0f} MiB of memory when it is compiled, but at most "
+            f"{_MAX_COMPILED_BYTES / 2**20:.0f} MiB are allowed; simplify it, such as with smaller "
+            "repetition counts"
+        ), 0
+    return "", size
+
+
+class _MallocInfo(ctypes.Structure):
+    """The result of glibc's ``mallinfo``."""
+
+    _fields_ = [
+        (name, ctypes.c_uint32)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def allocated_bytes() -> int:
+    """Return the bytes that this process has allocated, or 0 if the C library has no count."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = _MallocInfo
+    info = mallinfo()
+    return int(info.uordblks) + int(info.hblkhd)
 
 
 def _in_thread(stack_bytes: int, work: Callable[[], T]) -> T:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from opweave_engine.errors import require
-from opweave_engine.structured.params import StructuredOutputsParams
+from opweave_engine.structured.params import MAX_DEPTH, StructuredOutputsParams, too_deep
 
 # Rewrites JSON schemas into the part of the language that llguidance enforces.
 
@@ -17,53 +17,25 @@ from opweave_engine.structured.params import StructuredOutputsParams
 _DATA = {"const", "enum", "default", "examples", "dependentRequired"}
 # Values of these keywords map names to schemas.
 _NAMED = {
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-    "dependentSchemas",
-    "dependencies",
-}
+    "properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies",
+}  # fmt: skip
 # Keywords that llguidance may refuse, by the type of the values that they apply to.
 _KEYWORDS_OF_TYPE = {
     "array": ("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems"),
     "object": (
-        "propertyNames",
-        "minProperties",
-        "maxProperties",
-        "dependentRequired",
-        "dependentSchemas",
-        "dependencies",
-        "unevaluatedProperties",
+        "propertyNames", "minProperties", "maxProperties", "dependentRequired", "dependentSchemas",
+        "dependencies", "unevaluatedProperties",
     ),
     "string": ("format",),
-}
+}  # fmt: skip
 # Keywords that evaluate properties or items by schemas of their own.
 _EVALUATING = {
-    "$ref",
-    "$dynamicRef",
-    "$recursiveRef",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "not",
-    "if",
-    "dependentSchemas",
-    "dependencies",
-    "contains",
-}
+    "$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if",
+    "dependentSchemas", "dependencies", "contains",
+}  # fmt: skip
 _ENFORCED_FORMATS = {
-    "date-time",
-    "date",
-    "time",
-    "duration",
-    "email",
-    "hostname",
-    "ipv4",
-    "ipv6",
-    "uri",
-    "uuid",
-}
+    "date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid",
+}  # fmt: skip
 _LITERAL = r"(?:[\w <>@#%&=:;,~/'\"!-]|\\[^\w|\\])+"  # no escape such as \d, which is a class
 _LISTED_NAMES = re.compile(
     rf"\^(?P<group>\((?:\?:)?)?(?P<names>{_LITERAL}(?(group)(?:\|{_LITERAL})*))(?(group)\))\$"
@@ -71,15 +43,9 @@ _LISTED_NAMES = re.compile(
 _MAX_COPIED_CHARACTERS = 1024  # of a schema for several names; nested patterns multiply
 _COUNTS = ("minContains", "maxContains", "minItems", "maxItems")
 _ANNOTATIONS = {
-    "$comment",
-    "title",
-    "description",
-    "default",
-    "deprecated",
-    "readOnly",
-    "writeOnly",
+    "$comment", "title", "description", "default", "deprecated", "readOnly", "writeOnly",
     "examples",
-}
+}  # fmt: skip
 
 
 def enforceable(schema: Any, *, is_closed: bool = False) -> Any:
@@ -96,28 +62,33 @@ def enforceable(schema: Any, *, is_closed: bool = False) -> Any:
         is_closed: forbid additional properties in every object whose schema names some.
 
     Raises:
-        ValueError: the schema is nested too deeply.
+        ValueError: the schema has more than MAX_DEPTH levels of nesting.
     """
-    try:
-        return _mapped(schema, _closed_object if is_closed else dict)
-    except RecursionError as error:
-        raise ValueError("the schema is nested too deeply") from error
+    return _mapped(schema, _closed_object if is_closed else dict, 0)
 
 
-def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Return *schema* after *change* and all simplifications of each schema in it."""
-    if isinstance(schema, list):
-        return [_mapped(item, change) for item in schema]
-    if not isinstance(schema, Mapping):
+def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]], depth: int) -> Any:
+    """Return *schema* after *change* and all simplifications of each schema in it.
+
+    Args:
+        schema: a part of the whole schema.
+        change: returns a changed copy of one schema.
+        depth: the number of objects and lists around *schema*.
+    """
+    if not isinstance(schema, list | Mapping):
         return schema
+    if depth > MAX_DEPTH:
+        raise ValueError(too_deep("the schema"))
+    if isinstance(schema, list):
+        return [_mapped(item, change, depth + 1) for item in schema]
     parts: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _DATA:
             parts[name] = value
         elif name in _NAMED and isinstance(value, Mapping):
-            parts[name] = {key: _mapped(inner, change) for key, inner in value.items()}
+            parts[name] = {key: _mapped(inner, change, depth + 2) for key, inner in value.items()}
         else:
-            parts[name] = _mapped(value, change)
+            parts[name] = _mapped(value, change, depth + 1)
     simple = _without_unevaluated(_with_effect(change(parts)))
     return _without_literal_patterns(_with_item_counts(simple))
 

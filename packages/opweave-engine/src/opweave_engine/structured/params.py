@@ -63,7 +63,7 @@ def check_limits(values: Mapping[str, Any]) -> None:
 
 
 def too_deep(name: str) -> str:
-    """Return the message for a value whose nesting exceeds even Python's recursion limit."""
+    """Return the message for a value that has more than MAX_DEPTH levels of nesting."""
     return f"{name} exceeds the limit of {MAX_DEPTH} levels of nesting"
 
 

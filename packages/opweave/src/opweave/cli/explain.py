@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -20,16 +19,9 @@ from torch import Tensor
 from opweave import ir
 from opweave.cli.companions import model_runner
 from opweave.cli.options import (
-    CompilationOption,
     Flag,
     ImportOption,
-    PluginOption,
-    PriorityOption,
-    TuningFileOption,
-    apply_compilation,
-    apply_plugins,
-    apply_priorities,
-    apply_tuning,
+    RunOptions,
     check_utf8,
     import_modules,
 )
@@ -45,12 +37,12 @@ from opweave.cli.output import (
 )
 from opweave.ir import Selection
 from opweave.ir.errors import OpweaveError
+from opweave.ir.op import least_bytes
 from opweave.ir.scope import Scope, current_scope, entered
-from opweave.ir.spec import least_bytes
 
 if TYPE_CHECKING:
     from opweave.compile import Report
-    from opweave.compile.report import NodeReport
+    from opweave.compile.report import MatchReport, NodeReport
 
 
 # Kernel selections of an eager run, as a table and as data.
@@ -103,8 +95,8 @@ def print_report(report: Report) -> None:
         )
         return
     _print_calls(report)
-    _print_recognitions(report)
-    _print_fusions(report)
+    _print_matches("recognition", "recognized", report.recognitions)
+    _print_matches("fusion", "formed", report.fusions)
     _print_passes(report)
     out.print(_summary(report), markup=False)
     for remark in report.remarks:
@@ -136,32 +128,19 @@ def _what_became(node: NodeReport) -> list[str]:
     return lines
 
 
-def _print_recognitions(report: Report) -> None:
-    if not report.recognitions:
-        return
-    table = PlainTable("op", "recognition", "times", "why", "for example")
-    groups: dict[tuple[str, bool, str], list[str]] = {}
-    for each in report.recognitions:
-        is_found = each.outcome == "recognized"
-        key = each.op, is_found, "" if is_found else each.reason
-        groups.setdefault(key, []).append(each.source)
-    for (op, is_found, reason), sources in groups.items():
-        outcome = "[green]recognized[/]" if is_found else "[red]near miss[/]"
-        table.add_row(op, outcome, str(len(sources)), escape(reason or "-"), escape(sources[0]))
-    out.print(table, "")
+def _print_matches(kind: str, formed: str, matches: Sequence[MatchReport]) -> None:
+    """Print the ops that a pass *formed*, and the near misses, if there are any."""
+    from opweave.compile.report import alike
 
-
-def _print_fusions(report: Report) -> None:
-    if not report.fusions:
+    if not matches:
         return
-    table = PlainTable("composite", "fusion", "times", "why")
-    fused = Counter(fusion.composite for fusion in report.fused)
-    missed = Counter((fusion.composite, fusion.reason) for fusion in report.near_misses)
-    for composite, times in fused.items():
-        first = next(f for f in report.fused if f.composite == composite)
-        table.add_row(composite, "[green]formed[/]", str(times), escape(f"from {first.reason}"))
-    for (composite, reason), times in missed.items():
-        table.add_row(composite, "[red]near miss[/]", str(times), escape(reason))
+    table = PlainTable("op", kind, "times", "why", "for example")
+    for group in alike(matches):
+        first, times = group[0], str(len(group))
+        is_formed = first.outcome != "rejected"
+        outcome = f"[green]{formed}[/]" if is_formed else "[red]near miss[/]"
+        why = f"from {first.reason}" if is_formed else first.reason
+        table.add_row(first.op, outcome, times, escape(why), escape(first.source))
     out.print(table, "")
 
 
@@ -303,6 +282,7 @@ def _shapes(values: tuple[Any, ...]) -> str:
 # The command.
 
 
+_OPTIONS = RunOptions()
 PROMPT = "The quick brown fox jumps over the lazy dog"
 
 
@@ -316,10 +296,7 @@ def explain(
     json: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     prompt: str = PROMPT,
     dtype: str = "auto",
-    ir_op_priority: PriorityOption = None,
-    tuning_file: TuningFileOption = None,
-    compilation_config: CompilationOption = None,
-    plugin: PluginOption = None,
+    options: RunOptions = _OPTIONS,
     import_: ImportOption = None,
 ) -> None:
     """Show which kernels a model runs, and why others were rejected.
@@ -345,10 +322,7 @@ def explain(
     check_utf8(prompt)
     import_modules(import_)
     _check(html, json, compiles=compile, profiles=profile)
-    apply_plugins(plugin)
-    apply_priorities(ir_op_priority)
-    apply_tuning(tuning_file)
-    apply_compilation(compilation_config)
+    options.apply()
     if compile:
         _compiled(model, prompt, dtype, json, html)
     else:
@@ -428,7 +402,7 @@ def _compile(model: torch.nn.Module, tokens: list[int]) -> tuple[list[Report], i
     from opweave.compile import CompiledGraph, backend, report
     from opweave.compile.compat import BackendCompilerFailed
     from opweave.config import current_compilation_config
-    from opweave.conformance.compat import maybe_mark_dynamic
+    from opweave.torch_compat import maybe_mark_dynamic
 
     reports: list[Report] = []
     options = current_compilation_config().backend_options

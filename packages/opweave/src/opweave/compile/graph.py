@@ -22,7 +22,8 @@ from opweave.compile.aliasing import Relocation, coincide, same_layout, share_el
 from opweave.ir import IrOp
 from opweave.ir.donation import covers
 from opweave.ir.priority import Entries
-from opweave.ir.torch_ops import call_site, find_target
+from opweave.ir.registry import find_target
+from opweave.ir.torch_ops import call_site
 from opweave.packages import PROJECT, folders_of
 
 # Read and edit FX nodes that call IR ops.
@@ -128,6 +129,11 @@ def call_arguments(op: IrOp, values: Sequence[Any]) -> tuple[tuple[Any, ...], di
 def ir_calls(graph: Graph) -> list[IrCall]:
     """Return the IR calls of *graph* in order, without those of control-flow subgraphs."""
     return [call for node in graph.nodes if (call := ir_call(node))]
+
+
+def all_calls(graph_module: GraphModule) -> list[IrCall]:
+    """Return the IR calls of a graph and of its control-flow subgraphs."""
+    return [call for module in all_graphs(graph_module) for call in ir_calls(module.graph)]
 
 
 def replace(call: IrCall, outputs: Sequence[Node]) -> list[Node]:

@@ -27,7 +27,8 @@ from opweave.compile.options import CompileError, PluginPassError, UseAfterDonat
 from opweave.compile.plan import Context, PluginPass
 from opweave.compile.report import WITH_GRADIENTS
 from opweave.ir.errors import described
-from opweave.ir.selection import native_for, policy_for, select, tensors_in
+from opweave.ir.op import tensors_in
+from opweave.ir.selection import native_for, policy_for, select
 from opweave.ir.torch_ops import to_text
 
 # Topological sort and dead code elimination.

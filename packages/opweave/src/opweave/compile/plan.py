@@ -19,9 +19,9 @@ from opweave.compile.tracing import Tracer, signature
 from opweave.ir import IrOp, Policy, Registry, Selection
 from opweave.ir.errors import UnknownOpError, did_you_mean
 from opweave.ir.explain import explained
+from opweave.ir.op import least_bytes
 from opweave.ir.priority import ALWAYS_LAST, NATIVE, Entries, merge, parse
 from opweave.ir.selection import native_for
-from opweave.ir.spec import least_bytes
 from opweave.platforms.resolution import PassReference, pass_references
 from opweave.plugins import resolve_obj_by_qualname
 from opweave.plugins.entry import ReferenceNameError

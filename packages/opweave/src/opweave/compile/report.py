@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+_Item = TypeVar("_Item")
 
 WITH_GRADIENTS = "with gradients"  # the stage of differentiated calls
 
@@ -92,39 +94,42 @@ class NodeReport:
 
 
 @dataclass
-class FusionReport:
-    """A fusion or a near miss.
+class MatchReport:
+    """An op that fusion or recognition formed, or a near miss.
 
     Attributes:
-        composite: the name of the op.
+        op: the name of the op.
         node: the name of the node.
-        outcome: ``fused`` or ``rejected``.
-        reason: the fused nodes, or why fusion was rejected.
-    """
-
-    composite: str
-    node: str
-    outcome: str
-    reason: str
-
-
-@dataclass
-class RecognitionReport:
-    """A recognized spelling of an op, or a near miss.
-
-    Attributes:
-        op: the op.
-        node: where it is in the graph.
-        source: the line of the user's source.
-        outcome: ``recognized`` or ``rejected``.
-        reason: the operators that it replaced, or why it was not recognized.
+        outcome: ``fused``, ``recognized`` or ``rejected``.
+        reason: the replaced nodes, or why the match was rejected.
+        source: the line of the user's source code.
     """
 
     op: str
     node: str
-    source: str
     outcome: str
     reason: str
+    source: str = ""
+
+
+def alike(matches: Iterable[MatchReport]) -> list[list[MatchReport]]:
+    """Return the matches, grouped by outcome, op and the reason of a rejection."""
+    return _grouped(
+        sorted(matches, key=lambda match: match.outcome == "rejected"),
+        lambda match: (
+            match.outcome,
+            match.op,
+            match.reason if match.outcome == "rejected" else "",
+        ),
+    )
+
+
+def _grouped(items: Iterable[_Item], key: Callable[[_Item], Any]) -> list[list[_Item]]:
+    """Return the items with equal keys together, in order of the first of them."""
+    groups: dict[Any, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
 
 
 @dataclass
@@ -186,20 +191,20 @@ class Report:
     seconds: float = 0.0
     traces: int = 0
     nodes: list[NodeReport] = field(default_factory=list)
-    fusions: list[FusionReport] = field(default_factory=list)
-    recognitions: list[RecognitionReport] = field(default_factory=list)
+    fusions: list[MatchReport] = field(default_factory=list)
+    recognitions: list[MatchReport] = field(default_factory=list)
     passes: list[PassReport] = field(default_factory=list)
     collectives: dict[str, int] = field(default_factory=dict)
 
     @property
     def remarks(self) -> list[str]:
         """Remarks about the graph as a whole, one sentence each."""
-        found = []
+        remarks = []
         if self.complete and not self.nodes:
             inference = (
                 "compile under torch.no_grad(), because ops are recognized in inference only, or "
             )
-            found.append(
+            remarks.append(
                 "0 opweave ops in this graph: it calls none and none was recognized, so Inductor "
                 "compiles it alone. To use opweave's kernels, "
                 f"{inference if self.is_differentiated else ''}"
@@ -207,12 +212,12 @@ class Report:
             )
         differentiated = sum(node.stage == WITH_GRADIENTS for node in self.nodes)
         if differentiated:
-            found.append(
+            remarks.append(
                 f"{differentiated} of {len(self.nodes)} calls run differentiable implementations, "
                 "usually native, because gradients are on: for inference, compile under "
                 "torch.no_grad() or torch.inference_mode()"
             )
-        return found
+        return remarks
 
     @property
     def selected_impls(self) -> dict[str, dict[str, str]]:
@@ -238,39 +243,35 @@ class Report:
         return sum(reuse.copied for reuse in self.reuses)
 
     @property
-    def fused(self) -> list[FusionReport]:
+    def fused(self) -> list[MatchReport]:
         """The successful fusions."""
         return [fusion for fusion in self.fusions if fusion.outcome == "fused"]
 
     @property
-    def near_misses(self) -> list[FusionReport]:
+    def near_misses(self) -> list[MatchReport]:
         """The rejected fusions for which more than one op matched."""
         return [fusion for fusion in self.fusions if fusion.outcome != "fused"]
 
     @property
-    def recognized(self) -> list[RecognitionReport]:
+    def recognized(self) -> list[MatchReport]:
         """The recognized ops."""
-        return [each for each in self.recognitions if each.outcome == "recognized"]
+        return [match for match in self.recognitions if match.outcome == "recognized"]
 
     @property
-    def unrecognized(self) -> list[RecognitionReport]:
+    def unrecognized(self) -> list[MatchReport]:
         """The near misses of recognition: most of a spelling matched."""
-        return [each for each in self.recognitions if each.outcome != "recognized"]
+        return [match for match in self.recognitions if match.outcome != "recognized"]
 
     def outcomes(self) -> list[tuple[NodeReport, int]]:
         """Return one call per distinct outcome, with the number of such calls."""
-        alike: dict[Any, list[NodeReport]] = {}
-        for node in self.nodes:
-            alike.setdefault(node.outcome, []).append(node)
-        return [(nodes[0], len(nodes)) for nodes in alike.values()]
+        groups = _grouped(self.nodes, lambda node: node.outcome)
+        return [(nodes[0], len(nodes)) for nodes in groups]
 
     def layer_groups(self) -> list[list[NodeReport]]:
         """Return the calls, grouped if they differ only in the layer index."""
-        groups: dict[Any, list[NodeReport]] = {}
-        for node in self.nodes:
-            key = (node.outcome, node.source, node.call, node.module_pattern)
-            groups.setdefault(key, []).append(node)
-        return list(groups.values())
+        return _grouped(
+            self.nodes, lambda node: (node.outcome, node.source, node.call, node.module_pattern)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for JSON."""
@@ -299,10 +300,10 @@ class Report:
             )
             for node in data.pop("nodes")
         ]
-        fusions = [FusionReport(**fusion) for fusion in data.pop("fusions")]
-        recognitions = [RecognitionReport(**each) for each in data.pop("recognitions")]
+        for name in ("fusions", "recognitions"):
+            data[name] = [MatchReport(**match) for match in data[name]]
         passes = [PassReport(**record) for record in data.pop("passes")]
-        return cls(nodes=nodes, fusions=fusions, recognitions=recognitions, passes=passes, **data)
+        return cls(nodes=nodes, passes=passes, **data)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -326,7 +327,7 @@ class Report:
                 reason = f": {reuse.reason}" if reuse.reason else ""
                 yield f"    {reuse.verb} {reuse.activation}{reason}"
         for fusion in self.near_misses:
-            yield f"not fused: {fusion.composite} at {fusion.node}: {fusion.reason}"
+            yield f"not fused: {fusion.op} at {fusion.node}: {fusion.reason}"
         for miss in self.unrecognized:
             yield f"not recognized: {miss.op} at {miss.node}: {miss.reason}"
             yield f"    {miss.source}"

@@ -21,8 +21,9 @@ from opweave.compile.graph import GraphInfo, IrCall, computed_fake, fake_of, ten
 from opweave.compile.options import logger
 from opweave.ir import IrOpImpl
 from opweave.ir.errors import described
+from opweave.ir.registry import find_target
 from opweave.ir.schema import ANNOTATIONS, Schema
-from opweave.ir.torch_ops import entered, find_target
+from opweave.ir.torch_ops import entered
 
 # Prepare operators that write to an argument for Inductor, which expects functional graphs.
 #

@@ -178,6 +178,7 @@ class CompilationConfig(Config):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.backend, str) or not self.backend:
             raise SettingError(f"backend={self.backend!r} should name a backend of torch.compile.")
         mode = _mode(self.mode)

@@ -8,14 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from opweave.config.compilation import CompilationConfig, current_compilation_config
-from opweave.config.values import (
-    Config,
-    check_choice,
-    check_count,
-    check_flag,
-    check_seconds,
-    check_share,
-)
+from opweave.config.values import COUNT, FLAG, SECONDS, SHARE, Config, checked, one_of
 from opweave.ir import IrOpPriorityConfig
 from opweave.ir.errors import SettingError
 
@@ -41,24 +34,18 @@ class CacheConfig(Config):
             both given.
     """
 
-    block_size: int = 64
-    num_blocks: int | None = None
-    memory_bytes: int | None = None
-    memory_utilization: float = 0.9
-    enable_prefix_caching: bool = True
+    block_size: int = checked(COUNT, 64)
+    num_blocks: int | None = checked(COUNT, None)
+    memory_bytes: int | None = checked(COUNT, None)
+    memory_utilization: float = checked(SHARE, 0.9)
+    enable_prefix_caching: bool = checked(FLAG, True)
 
     def __post_init__(self) -> None:
-        owner = type(self).__name__
-        check_count(owner, "block_size", self.block_size)
-        for name in ("num_blocks", "memory_bytes"):
-            if getattr(self, name) is not None:
-                check_count(owner, name, getattr(self, name), ", or None")
-        check_share(owner, "memory_utilization", self.memory_utilization)
-        check_flag(owner, "enable_prefix_caching", self.enable_prefix_caching)
+        super().__post_init__()
         if self.num_blocks is not None and self.memory_bytes is not None:
             raise SettingError(
-                f"{owner}: num_blocks={self.num_blocks} and memory_bytes={self.memory_bytes} are "
-                "mutually exclusive; give one of them."
+                f"CacheConfig: num_blocks={self.num_blocks} and memory_bytes={self.memory_bytes} "
+                "are mutually exclusive; give one of them."
             )
 
 
@@ -66,6 +53,7 @@ class CacheConfig(Config):
 
 
 POLICIES = ("fcfs", "priority")
+_POLICY = one_of(*POLICIES)
 
 
 @dataclass(frozen=True)
@@ -87,23 +75,17 @@ class SchedulerConfig(Config):
         SettingError: (a ValueError) a value is out of range or conflicts with another.
     """
 
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    policy: str = "fcfs"
-    enable_chunked_prefill: bool = True
+    max_num_seqs: int = checked(COUNT, 64)
+    max_num_batched_tokens: int = checked(COUNT, 2048)
+    max_model_len: int | None = checked(COUNT, None)
+    policy: str = checked(_POLICY, "fcfs")
+    enable_chunked_prefill: bool = checked(FLAG, True)
 
     def __post_init__(self) -> None:
-        owner = type(self).__name__
-        check_count(owner, "max_num_seqs", self.max_num_seqs)
-        check_count(owner, "max_num_batched_tokens", self.max_num_batched_tokens)
-        if self.max_model_len is not None:
-            check_count(owner, "max_model_len", self.max_model_len, ", or None")
-        check_choice(owner, "policy", self.policy, POLICIES)
-        check_flag(owner, "enable_chunked_prefill", self.enable_chunked_prefill)
+        super().__post_init__()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise SettingError(
-                f"{owner}: max_num_batched_tokens={self.max_num_batched_tokens} is below "
+                f"SchedulerConfig: max_num_batched_tokens={self.max_num_batched_tokens} is below "
                 f"max_num_seqs={self.max_num_seqs}, so not every sequence can get a token. Raise "
                 "the former or lower the latter."
             )
@@ -130,26 +112,23 @@ class ParallelConfig(Config):
             without several replicas.
     """
 
-    tensor_parallel_size: int = 1
-    timeout: float = 60.0
-    data_parallel_size: int = 1
+    tensor_parallel_size: int = checked(COUNT, 1)
+    timeout: float = checked(SECONDS, 60.0)
+    data_parallel_size: int = checked(COUNT, 1)
     data_parallel_address: str | None = None
 
     def __post_init__(self) -> None:
-        owner = type(self).__name__
-        check_count(owner, "tensor_parallel_size", self.tensor_parallel_size)
-        check_count(owner, "data_parallel_size", self.data_parallel_size)
-        check_seconds(owner, "timeout", self.timeout)
+        super().__post_init__()
         address = self.data_parallel_address
         if address is not None and (not isinstance(address, str) or not _is_address(address)):
             raise SettingError(
-                f"{owner}: data_parallel_address={address!r} must be host:port of a Ray cluster, "
-                "auto, or None. ray:// addresses are not supported; run the program on a machine "
-                "of the cluster."
+                f"ParallelConfig: data_parallel_address={address!r} must be host:port of a Ray "
+                "cluster, auto, or None. ray:// addresses are not supported; run the program on a "
+                "machine of the cluster."
             )
         if address is not None and self.data_parallel_size == 1:
             raise SettingError(
-                f"{owner}: data_parallel_address={address!r} needs several replicas, but "
+                f"ParallelConfig: data_parallel_address={address!r} needs several replicas, but "
                 "data_parallel_size is 1. Raise data_parallel_size, or remove the address."
             )
 
@@ -174,12 +153,14 @@ class KernelConfig(Config):
     ir_op_priority: Mapping[str, str | Iterable[str]] = field(default_factory=IrOpPriorityConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         typed = IrOpPriorityConfig(self.ir_op_priority)
         object.__setattr__(self, "ir_op_priority", typed)
 
 
 LoadFormat = Literal["auto", "dummy"]
 ModelImpl = Literal["auto", "opweave", "transformers"]
+_LOAD_FORMAT, _MODEL_IMPL = one_of(*get_args(LoadFormat)), one_of(*get_args(ModelImpl))
 # OpenMP crashes instead of rejecting a larger number.
 _MAX_THREADS = max(1024, os.cpu_count() or 1)
 _PARTS = {"cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig}
@@ -214,10 +195,10 @@ class EngineConfig(Config):
 
     dtype: str = "auto"
     seed: int = 0
-    load_format: LoadFormat = "auto"
-    model_impl: ModelImpl = "auto"
+    load_format: LoadFormat = checked(_LOAD_FORMAT, "auto")  # noqa: RUF009 (a field)
+    model_impl: ModelImpl = checked(_MODEL_IMPL, "auto")  # noqa: RUF009 (a field)
     generation_config: str = "auto"
-    cpu_threads: int | None = None
+    cpu_threads: int | None = checked(COUNT, None)
     kernel_config: KernelConfig = field(default_factory=KernelConfig)
     compilation_config: CompilationConfig | Mapping[str, object] = field(default_factory=dict)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -225,20 +206,17 @@ class EngineConfig(Config):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
-        check_choice(type(self).__name__, "load_format", self.load_format, get_args(LoadFormat))
-        check_choice(type(self).__name__, "model_impl", self.model_impl, get_args(ModelImpl))
+        super().__post_init__()
         if not isinstance(self.generation_config, str) or not self.generation_config:
             raise SettingError(
                 f"generation_config={self.generation_config!r} must be 'auto', 'none' or the name "
                 "of a directory with a generation_config.json."
             )
-        if self.cpu_threads is not None:
-            check_count(type(self).__name__, "cpu_threads", self.cpu_threads)
-            if self.cpu_threads > _MAX_THREADS:
-                raise SettingError(
-                    f"cpu_threads={self.cpu_threads} is more than {_MAX_THREADS}; the machine has "
-                    f"{os.cpu_count()} processors."
-                )
+        if self.cpu_threads is not None and self.cpu_threads > _MAX_THREADS:
+            raise SettingError(
+                f"cpu_threads={self.cpu_threads} is more than {_MAX_THREADS}; the machine has "
+                f"{os.cpu_count()} processors."
+            )
         for name, kind in _PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise SettingError(f"{name}={getattr(self, name)!r} should be a {kind.__name__}.")

@@ -1,6 +1,6 @@
-"""The table of all environment variables that opweave reads.
+"""The settings of opweave: environment variables, and the keys of the config file.
 
-The docs page is generated from it. Variables are read once, at the first use of an op.
+The docs page is generated from the table. Settings are read once, at the first use of an op.
 """
 
 from __future__ import annotations
@@ -22,138 +22,136 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """An environment variable of opweave."""
+    """An environment variable of opweave.
+
+    Attributes:
+        name: its name; one that ends in ``__<...>`` stands for a variable per key.
+        doc: its meaning.
+        kind: its type in the documentation.
+        default: its default.
+        in_file: whether the config file has it too: ``OPWEAVE_CHECK_DONATION`` as the key
+            ``check_donation``, one per key as a table.
+    """
 
     name: str
-    kind: str
-    default: str
     doc: str
+    kind: str = "string"
+    default: str = ""
+    in_file: bool = False
+
+    @property
+    def file_key(self) -> str:
+        """The key of the config file, if it has one."""
+        key = self.name.removeprefix("OPWEAVE_").partition("__")[0].lower()
+        return key if self.in_file else ""
+
+    @property
+    def file_kind(self) -> str:
+        """The type of the key of the config file: ``"table"``, ``"bool"`` or ``"string"``."""
+        return "table" if "__<" in self.name else {"path": "string"}.get(self.kind, self.kind)
 
 
-@dataclass(frozen=True, slots=True)
-class DeclaredVariable(Generic[T]):
-    """An environment variable of a plugin."""
+@dataclass(frozen=True)
+class PluginValue(Generic[T]):
+    """The type, default and description of a plugin's variable or option."""
 
     kind: type[T]
     default: T
     doc: str
 
 
-declared: OpenRegistry[DeclaredVariable[Any]] = OpenRegistry("environment variable")
+declared: OpenRegistry[PluginValue[Any]] = OpenRegistry("environment variable")
 """The variables of plugins, by name."""
 
 
 API_KEY = "OPWEAVE_API_KEY"
 TUNING_FILE = "OPWEAVE_TUNING_FILE"
 
+# fmt: off
 VARIABLES = (
     Variable(
         API_KEY,
-        "list",
-        "",
         "The API keys of `opweave serve`, separated by commas, unless `--api-key` is given.",
+        kind="list",
     ),
     Variable(
         PRIORITY_PREFIX + "<OP>",
-        "list",
-        "",
         "Providers to prefer for an op, separated by commas; `name!` makes it an error if the "
         "provider cannot be used. `OPWEAVE_IR_OP_PRIORITY__RMS_NORM=triton,opweave_c`.",
+        kind="list", in_file=True,
     ),
     Variable(
         "OPWEAVE_BATCH_INVARIANT",
-        "bool",
-        "0",
         "Use only implementations with the trait `batch_invariant`.",
+        kind="bool", default="0", in_file=True,
     ),
     Variable(
         "OPWEAVE_CACHE_DIR",
-        "path",
-        "~/.cache/opweave",
         "The folder for native modules that are built at run time or by `opweave native build`.",
+        kind="path", default="~/.cache/opweave",
     ),
     Variable(
         "OPWEAVE_CHECK_DONATION",
-        "bool",
-        "0",
         "After `maybe_inplace`, overwrite donated inputs that were not reused with NaN, to find "
         "code that reads them.",
+        kind="bool", default="0", in_file=True,
     ),
     Variable(
         COMPILATION_PREFIX + "<KEY>",
-        "string",
-        "",
         "A key of `CompilationConfig`: `BACKEND`, `MODE`, `CUSTOM_OPS` or, as a JSON object, "
         "`OPTIONS`. `OPWEAVE_COMPILATION_CONFIG__CUSTOM_OPS=none,+rms_norm`.",
+        in_file=True,
     ),
     Variable(
         "OPWEAVE_CONFIG",
-        "path",
-        "",
         "The config file, instead of the nearest `opweave.toml` or `pyproject.toml`.",
+        kind="path",
     ),
     Variable(
         "OPWEAVE_ISA",
-        "string",
-        "",
         "The instruction set of the C++ kernels: `base`, `avx2`, `avx512`, `avx512bf16`, `zen4` "
         "or `amx`; by default the best for this CPU.",
     ),
     Variable(
         "OPWEAVE_LOGGING_LEVEL",
-        "string",
-        "",
-        "Write log records from this level up to standard error: `DEBUG`, `INFO`, "
-        "`WARNING`, `ERROR` or `CRITICAL`.",
+        "Write log records from this level up to standard error: `DEBUG`, `INFO`, `WARNING`, "
+        "`ERROR` or `CRITICAL`.",
     ),
     Variable(
         "OPWEAVE_NATIVE_TORCH_INTERNALS",
-        "bool",
-        "1",
         "Whether C++ operators may read tensors through parts of torch that it does not document. "
         "They are tested at load and not used if a test fails; with `0`, they are never used, and "
         "calls take longer.",
+        kind="bool", default="1",
     ),
     Variable(
         "OPWEAVE_PLATFORM",
-        "string",
-        "",
         "The platform to use; other platform plugins are not imported.",
     ),
     Variable(
         "OPWEAVE_PLATFORM_RESOLUTION",
-        "string",
-        "",
-        "The platform of the parent process as JSON. Child processes use the same one or refuse to "
-        "run.",
+        "The platform of the parent process as JSON. Child processes use the same one or refuse "
+        "to run.",
     ),
     Variable(
         "OPWEAVE_PLUGINS",
-        "list",
-        "",
         "The plugins to load, separated by commas: `a,b` for only these, `-a` for all others. By "
         "default all are loaded; an empty value loads no plugin.",
+        kind="list",
     ),
     Variable(
         "OPWEAVE_PLUGINS_STRICT",
-        "bool",
-        "1",
         "Whether a failing plugin is an error. With `0`, opweave logs a warning and continues.",
-    ),
-    Variable(
-        "OPWEAVE_PLUGIN_TIMEOUT",
-        "number",
-        "1.5",
-        "The time limit of a plugin's function in seconds, without its imports.",
+        kind="bool", default="1",
     ),
     Variable(
         TUNING_FILE,
-        "path",
-        "",
         "A file that `opweave tune` has written; its measurements choose kernels by the number of "
         "tokens. An empty value disables the file that a config file names.",
+        kind="path", in_file=True,
     ),
 )
+# fmt: on
 
 
 def declare_variable(name: str, kind: type[T], default: T, doc: str) -> None:
@@ -178,7 +176,7 @@ def declare_variable(name: str, kind: type[T], default: T, doc: str) -> None:
     if _is_own(name):
         raise SettingError(f"environment variable {name} is used by opweave. Choose another name.")
     check_kind(name, kind, default)
-    declared.add(name, DeclaredVariable(kind, default, doc))
+    declared.add(name, PluginValue(kind, default, doc))
 
 
 def declared_value(name: str, environ: Mapping[str, str] = os.environ) -> Any:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
-from opweave.config.environment import declared
+from opweave.config.environment import PluginValue, declared
 from opweave.config.values import OpenRegistry, check_kind, read
 from opweave.ir.errors import SettingError, did_you_mean
 from opweave.registration import Owner
@@ -20,16 +20,7 @@ T = TypeVar("T", bool, int, float, str)
 PREFIX = "--plugin."
 
 
-@dataclass(frozen=True)
-class PluginOption(Generic[T]):
-    """The type, default and help text of an option."""
-
-    kind: type[T]
-    default: T
-    help: str
-
-
-options: OpenRegistry[PluginOption[Any]] = OpenRegistry("plugin option")
+options: OpenRegistry[PluginValue[Any]] = OpenRegistry("plugin option")
 _given: dict[str, Any] = {}
 
 
@@ -68,7 +59,7 @@ class PluginOptions:
         if not key.isidentifier():
             raise SettingError(f"plugin option {key!r} must be an identifier, as 'queue_depth'.")
         check_kind(f"{PREFIX}{self.plugin}.{key}", kind, default)
-        options.add(f"{self.plugin}.{key}", PluginOption(kind, default, help))
+        options.add(f"{self.plugin}.{key}", PluginValue(kind, default, help))
 
     def __getitem__(self, key: str) -> Any:
         """Return the user's value, or the default.
@@ -129,12 +120,11 @@ class PluginSetting(NamedTuple):
 
 def plugin_settings(environ: Mapping[str, str] = os.environ) -> Iterator[PluginSetting]:
     """Yield every option, then every variable, that plugins have declared so far."""
-    given = given_plugin_options()
-    for name, entry in options.entries.items():
-        flag, option = PREFIX + name.replace("_", "-"), entry.value
-        kind, value = option.kind.__name__, given.get(name)
-        yield PluginSetting(flag, kind, option.default, value, option.help, entry.owner)
-    for name, declaration in declared.entries.items():
-        variable, value = declaration.value, environ.get(name)
-        kind = variable.kind.__name__
-        yield PluginSetting(name, kind, variable.default, value, variable.doc, declaration.owner)
+    flags = (
+        (PREFIX + name.replace("_", "-"), entry, _given.get(name))
+        for name, entry in options.entries.items()
+    )
+    variables = ((name, entry, environ.get(name)) for name, entry in declared.entries.items())
+    for name, entry, given in chain(flags, variables):
+        kind, default, doc = entry.value.kind.__name__, entry.value.default, entry.value.doc
+        yield PluginSetting(name, kind, default, given, doc, entry.owner)

@@ -34,9 +34,8 @@ from opweave.ir.rules import BATCH_INVARIANT
 # ``opweave.toml`` takes precedence over ``pyproject.toml``.
 
 
-_TABLES = ("compilation_config", "ir_op_priority")
-_TEXTS = ("tuning_file",)
-_KEYS = ("batch_invariant", "check_donation", *_TEXTS, *_TABLES)
+_KEYS = {v.file_key: v.file_kind for v in environment.VARIABLES if v.in_file}
+_TYPES = {"table": dict, "string": str, "bool": bool}
 
 
 @dataclass(frozen=True)
@@ -101,10 +100,8 @@ def _settings(table: Any, path: Path) -> FileSettings:
     for key, value in table.items():
         if key not in _KEYS:
             raise SettingError(f"{path}: unknown key {key!r}. {did_you_mean(key, _KEYS)}")
-        wanted = dict if key in _TABLES else str if key in _TEXTS else bool
-        if not isinstance(value, wanted):
-            kind = {dict: "table", str: "string", bool: "bool"}[wanted]
-            raise SettingError(f"{path}: {key} = {value!r} should be a {kind}.")
+        if not isinstance(value, _TYPES[_KEYS[key]]):
+            raise SettingError(f"{path}: {key} = {value!r} should be a {_KEYS[key]}.")
     for op, providers in table.get("ir_op_priority", {}).items():
         if not isinstance(providers, (str, list)):
             raise SettingError(

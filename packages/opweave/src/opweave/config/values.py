@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, Self, TypeVar
 
@@ -13,13 +12,52 @@ from opweave.ir.errors import OpweaveError, SettingError, UnknownError, did_you_
 from opweave.registration import Owner, current_owner
 from opweave.transaction import enter
 
-# Checks of configuration values.
+# Checks of configuration values, declared with the fields of a configuration.
 
 
-def check_count(owner: str, name: str, value: object, note: str = "") -> None:
-    """Raise :class:`SettingError` unless *value* is a positive integer; *note* ends the message."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SettingError(f"{owner}: {name}={value!r} must be a positive integer{note}.")
+@dataclass(frozen=True)
+class ValueCheck:
+    """A condition of a value.
+
+    Attributes:
+        accepts: whether it accepts a value.
+        expected: the accepted values, for messages.
+        choices: the accepted strings, if there are only a few.
+    """
+
+    accepts: Callable[[Any], bool]
+    expected: str
+    choices: Sequence[str] = ()
+
+    def __call__(self, owner: str, name: str, value: object) -> None:
+        """Raise :class:`SettingError` unless *value* is accepted."""
+        if self.accepts(value):
+            return
+        hint = did_you_mean(str(value), self.choices).partition("Known:")[0]  # they are listed
+        raise SettingError(f"{owner}: {name}={value!r} must be {self.expected}. {hint}".rstrip())
+
+
+COUNT = ValueCheck(lambda v: type(v) is int and v >= 1, "a positive integer")
+FLAG = ValueCheck(lambda v: isinstance(v, bool), "True or False")
+SECONDS = ValueCheck(
+    lambda v: type(v) in (int, float) and 0 < v < float("inf"), "a positive number of seconds"
+)
+SHARE = ValueCheck(
+    lambda v: type(v) in (int, float) and 0 < v <= 1, "a number above 0, and at most 1"
+)
+
+
+def one_of(*choices: str) -> ValueCheck:
+    """Return a check that accepts *choices*."""
+    return ValueCheck(lambda v: v in choices, f"one of {', '.join(choices)}", choices)
+
+
+def checked(check: ValueCheck, default: Any) -> Any:
+    """Declare a field of a :class:`Config`; None is accepted if it is the default."""
+    if default is None:
+        accepts, text = check.accepts, f"{check.expected}, or None"
+        check = ValueCheck(lambda v: v is None or accepts(v), text)
+    return field(default=default, metadata={"check": check})
 
 
 def api_key_fault(key: str) -> str | None:
@@ -30,35 +68,6 @@ def api_key_fault(key: str) -> str | None:
         "An API key contains characters that cannot be sent in an HTTP header; use printable ASCII "
         "characters without spaces."
     )
-
-
-def check_flag(owner: str, name: str, value: object) -> None:
-    """Raise :class:`SettingError` unless *value* is True or False."""
-    if not isinstance(value, bool):
-        raise SettingError(f"{owner}: {name}={value!r} must be True or False.")
-
-
-def check_seconds(owner: str, name: str, value: object) -> None:
-    """Raise :class:`SettingError` unless *value* is a positive, finite number."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < float("inf"):  # type: ignore[operator]
-        raise SettingError(f"{owner}: {name}={value!r} must be a positive number of seconds.")
-
-
-def check_share(owner: str, name: str, value: object) -> None:
-    """Raise :class:`SettingError` unless *value* is above 0 and at most 1."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= 1:  # type: ignore[operator]
-        raise SettingError(f"{owner}: {name}={value!r} must be a number above 0, and at most 1.")
-
-
-def check_choice(owner: str, name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise :class:`SettingError` unless *value* is one of *choices*."""
-    if value not in choices:
-        hint = did_you_mean(str(value), choices).partition("Known:")[0]  # choices are listed below
-        raise SettingError(
-            f"{owner}: {name}={value!r} must be one of {', '.join(choices)}. {hint}".rstrip()
-        )
 
 
 # Mappings that may be given as JSON text on the command line.
@@ -180,35 +189,32 @@ DEFAULT = "default"
 _GIVEN = "given"
 
 
-class _Recording(type):
-    """Metaclass of :class:`Config`: records which values were given at construction."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = super().__call__(*args, **kwargs)
-        names = made.names()
-        passed, before = {*names[: len(args)], *kwargs}, made.origins
-        # dataclasses.replace passes all values, including the origins.
-        is_copy = "origins" in kwargs
-        for name in names:
-            value, old = getattr(made, name), before.get(name)
-            if old is not None and _same(old.value, value):
-                continue
-            given = name in passed and not (is_copy and made._is_default(name, value))
-            made._set_origin(name, Origin(_GIVEN, value) if given else None)
-        return made
-
-
 @dataclass(frozen=True)
-class Config(metaclass=_Recording):
+class Config:
     """Base class of configurations: frozen dataclasses that record the origin of each value.
 
     Attributes:
-        origins: origins of non-default values by name; ``dataclasses.replace`` keeps them.
+        origins: origins by name; ``dataclasses.replace`` keeps them. Without one, a value that
+            differs from its default is the user's.
     """
 
     origins: Mapping[str, Origin] = field(
         default_factory=dict, kw_only=True, compare=False, repr=False
     )
+
+    def __new__(cls, *args: Any, **values: Any) -> Self:
+        config = super().__new__(cls)
+        if "origins" not in values:  # dataclasses.replace passes every value, and the origins
+            config.__dict__["_passed"] = [*cls.names()[: len(args)], *values]
+        return config
+
+    def __post_init__(self) -> None:
+        passed = self.__dict__.pop("_passed", ())  # a default that the user passes is the user's
+        given = {name: Origin(_GIVEN, getattr(self, name)) for name in passed}
+        object.__setattr__(self, "origins", {**given, **self.origins})
+        for each in fields(self):
+            if (check := each.metadata.get("check")) is not None:
+                check(type(self).__name__, each.name, getattr(self, each.name))
 
     @classmethod
     def names(cls) -> list[str]:
@@ -217,7 +223,11 @@ class Config(metaclass=_Recording):
 
     def origin(self, name: str) -> Origin:
         """Return the origin of the value called *name*."""
-        return self.origins.get(name) or Origin(DEFAULT, getattr(self, name), by_user=False)
+        value, recorded = getattr(self, name), self.origins.get(name)
+        if recorded is not None and _same(recorded.value, value):
+            return recorded
+        is_default = self._is_default(name, value)
+        return Origin(DEFAULT if is_default else _GIVEN, value, by_user=not is_default)
 
     def with_values(self, values: Mapping[str, Origin]) -> Self:
         """Return a copy with the values of these origins.
@@ -226,23 +236,15 @@ class Config(metaclass=_Recording):
             SettingError: a value is malformed, or does not fit the others.
         """
         changed = replace(self, **{name: origin.value for name, origin in values.items()})
-        for name, origin in values.items():
-            # The typed value, which may differ from the given one.
-            kept = replace(origin, value=getattr(changed, name))
-            changed._set_origin(name, kept)
-        return changed
+        # The typed values, which may differ from the given ones.
+        typed = {n: replace(origin, value=getattr(changed, n)) for n, origin in values.items()}
+        return replace(changed, origins={**self.origins, **typed})
 
     def _is_default(self, name: str, value: object) -> bool:
         each = next(each for each in fields(self) if each.name == name)
         if each.default_factory is not MISSING:
             return _same(value, each.default_factory())
         return each.default is not MISSING and _same(value, each.default)
-
-    def _set_origin(self, name: str, origin: Origin | None) -> None:
-        found = {each: old for each, old in self.origins.items() if each != name}
-        if origin is not None:
-            found[name] = origin
-        object.__setattr__(self, "origins", found)
 
 
 def _same(one: object, other: object) -> bool:
@@ -274,7 +276,7 @@ class RegistryEntry(Generic[T]):
 class OpenRegistry(Generic[T]):
     """Values by unique name, with the plugin that registered each.
 
-    If a plugin fails, its registrations are undone.
+    If a plugin fails, its registrations are taken back.
 
     Args:
         noun: the kind of the values, for messages: ``"compiler pass"``.
@@ -300,8 +302,7 @@ class OpenRegistry(Generic[T]):
                 f"{_shown(self._entries[name].owner)}, so {_shown(current_owner())} cannot use "
                 "that name. Choose another."
             )
-        self._entries[name] = RegistryEntry(value, current_owner())
-        enter(f"{self.noun} {name}", partial(self._entries.__delitem__, name))
+        enter(f"{self.noun} {name}", self._entries, name, RegistryEntry(value, current_owner()))
         return value
 
     def __getitem__(self, name: str) -> T:

@@ -35,7 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from types import CellType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,16 +43,12 @@ from torch.nn import Parameter
 
 from opweave import plain_call, torch_compat
 from opweave.ir.donation import clone_in_layout, refused
-from opweave.ir.impl import IrOpImpl
+from opweave.ir.op import IrOpImpl, OpDefinition
 from opweave.ir.rules import ALIAS_SAFE, Rule, named_call
-from opweave.ir.schema import Param, Schema
+from opweave.ir.schema import Function, Param, Schema
 from opweave.ir.scope import current_scope
 from opweave.ir.selection import Candidate
 
-if TYPE_CHECKING:
-    from opweave.ir.dispatch import Path
-
-Function = Callable[..., Any]
 PlainCheck = Callable[..., bool]
 Ranges = list[tuple[int | None, list[Candidate]]]
 """Candidates by the largest number of tokens that they are for; the last one has no limit."""
@@ -85,15 +81,27 @@ class Generator:
     """Generates and compiles the function of one path.
 
     Args:
-        path: the call path.
-        found: its candidates, in priority order, by number of tokens.
+        op: the op.
+        kind: the kind of the path.
+        ranges: its candidates, in priority order, by number of tokens.
         check: raises if a result is wrong; returns whether later results need no check.
-        in_scope: generate the function for calls inside a scope.
+        slow: runs a call that the function does not handle.
+        scoped: returns the function for calls inside a scope; None: generate such a function.
     """
 
-    def __init__(self, path: Path, found: Ranges, check: ResultCheck, *, in_scope: bool) -> None:
-        self.path, self.found, self.check, self.in_scope = path, found, check, in_scope
-        self.schema: Schema = path.op.schema
+    def __init__(
+        self,
+        op: OpDefinition,
+        kind: Kind,
+        ranges: Ranges,
+        *,
+        check: ResultCheck,
+        slow: Function,
+        scoped: Function | None,
+    ) -> None:
+        self.op, self.kind, self.ranges, self.check = op, kind, ranges, check
+        self.donates, self.in_scope = kind is Kind.DONATING, scoped is None
+        self.schema: Schema = op.schema
         self.call = self.schema.call()
         self.runs: dict[str, IrOpImpl] = {}  # name in the generated code -> implementation
         self.owners: dict[int, IrOpImpl] = {}  # by id(), since a callable may not be hashable
@@ -109,8 +117,8 @@ class Generator:
             "_any": any,
             "_Exception": Exception,
             "_current_scope": current_scope,
-            "_scoped": path.scoped,
-            "_slow": path.slow,
+            "_scoped": scoped,
+            "_slow": slow,
             "_note": self._note,
             "_has_torch_function": torch_compat.has_torch_function_unary,
             "_is_grad_enabled": torch.is_grad_enabled,
@@ -124,14 +132,14 @@ class Generator:
         The names it refers to are closure variables, not globals: they are faster to read, and
         Dynamo looks up globals in the module named by the function's ``__module__``.
         """
-        name, lines = self.path.op.name, self._lines()
+        name, lines = self.op.name, self._lines()
         factory = [
             f"def make({', '.join(self.namespace)}):",
             *(f"    {line}" for line in lines),
             f"    return {name}",
         ]
         source = "\n".join(factory) + "\n"
-        filename = f"<opweave {name}.{self.path.kind.value}>"
+        filename = f"<opweave {name}.{self.kind.value}>"
         # Lets tracebacks and debuggers show the generated code.
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
         module: dict[str, Any] = {"__name__": __name__}
@@ -169,8 +177,8 @@ class Generator:
 
     def _lines(self) -> list[str]:
         slow = f"return _slow({self.call})"
-        lines = [f"def {self.path.op.name}(self, {self.schema.declaration}):"]
-        if self.path.donates and self.path.op.registry.settings.check_donation:
+        lines = [f"def {self.op.name}(self, {self.schema.declaration}):"]
+        if self.donates and self.op.settings.check_donation:
             return [*lines, f"    {slow}"]
         if not self.in_scope:
             lines += [
@@ -178,7 +186,7 @@ class Generator:
                 "    if _scope is not None:",
                 f"        return _scoped(_scope)(self, {self.call})",
             ]
-        if self.path.kind is Kind.KERNEL:
+        if self.kind is Kind.KERNEL:
             cast = [f"    if not ({plain_call.AUTOCAST.inactive}):", f"        {slow}"]
             return [*lines, *cast, *self._choice("    ", slow)]
         return [*lines, *self._plain_condition(), *self._choice("        ", slow), f"    {slow}"]
@@ -191,8 +199,8 @@ class Generator:
             f"{indent}    _note(_error, _run)",
             f"{indent}    raise",
         ]
-        if len(self.found) == 1:
-            branches = self._branches(self.found[0][1], slow)
+        if len(self.ranges) == 1:
+            branches = self._branches(self.ranges[0][1], slow)
             if branches[0][0] is None:
                 statement = branches[0][1]
                 return [indent + statement, *(() if statement == slow else run)]
@@ -200,16 +208,16 @@ class Generator:
         else:
             self.namespace["_length"] = torch_compat.tensor_length
             chain = [f"{indent}    _tokens = _length({self.schema.tensors[0].name})"]
-            for i, (limit, found) in enumerate(self.found):
+            for i, (limit, candidates) in enumerate(self.ranges):
                 head = "else" if limit is None else f"{'elif' if i else 'if'} _tokens <= {limit}"
                 chain.append(f"{indent}    {head}:")
-                chain += _chain(self._branches(found, slow), f"{indent}        ")
+                chain += _chain(self._branches(candidates, slow), f"{indent}        ")
         return [f"{indent}try:", *chain, f"{indent}except _Exception:", f"{indent}    {slow}", *run]
 
-    def _branches(self, found: list[Candidate], slow: str) -> list[tuple[str | None, str]]:
+    def _branches(self, candidates: list[Candidate], slow: str) -> list[tuple[str | None, str]]:
         """Return (condition or None, statement) of each candidate, up to the first without one."""
         branches: list[tuple[str | None, str]] = []
-        for candidate in found:
+        for candidate in candidates:
             if candidate.obstacle is None:
                 condition = self._condition(candidate.impl)
                 branches.append((condition, f"_run = {self._runner(candidate.impl)}"))
@@ -235,11 +243,11 @@ class Generator:
 
     def _runner(self, impl: IrOpImpl) -> str:
         # Below the dispatcher, tensors may still be fake: only the other paths check for that.
-        function = impl.impl_fn if self.path.kind is Kind.KERNEL else impl.plain_fn
+        function = impl.impl_fn if self.kind is Kind.KERNEL else impl.plain_fn
         direct = self._bind_run(impl, function, f"_impl_{_word(impl)}")
         if not impl.inplace:
             return direct
-        if not self.path.donates:
+        if not self.donates:
             return self._bind_run(impl, copying(impl), f"_copying_{_word(impl)}")
         # Autograd may have saved an activation even if none requires a gradient.
         noting = self._bind_run(impl, noting_writes(impl, function), f"_noting_{_word(impl)}")
@@ -258,7 +266,7 @@ class Generator:
         if self.schema.tensor_lists:
             return "True"
         self.namespace["_share_storage"] = torch_compat.share_storage
-        activations = self.path.op.activations
+        activations = self.op.activations
         others = [p for p in self.schema.tensors if p.name not in activations]
         tests = [f"not {name}.is_contiguous()" for name in activations]
         tests += [f"_share_storage({a}, {b})" for a, b in combinations(activations, 2)]
@@ -298,7 +306,7 @@ class Generator:
 
     def _exact_type(self, name: str, optional: bool) -> str:
         likely, other = "_Tensor", "_Parameter"
-        if name not in self.path.op.activations and optional:
+        if name not in self.op.activations and optional:
             likely, other = other, likely  # an optional non-activation is most often a weight
         test = f"_type({name}) is {likely} or _type({name}) is {other}"
         return f"({test} or {name} is None)" if optional else f"({test})"

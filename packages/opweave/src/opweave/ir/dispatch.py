@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from operator import methodcaller
+from typing import Any, NamedTuple, Self
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from opweave import plain_call, torch_compat
-from opweave.ir.codegen import Function, Generator, Kind, Ranges, functional, run_donating
+from opweave.ir.codegen import Generator, Kind, Ranges, functional, run_donating
 from opweave.ir.donation import poison_unused
+from opweave.ir.errors import InvalidResultError, TensorArgumentError
+from opweave.ir.op import IrOpImpl, OpDefinition, tensors_in
 from opweave.ir.priority import Entries
-from opweave.ir.results import check_result
-from opweave.ir.schema import check_types
+from opweave.ir.schema import ANNOTATIONS, Function, Param
 from opweave.ir.scope import Scope, current_scope, entered
 from opweave.ir.selection import (
     Policy,
+    autocasts,
     candidates,
     needs_gradient,
     policy_for,
     select_here,
-    tensors_in,
     warn_of_fallback,
 )
-from opweave.ir.torch_ops import prepare_sharding
-
-if TYPE_CHECKING:
-    from opweave.ir.impl import IrOpImpl
-    from opweave.ir.op import IrOp
-
+from opweave.ir.torch_ops import TorchOps, prepare_sharding, torch_ops_with
 
 # Call paths of an op: a generated fast path, and the slow path behind it.
 #
@@ -42,7 +43,7 @@ class _OpSignature:
     """The ``__signature__`` of a :class:`Callee` and its class, for ``inspect`` and ``help``."""
 
     def __get__(self, instance: object, owner: type[Callee]) -> inspect.Signature:
-        op: IrOp | None = vars(owner).get("called_op")
+        op: OpDefinition | None = vars(owner).get("called_op")
         if op is None:
             raise AttributeError("__signature__")  # a class such as IrOp itself
         return inspect.signature(op.native)
@@ -56,12 +57,12 @@ class Callee:
 
     __call__: Function
     traced: Function  # the torch op that Dynamo puts into its graph for a call
-    called_op: IrOp  # set on the unique class
+    called_op: OpDefinition  # set on the unique class
     __signature__ = _OpSignature()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        own: Self = object.__new__(type(cls.__name__, (cls,), {}))
-        return own
+        callee: Self = object.__new__(type(cls.__name__, (cls,), {}))
+        return callee
 
     def __copy__(self) -> Self:
         return self
@@ -79,17 +80,22 @@ class Path:
     """
 
     def __init__(
-        self, op: IrOp, kind: Kind, call_site: Entries = (), callee: Callee | None = None
+        self,
+        torch_ops: TorchOps,
+        kind: Kind,
+        call_site: Entries = (),
+        callee: Callee | None = None,
     ) -> None:
-        self.op, self.kind, self.call_site, self.callee = op, kind, call_site, callee
+        self.op, self._torch_ops = torch_ops.op, torch_ops
+        self.kind, self.call_site, self.callee = kind, call_site, callee
         self.version = 0
-        self.prepared = False
+        self._is_prepared = False
         # Scopes are short-lived; those with equal policies share a function.
         self._by_policy: dict[tuple[object, ...], Function] = {}
         if callee is not None:
             callee.traced = self.torch_op
-            type(callee).__doc__ = op.native.__doc__  # help() reads it from the class
-            type(callee).called_op = op
+            type(callee).__doc__ = self.op.native.__doc__  # help() reads it from the class
+            type(callee).called_op = self.op
         self._install(None)
 
     @property
@@ -99,26 +105,38 @@ class Path:
     def reset(self) -> None:
         """Discard the generated functions; the next call generates them again."""
         self.version += 1
-        self.prepared = False
+        self._is_prepared = False
         self._by_policy = {}
         self._install(None)
 
-    def prepare(self) -> None:
-        """Generate the function for the current settings."""
-        with entered(Scope(None)):  # scopes have functions of their own
-            self._install(self._candidates(policy_for(self.op, self.call_site)))
-        self.prepared = True
+    def ensure_prepared(self) -> bool:
+        """Generate the function for the current settings unless it exists.
+
+        Returns:
+            Whether it was generated.
+        """
+        self.op.settings.ensure_ready()
+        with self.op.settings.lock:
+            if self._is_prepared:
+                return False
+            with entered(Scope(None)):  # scopes have functions of their own
+                self._install(self._candidates(policy_for(self.op, self.call_site)))
+            self._is_prepared = True
+            return True
 
     def _candidates(self, policy: Policy) -> Ranges:
-        return [(limit, candidates(self.op, each)) for limit, each in policy.by_size()]
+        return [(limit, candidates(self.op, part)) for limit, part in policy.by_size()]
 
-    def _install(self, found: Ranges | None) -> None:
-        if found is None:
+    def _generate(self, ranges: Ranges, scoped: Function | None) -> tuple[str, Function]:
+        return Generator(
+            self.op, self.kind, ranges, check=check_result, slow=self.slow, scoped=scoped
+        ).compile()
+
+    def _install(self, ranges: Ranges | None) -> None:
+        if ranges is None:
             self.source, self.function = "", _slow_function(self)
         else:
-            self.source, self.function = Generator(
-                self, found, check_result, in_scope=False
-            ).compile()
+            self.source, self.function = self._generate(ranges, self.scoped)
         if self.callee is not None:
             torch_compat.trace_instead(self.function, _traced)
             torch_compat.run_untraced(self.function)
@@ -127,25 +145,24 @@ class Path:
     def scoped(self, scope: Scope) -> Function:
         """Return the function for calls inside *scope*."""
         key = (self, self.version)
-        found = scope.compiled.get(key)
-        if found is None:
-            found = _slow_function(self) if scope.recorders else self._in_scope()
-            scope.compiled[key] = found
-        return found
+        function = scope.compiled.get(key)
+        if function is None:
+            function = _slow_function(self) if scope.recorders else self._in_scope()
+            scope.compiled[key] = function
+        return function
 
     def _in_scope(self) -> Function:
         policy = policy_for(self.op, self.call_site)
         key = (policy.priority, tuple(policy.required.items()), policy.tuned)
-        found = self._by_policy.get(key)
-        if found is None:
-            given = self._candidates(policy)
-            _, found = Generator(self, given, check_result, in_scope=True).compile()
-            self._by_policy[key] = found
-        return found
+        function = self._by_policy.get(key)
+        if function is None:
+            _, function = self._generate(self._candidates(policy), None)
+            self._by_policy[key] = function
+        return function
 
     def slow(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call that the fast path does not handle, or that comes before it is generated."""
-        if self.op.ensure_prepared(self):
+        if self.ensure_prepared():
             return self.function(self.op, *args, **kwargs)
         if not self.op.autocast and torch_compat.any_autocast_enabled():
             with torch_compat.no_autocast():
@@ -153,7 +170,7 @@ class Path:
         values = self.op.bind(*args, **kwargs)
         if self.kind is not Kind.KERNEL and _needs_dispatcher(values):
             if not needs_gradient(values):
-                prepare_sharding(self.op, values)
+                prepare_sharding(self._torch_ops, values)
             return self.torch_op(*args, **kwargs)
         check_types(self.op, values)
         return self._execute(values)
@@ -161,7 +178,7 @@ class Path:
     @property
     def torch_op(self) -> Function:
         """The torch op that stands for this path in graphs."""
-        return self.op.torch_ops.for_call(
+        return self._torch_ops.for_call(
             [str(entry) for entry in self.call_site], donates=self.donates
         )
 
@@ -180,7 +197,7 @@ class Path:
         with impl.noting():
             result = run(*args, **kwargs)
         check_result(impl, result, args, kwargs)
-        if donates and self.op.registry.settings.check_donation:
+        if donates and self.op.settings.check_donation:
             poison_unused(self.op, values, result)
         return result
 
@@ -211,6 +228,198 @@ def _needs_dispatcher(values: tuple[Any, ...]) -> bool:
     )
 
 
+# Check the arguments of a call.
+
+
+def check_types(op: OpDefinition, values: Sequence[Any]) -> None:
+    """Raise TensorArgumentError if a tensor parameter of *op* gets any other type."""
+    for param, value in zip(op.schema.params, values, strict=True):
+        if param.is_tensor and not isinstance(value, Tensor):
+            if value is None and param.is_optional:
+                continue
+            kind = "a Tensor or None" if param.is_optional else "a Tensor"
+            raise TensorArgumentError(
+                f"{op.name}: {param.name} must be {kind}, found {type(value).__name__}."
+            )
+        if param.is_tensor_list and (problem := _list_problem(param, value)):
+            items = "Tensors and None" if param.has_optional_items else "Tensors"
+            raise TensorArgumentError(
+                f"{op.name}: {param.name} must be a list or tuple of {items}, found {problem}."
+            )
+
+
+def _list_problem(param: Param, value: Any) -> str | None:
+    """Return the unsuitable type in the value of a tensor list parameter, or None."""
+    if not isinstance(value, (list, tuple)):
+        return type(value).__name__
+    for i, item in enumerate(value):
+        if not isinstance(item, Tensor) and not (item is None and param.has_optional_items):
+            return f"{type(item).__name__} at [{i}]"
+    return None
+
+
+# Check the results of implementations against the outputs of their op.
+#
+# The number of outputs is checked at the first call of each generated function, and in every call
+# of the slow path. Dtypes, shapes, devices and memory take longer to check: this happens at the
+# first call of an implementation and, if that had a single row, at the first call with more.
+# opweave's own implementations are exempt, since its tests cover them, and the first elementwise
+# function of a meta tensor imports ``torch._dynamo``, which takes over a second.
+
+
+_OUTPUTS = (Tensor, torch.fx.Proxy)
+_META = torch.device("meta")
+# Stop waiting for a call with more than one row after several one-token forwards of a deep model.
+_MAX_CHECKS = 1000
+_checks: WeakKeyDictionary[IrOpImpl, int] = WeakKeyDictionary()
+
+
+class _Output(NamedTuple):
+    """The metadata of an output that is compared."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: torch.device
+
+    def __str__(self) -> str:
+        sizes = ", ".join(map(str, self.shape))
+        return f"{str(self.dtype).removeprefix('torch.')}[{sizes}] {self.device}"
+
+
+def check_result(
+    impl: IrOpImpl, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Check the result of *impl* for these arguments.
+
+    Returns:
+        Whether later results of *impl* need no check.
+
+    Raises:
+        InvalidResultError: the outputs do not match the op's.
+    """
+    _check_count(impl, result)
+    if impl.impl_fn is impl.op.native or impl.site.is_in_opweave:
+        return True
+    checks = _checks.get(impl, 0)
+    if checks < _MAX_CHECKS:
+        tensors = tensors_in([*args, *kwargs.values()])
+        # A wrong shape may go unnoticed with a single row, as in a warm-up call.
+        one_row = bool(tensors) and tensors[0].shape[:1] == (1,)
+        if not (checks and one_row):
+            _check_metadata(impl, result, tensors, args, kwargs)
+        _checks[impl] = checks = checks + 1 if one_row else _MAX_CHECKS
+    return checks == _MAX_CHECKS
+
+
+def _check_count(impl: IrOpImpl, result: Any) -> None:
+    count, is_tuple = impl.op.schema.num_outputs, impl.op.schema.returns_tuple
+    if isinstance(result, torch.fx.Proxy):
+        return  # a proxy may stand for any number of outputs
+    is_sequence = isinstance(result, (tuple, list))
+    outputs = result if is_sequence else [result]
+    wrong = [type(value).__name__ for value in outputs if not isinstance(value, _OUTPUTS)]
+    if is_sequence == is_tuple and len(outputs) == count and not wrong:
+        return
+    expected = f"a tuple of {count} Tensors" if is_tuple else "one Tensor"
+    returned = type(result).__name__
+    if is_sequence:
+        returned += f" of {len(outputs)}" + (f" with {wrong[0]} in it" if wrong else "")
+    raise _invalid(impl, f"must return {expected}, found {returned}.")
+
+
+def _check_metadata(
+    impl: IrOpImpl,
+    result: Any,
+    tensors: Sequence[Tensor],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    outputs = tensors_in([result])
+    if not (_are_plain([*tensors, *outputs]) and _is_undisturbed(tensors)):
+        return
+    returned = [_Output(t.dtype, tuple(t.shape), t.device) for t in outputs]
+    for i, (fake, has) in enumerate(zip(_expected(impl, args, kwargs), returned, strict=False)):
+        if has != (expected := _located(fake, tensors, has)):
+            which = f" as output {i}" if len(returned) > 1 else ""
+            raise _invalid(
+                impl,
+                f"returned {has}{which}, but the op's fake implementation returns {expected}. "
+                "Fix it, or leave the provider out of the priority.",
+            )
+    if not impl.inplace:
+        _check_memory(impl, outputs, tensors)
+
+
+def _check_memory(impl: IrOpImpl, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Check that no output shares memory with an argument."""
+    for i, output in enumerate(outputs):
+        if output.numel() and any(torch_compat.share_storage(output, t) for t in tensors):
+            which = f"output {i}" if len(outputs) > 1 else "its output"
+            raise _invalid(
+                impl,
+                f"returned {which} in the memory of an argument. Clone it; or if it writes into "
+                "the op's activations, register it with inplace=True.",
+            )
+
+
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
+    return all(type(t) in plain_call.PLAIN_TYPES and t.layout is torch.strided for t in tensors)
+
+
+def _is_undisturbed(tensors: Sequence[Tensor]) -> bool:
+    """Whether the outputs depend on the arguments alone, not on a mode or autocast."""
+    return not plain_call.is_watched() and not autocasts(tensors)
+
+
+def _expected(impl: IrOpImpl, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Output]:
+    """Return the outputs of the op's fake implementation, or an empty list if that fails."""
+    try:
+        with torch.no_grad(), _Faking():
+            result = impl.op.fake(*map(_meta, args), **{k: _meta(v) for k, v in kwargs.items()})
+    except Exception:  # data-dependent shapes, or a faulty fake: not an error of the kernel
+        return []
+    return [_Output(t.dtype, tuple(t.shape), t.device) for t in tensors_in([result])]
+
+
+def _located(output: _Output, tensors: Sequence[Tensor], returned: _Output) -> _Output:
+    """Return a fake *output* on the device of the arguments, or of *returned* if those differ."""
+    if output.device != _META:
+        return output
+    devices = {t.device for t in tensors}
+    return output._replace(device=devices.pop() if len(devices) == 1 else returned.device)
+
+
+def _meta(value: Any) -> Any:
+    """Replace tensors by meta tensors, which are cheaper to make than fake tensors."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_meta, value))
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
+
+
+class _Faking(TorchFunctionMode):
+    """Runs the fake implementations of ops, since kernels do not support meta tensors."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        torch_ops, named = torch_ops_with(function), kwargs or {}
+        if torch_ops is None:
+            return function(*args, **named)
+        with self:  # also for ops called inside
+            return torch_ops.op.fake(
+                *args, **{k: v for k, v in named.items() if k not in ANNOTATIONS}
+            )
+
+
+def _invalid(impl: IrOpImpl, problem: str) -> InvalidResultError:
+    return InvalidResultError(
+        f"{impl.op.name}: the implementation {impl.provider!r} ({impl.place}) {problem}"
+        f"{impl.way_out}"
+    )
+
+
 # The call variants ``op.maybe_inplace`` and ``op.using(...)``.
 
 
@@ -225,16 +434,15 @@ class IrOpInplaceOverload(Callee):
         path: its call path.
     """
 
-    def __init__(self, op: IrOp, entries: Entries = ()) -> None:
-        self.op = op
-        self.path = Path(op, Kind.DONATING, entries, callee=self)
+    def __init__(self, functional: Callee, torch_ops: TorchOps, entries: Entries = ()) -> None:
+        self._functional, self.op = functional, torch_ops.op
+        self.path = Path(torch_ops, Kind.DONATING, entries, callee=self)
 
     def __repr__(self) -> str:
         return f"<maybe_inplace of {self.op!r}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = [str(entry) for entry in self.path.call_site]
-        return getattr, (self.op.using(*names) if names else self.op, "maybe_inplace")
+        return getattr, (self._functional, "maybe_inplace")
 
 
 class CallSite(Callee):
@@ -249,18 +457,18 @@ class CallSite(Callee):
 
     maybe_inplace: IrOpInplaceOverload
 
-    def __init__(self, op: IrOp, entries: Entries) -> None:
-        self.op, self.entries = op, entries
-        self.paths = [Path(op, Kind.CALL, entries, callee=self)]
-        if op.allow_inplace:
-            self.maybe_inplace = IrOpInplaceOverload(op, entries)
+    def __init__(self, torch_ops: TorchOps, entries: Entries) -> None:
+        self.op, self.entries = torch_ops.op, entries
+        self.paths = [Path(torch_ops, Kind.CALL, entries, callee=self)]
+        if self.op.allow_inplace:
+            self.maybe_inplace = IrOpInplaceOverload(self, torch_ops, entries)
             self.paths.append(self.maybe_inplace.path)
 
     def __repr__(self) -> str:
         return f"<{self.op.name}.using({', '.join(repr(str(e)) for e in self.entries)})>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _call_site, (self.op, *map(str, self.entries))
+        return methodcaller("using", *map(str, self.entries)), (self.op,)
 
     def __getattr__(self, name: str) -> Any:
         if name == "maybe_inplace":
@@ -269,15 +477,18 @@ class CallSite(Callee):
 
     def dispatch(self, *args: Any, **kwargs: Any) -> IrOpImpl:
         """Return the implementation that a call with these arguments would run."""
-        return self.op.dispatch_at(self.entries, *args, **kwargs)
+        return dispatched(self.op, self.entries, *args, **kwargs)
 
     def get_priority(self) -> list[str]:
         """Return the providers in the current order of priority, this call site's first."""
         return [str(entry) for entry in policy_for(self.op, self.entries).priority]
 
 
-def _call_site(op: IrOp, *providers: str) -> CallSite:
-    return op.using(*providers)
+def dispatched(op: OpDefinition, entries: Entries, /, *args: Any, **kwargs: Any) -> IrOpImpl:
+    """Return the implementation that a call would run at a call site with *entries*."""
+    values = op.bind(*args, **kwargs)
+    policy = policy_for(op, entries, differentiable=needs_gradient(values))
+    return select_here(op, values, policy).impl
 
 
 class TracedCallSite:
@@ -287,12 +498,12 @@ class TracedCallSite:
     graph runs.
     """
 
-    def __init__(self, op: IrOp, using: str) -> None:
-        self._op, self._using = op, using
+    def __init__(self, torch_ops: TorchOps, using: str) -> None:
+        self._torch_ops, self._using = torch_ops, using
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._op.torch_ops.annotated(*args, using=self._using, **kwargs)
+        return self._torch_ops.annotated(*args, using=self._using, **kwargs)
 
     def maybe_inplace(self, *args: Any, **kwargs: Any) -> Any:
-        donate = self._op.activation_indices
-        return self._op.torch_ops.annotated(*args, using=self._using, donate=donate, **kwargs)
+        donate = self._torch_ops.op.activation_indices
+        return self._torch_ops.annotated(*args, using=self._using, donate=donate, **kwargs)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opweave import torch_compat
-from opweave.ir.selection import tensors_in
+from opweave.ir.op import OpDefinition, tensors_in
 from opweave.torch_compat import decided, is_certain
-
-if TYPE_CHECKING:
-    from opweave.ir.op import IrOp
-
 
 # Overlap analysis of strided tensors in one storage, from sizes, strides and offsets.
 #
@@ -207,7 +203,7 @@ def _is_unbroken(dims: Dims) -> bool:
 # not reuse the memory; ``OPWEAVE_CHECK_DONATION=1`` exposes it by overwriting the tensor.
 
 
-def refused(op: IrOp, values: Sequence[Any]) -> tuple[str, ...]:
+def refused(op: OpDefinition, values: Sequence[Any]) -> tuple[str, ...]:
     """Return the activations that a kernel must not overwrite, by the same rules as the compiler.
 
     An activation is refused if its elements overlap each other or another argument (disjoint
@@ -234,7 +230,7 @@ def refused(op: IrOp, values: Sequence[Any]) -> tuple[str, ...]:
     )
 
 
-def poison_unused(op: IrOp, values: tuple[Any, ...], result: Any) -> None:
+def poison_unused(op: OpDefinition, values: tuple[Any, ...], result: Any) -> None:
     """Overwrite each donated tensor whose storage no output and no other argument shares."""
     named = list(zip(op.schema.names, values, strict=True))
     kept = [*tensors_in((result,)), *tensors_in([v for n, v in named if n not in op.activations])]

@@ -2,51 +2,15 @@
 
 from __future__ import annotations
 
-from opweave.errors import (
-    IrError,
-    OpweaveError,
-    ReplacedWarning,
-    SettingWarning,
-    TransactionClosedError,
-    UnknownError,
-    described,
-    did_you_mean,
-    notes,
-)
-
-__all__ = [
-    "DTensorError",
-    "DonationError",
-    "DuplicateImplError",
-    "DuplicateOpError",
-    "GradientFallbackWarning",
-    "InvalidNameError",
-    "InvalidOpError",
-    "InvalidResultError",
-    "IrError",
-    "MissingInputGeneratorError",
-    "MissingToleranceError",
-    "NoImplementationError",
-    "OpweaveError",
-    "PredicateFailedError",
-    "PredicateSignatureError",
-    "ProviderRejectedError",
-    "ProviderUnavailableError",
-    "ReplacedWarning",
-    "SchemaMismatchError",
-    "SettingError",
-    "SettingWarning",
-    "TensorArgumentError",
-    "TransactionClosedError",
-    "UnknownError",
-    "UnknownOpError",
-    "UnknownOpWarning",
-    "UnknownProviderError",
-    "UnknownTraitError",
-    "described",
-    "did_you_mean",
-    "notes",
-]
+from opweave.errors import IrError as IrError
+from opweave.errors import OpweaveError as OpweaveError
+from opweave.errors import ReplacedWarning as ReplacedWarning
+from opweave.errors import SettingWarning as SettingWarning
+from opweave.errors import TransactionClosedError as TransactionClosedError
+from opweave.errors import UnknownError as UnknownError
+from opweave.errors import described as described
+from opweave.errors import did_you_mean as did_you_mean
+from opweave.errors import notes as notes
 
 
 class InvalidNameError(IrError, ValueError):

@@ -1,106 +1,463 @@
-"""The handle of an op, :class:`IrOp`."""
+"""The definition of an op: its declaration, its implementations and their properties.
+
+:class:`OpDefinition` is all of an :class:`opweave.ir.IrOp` except its calls.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from opweave import torch_compat, transaction
-from opweave.ir import scope
-from opweave.ir.codegen import Function, Kind
-from opweave.ir.dispatch import Callee, CallSite, IrOpInplaceOverload, Path, TracedCallSite
 from opweave.ir.errors import (
-    DonationError,
     DuplicateImplError,
+    InvalidOpError,
     MissingInputGeneratorError,
     MissingToleranceError,
+    PredicateFailedError,
     UnknownProviderError,
+    described,
     did_you_mean,
 )
-from opweave.ir.impl import IrOpImpl, check_options
-from opweave.ir.priority import NATIVE, Entries, Tunable, parse, variants
-from opweave.ir.rules import Predicate, check_traits
-from opweave.ir.schema import check_is_not_ours, check_provider_name, check_same
-from opweave.ir.scope import op_priority
-from opweave.ir.selection import needs_gradient, policy_for, select_here
-from opweave.ir.spec import DEFAULT_TOLERANCES, OpSpec, Spelling, Tolerance
-from opweave.ir.torch_ops import TorchOps
-from opweave.registration import caller_site
+from opweave.ir.priority import NATIVE, Entries, Tunable, base_of, variants, without_values
+from opweave.ir.rules import (
+    DIFFERENTIABLE,
+    Predicate,
+    Rule,
+    check_predicate,
+    check_traits,
+    evaluator,
+    named_call,
+)
+from opweave.ir.schema import (
+    Function,
+    Schema,
+    check_is_not_ours,
+    check_op_name,
+    check_provider_name,
+    check_same,
+)
+from opweave.ir.scope import Settings
+from opweave.registration import Owner, Site, caller_site, current_owner, way_out
 
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from opweave.ir.registry import Registry
+# Spellings: plain PyTorch code that computes the same as an op.
 
 
-class IrOp(Callee):
-    """A functional operation: a name, a schema, a native implementation, and kernels for it.
+# Inductor fuses row-wise code with its neighbors, and a call of a kernel takes about 3 us more. On
+# a Xeon, kernels were faster with 512 x 4,096 elements, by 1.2 to 1.5, and not always with
+# 64 x 2,048.
+ROWWISE_ELEMENTS = 1 << 20
 
-    Created by :func:`opweave.ir.register_op`. Call it like the function it was declared with. Use
-    :func:`opweave.ir.explain` to see which implementation a call runs.
+
+@dataclass(frozen=True)
+class Spelling:
+    """A function in plain PyTorch that computes the same as an op.
+
+    The compiler recognizes the operators that the function traces to, and replaces them with a call
+    of the op.
 
     Attributes:
-        spec: the immutable declaration; most of its fields are also attributes of the op.
-        registry: the registry of the op, with its settings.
+        name: the function's name.
+        function: the function; it has the op's parameters.
+        call: a function with the same parameters that calls the op; None: call the op with the
+            arguments unchanged.
+        inputs: returns arguments to trace the function with; by default the op's input generator.
+        marker: the name of an aten operator that is in every trace of the function. Graphs without
+            it are not searched. Empty: search all graphs.
+        constants: the parameters that must be inputs of the graph, such as weights.
+        elements: the minimum size of the first argument, in elements, for which a kernel is faster
+            than generated code. Code whose first argument may be smaller is not replaced.
     """
 
-    maybe_inplace: IrOpInplaceOverload  # only with allow_inplace=True
+    name: str
+    function: Callable[..., Any]
+    call: Callable[..., Any] | None = None
+    inputs: Callable[..., tuple[Any, ...]] | None = None
+    marker: str = ""
+    constants: tuple[str, ...] = ()
+    elements: int = 0
 
-    def __init__(self, native: Function, registry: Registry, **options: Any) -> None:
-        """Create an op without registering it.
 
-        Args:
-            native: the function that defines it.
-            registry: the registry that it will belong to.
-            options: the options of :meth:`OpSpec.of`.
+# Tolerances for comparing an implementation with native, by dtype.
+
+
+class Tolerance(NamedTuple):
+    """Absolute and relative tolerance, as in :func:`torch.testing.assert_close`.
+
+    Attributes:
+        atol: absolute tolerance.
+        rtol: relative tolerance.
+    """
+
+    atol: float
+    rtol: float
+
+
+DEFAULT_TOLERANCES: dict[torch.dtype, Tolerance] = {
+    torch.float64: Tolerance(1e-8, 1e-8),
+    torch.float32: Tolerance(1e-5, 1.3e-6),
+    torch.float16: Tolerance(1e-3, 1e-3),
+    torch.bfloat16: Tolerance(1e-3, 1.6e-2),
+    torch.float8_e4m3fn: Tolerance(0.1, 0.1),
+    torch.float8_e5m2: Tolerance(0.2, 0.2),
+    torch.int8: Tolerance(1, 0),
+}
+
+
+# Implementations.
+
+
+_editions: Counter[tuple[str, str, str]] = Counter()
+
+
+@dataclass(frozen=True, eq=False)
+class IrOpImpl:
+    """A kernel for *op*.
+
+    Attributes:
+        op: the op it implements.
+        provider: who wrote the kernel (``"opweave_c"``, ``"triton"``), regardless of the device.
+        impl_fn: the function; same signature as the op's native implementation.
+        supported: whether it can run on this system, decided once at registration.
+        unsupported_reason: why it cannot.
+        supports_args: the predicate, or None if all arguments are supported.
+        inplace: whether it may write its outputs into the op's activations.
+        functional_fn: the out-of-place form of an in-place kernel, if it has one.
+        traits: its promises, see :mod:`opweave.ir.rules`.
+        site: where it was registered.
+        owner: the plugin that registered it, if any.
+        tunable: the tunable parameters and their values, see :mod:`opweave.ir.priority`.
+        edition: the number of earlier registrations of this provider and op in the process.
+    """
+
+    op: OpDefinition
+    provider: str
+    impl_fn: Callable[..., Any]
+    _: KW_ONLY
+    traits: frozenset[str]
+    site: Site
+    owner: Owner | None = field(default_factory=current_owner)
+    supported: bool = True
+    unsupported_reason: str = ""
+    supports_args: Predicate | None = None
+    inplace: bool = False
+    functional_fn: Callable[..., Any] | None = None
+    tunable: Tunable = field(default_factory=dict)
+    edition: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        native, name = self.op.native, f"{self.op.name!r}: implementation {self.provider!r}"
+        check_same(native, self.impl_fn, f"{name} ({self.site})", self.tunable)
+        if self.functional_fn is not None:
+            check_same(native, self.functional_fn, f"{name}, functional= ({self.site})")
+        if self.supports_args is not None:
+            check_predicate(self.supports_args, self.op.schema, name)
+        key = (self.op.namespace, self.op.name, self.provider)
+        object.__setattr__(self, "edition", _editions[key])
+        _editions[key] += 1
+
+    def __repr__(self) -> str:
+        return f"<IrOpImpl {self.op.name}:{self.provider} from {self.site}>"
+
+    @property
+    def plain_fn(self) -> Callable[..., Any]:
+        """``impl_fn`` for plain calls (:mod:`opweave.plain_call`): skips its own torch op."""
+        function: Callable[..., Any] = getattr(self.impl_fn, "undispatched", self.impl_fn)
+        return function
+
+    @property
+    def base(self) -> str:
+        """The provider without values of tunable parameters."""
+        return base_of(self.provider)
+
+    @property
+    def supports_all_args(self) -> bool:
+        """Whether there is no predicate."""
+        return self.supports_args is None
+
+    @property
+    def place(self) -> str:
+        """Where it was registered, and by which plugin, if any."""
+        return f"{self.site}" if self.owner is None else f"{self.site}, of the plugin {self.owner}"
+
+    @property
+    def way_out(self) -> str:
+        """A sentence on how to disable the plugin that registered it; empty without one."""
+        return way_out(self.owner)
+
+    def add_note(self, error: Exception) -> None:
+        """Add a note to *error*, raised by ``impl_fn``, that names this implementation."""
+        if self.owner is None and self.provider == NATIVE:
+            return  # an error of the op itself, such as invalid arguments
+        note = f"in {self.op.name}:{self.provider} ({self.place}).{self.way_out}"
+        error.add_note(note.removesuffix("."))
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Call :meth:`add_note` for an exception that the block raises."""
+        try:
+            yield
+        except Exception as error:
+            self.add_note(error)
+            raise
+
+    @cached_property
+    def _accepts(self) -> Callable[..., bool]:
+        predicate = self.supports_args
+        if predicate is None:
+            return lambda *args, **kwargs: True
+        if isinstance(predicate, Rule):
+            return evaluator(predicate, self.op.schema)
+        return self.op.schema.function(f"_predicate({named_call(predicate)})", _predicate=predicate)
+
+    def rejection(self, values: Sequence[Any]) -> str | None:
+        """Return why the predicate rejects *values* (one per parameter), or None if it accepts.
+
+        Raises:
+            PredicateFailedError: the predicate itself raised.
         """
-        self.spec = spec = OpSpec.of(native, **options)
-        self.registry = registry
+        args, kwargs = self.op.schema.split(values)
+        try:
+            answer: object = self._accepts(*args, **kwargs)
+            if not isinstance(answer, (bool, torch.SymBool)):
+                raise TypeError(f"it returned {answer!r}")
+            if answer:
+                return None
+        except Exception as error:
+            if torch_compat.depends_on_data(error):
+                return "its predicate reads a data-dependent size"
+            odd = [t for t in values if isinstance(t, Tensor) and t.layout is not torch.strided]
+            if odd and isinstance(self.supports_args, Rule):
+                return f"a tensor has the layout {odd[0].layout} (supports strided)"
+            raise PredicateFailedError(
+                f"{self.op.name}: the predicate of provider {self.provider!r} ({self.place}) "
+                f"raised {described(error)}. A predicate must return True or False for any "
+                "arguments of the op; fix it, or leave the provider out of the priority."
+                f"{self.way_out}"
+            ) from error
+        if isinstance(self.supports_args, Rule):
+            named = dict(zip(self.op.schema.names, values, strict=True))
+            return self.supports_args.reason(self.op.schema, named)
+        return f"its predicate {_name(self.supports_args)} returned False"
+
+    def uuid(self) -> str:
+        """Return a digest of the source files of the kernel's function and its predicate."""
+        digest = hashlib.sha256(self.provider.encode())
+        functions = [self.impl_fn, *filter(None, [self.functional_fn])]
+        if callable(self.supports_args):
+            functions.append(self.supports_args)
+        for function in functions:
+            digest.update(_source(function))
+        return digest.hexdigest()
+
+
+def _name(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__name__", repr(function))
+    return f"{name!r} ({code.co_filename}:{code.co_firstlineno})" if code else repr(name)
+
+
+def _source(function: Callable[..., Any]) -> bytes:
+    function = without_values(function)  # the provider names the values
+    try:
+        file = inspect.getsourcefile(function)
+        if file is not None:
+            with open(file, "rb") as handle:
+                return handle.read()
+    except (OSError, TypeError):
+        pass
+    code = getattr(function, "__code__", None)
+    parts = (code.co_code, code.co_consts, code.co_names) if code else (repr(function),)
+    return repr(parts).encode()
+
+
+# Lower bound of the memory traffic of a call, in bytes.
+
+
+_TABLES = frozenset({"embedding", "masked_embedding"})
+
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors in *values*, including those in lists and tuples."""
+    tensors: list[Tensor] = []
+    for value in values:
+        items = value if isinstance(value, (list, tuple)) else (value,)
+        tensors += [item for item in items if isinstance(item, Tensor)]
+    return tensors
+
+
+def shown(value: Any) -> str:
+    """Format an argument: dtype, shape, device and unusual strides of a tensor."""
+    if isinstance(value, Tensor):
+        shape = ", ".join(map(str, value.shape))
+        dtype = str(value.dtype).removeprefix("torch.")
+        plain = value.layout is not torch.strided or value.is_contiguous()
+        strided = "" if plain else f" strides {tuple(value.stride())}"
+        return f"{dtype}[{shape}]{strided} {value.device}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(shown, value))}]"
+    return repr(value)
+
+
+def least_bytes(op: OpDefinition, values: Sequence[Any], results: Iterable[Any]) -> int | None:
+    """Return the total size in bytes of the tensor arguments and results of a call.
+
+    Args:
+        op: the op.
+        values: one value per parameter of *op*; symbolic sizes count as their hints.
+        results: the outputs of the call.
+
+    Returns:
+        The number of bytes, or None for data-dependent sizes and for ops that read only a part of
+        an argument, such as an embedding table or a KV cache.
+    """
+    if op.name in _TABLES or any("cache" in name for name in op.schema.names):
+        return None
+    total = 0
+    for tensor in tensors_in([*values, *results]):
+        count = torch_compat.size_hint(tensor.numel())
+        if count is None:
+            return None
+        total += count * tensor.element_size()
+    return total
+
+
+def _check_options(
+    op: OpDefinition, *, inplace: bool, functional: object, supported: object
+) -> None:
+    """Raise InvalidOpError for options of a registration that do not fit each other or *op*."""
+    if functional is not None and not inplace:
+        raise InvalidOpError(
+            f"{op.name}: functional= is for an in-place implementation (inplace=True); "
+            "otherwise the decorated function is the functional one."
+        )
+    if inplace and not op.allow_inplace:
+        raise InvalidOpError(
+            f"{op.name}: an in-place implementation needs an op declared with "
+            f"allow_inplace=True; {op.name} ({op.site}) is not."
+        )
+    if not isinstance(supported, bool):
+        raise InvalidOpError(f"{op.name}: supported={supported!r} is neither True nor False.")
+
+
+# The definition of an op.
+
+
+class OpDefinition:
+    """An op without its calls: its declaration, implementations, inputs and tolerances.
+
+    Attributes:
+        name: the name in ``ir.ops`` and ``torch.ops``.
+        namespace: the namespace of its registry.
+        settings: the settings of its registry.
+        native: the function that defines it.
+        schema: its parameters and outputs.
+        activations: the parameters that ``maybe_inplace`` donates, in the order of the schema.
+        allow_inplace: whether it has ``maybe_inplace``.
+        composite: whether native is written in other ops, so that the compiler can recognize it.
+        keeps_strides: the activations whose outputs have the strides of the input.
+        autocast: whether ``torch.autocast`` applies to calls; if not, they run with it disabled.
+        site: where it was declared.
+        owner: the plugin that declared it, if any.
+        fake: the function that computes the metadata of the outputs for fake tensors.
+        spellings: plain PyTorch functions that compute the same.
+    """
+
+    def __init__(
+        self,
+        native: Function,
+        namespace: str,
+        settings: Settings,
+        *,
+        name: str | None = None,
+        activations: Sequence[str] | None = None,
+        allow_inplace: bool = False,
+        composite: bool = False,
+        native_traits: Iterable[str] = (),
+        keeps_strides: Sequence[str] = (),
+        autocast: bool = True,
+    ) -> None:
+        """Check the declaration of an op; see :func:`opweave.ir.register_op`.
+
+        Raises:
+            InvalidNameError: the name is malformed or reserved.
+            InvalidOpError: *native* cannot be an op, or the options do not fit it.
+            UnknownTraitError: a trait does not exist.
+        """
+        if not inspect.isfunction(native):
+            raise InvalidOpError(
+                f"an op must be declared with a Python function (def), not with {native!r}."
+            )
         # Plain attributes: generated code and Dynamo read them without calling a property.
-        self.name, self.native, self.schema = spec.name, spec.native, spec.schema
-        self.activations, self.keeps_strides = spec.activations, spec.keeps_strides
-        self.allow_inplace, self.composite = spec.allow_inplace, spec.composite
-        self.autocast = spec.autocast
-        self.site, self.owner = spec.site, spec.owner
+        self.name = check_op_name(native.__name__ if name is None else name)
+        self.namespace, self.settings = namespace, settings
+        self.native = native
         self.fake: Function = native
-        traits = spec.native_traits
+        self.schema = Schema.of(native, self.name)
+        self.activations = _activations(self.schema, self.name, activations)
+        if allow_inplace and len(self.activations) != self.schema.num_outputs:
+            raise InvalidOpError(
+                f"op {self.name!r}: allow_inplace=True needs as many activations as outputs; found "
+                f"activations {list(self.activations)} and {self.schema.num_outputs} output(s)."
+            )
+        for activation in sorted(set(keeps_strides).difference(self.activations)):
+            raise InvalidOpError(
+                f"op {self.name!r}: keeps_strides names {activation!r}, which is not an "
+                f"activation. {did_you_mean(activation, self.activations)}"
+            )
+        self.keeps_strides = frozenset(keeps_strides)
+        self.allow_inplace, self.composite, self.autocast = allow_inplace, composite, autocast
+        self.site, self.owner = caller_site(), current_owner()
+        traits = check_traits({DIFFERENTIABLE, *native_traits})
         self._impls = {NATIVE: IrOpImpl(self, NATIVE, native, traits=traits, site=self.site)}
+        # By provider; several implementations where the function has tunable parameters.
+        self._groups: dict[str, Sequence[IrOpImpl]] = {NATIVE: [self._impls[NATIVE]]}
         self._tolerances = dict(DEFAULT_TOLERANCES)
         self._input_generator: Callable[..., tuple[Any, ...]] | None = None
         self.spellings: tuple[Spelling, ...] = ()
 
-    def define(self) -> None:
-        """Define the torch ops and the call paths; called when the op enters its registry."""
-        self._kernels: dict[Entries, Path] = {(): Path(self, Kind.KERNEL)}
-        self.torch_ops = TorchOps(self, self.registry.namespace)
-        self.torch_op = self.torch_ops.default
-        self._call = Path(self, Kind.CALL, callee=self)
-        if self.allow_inplace:
-            self.maybe_inplace = IrOpInplaceOverload(self)
-        self._call_sites: dict[tuple[str, ...], CallSite] = {}  # grows without the lock
-
     def __repr__(self) -> str:
-        return f"<IrOp {self.name}{inspect.signature(self.native)} from {self.site}>"
+        return (
+            f"<{type(self).__name__} {self.name}{inspect.signature(self.native)} from {self.site}>"
+        )
 
     def __str__(self) -> str:
         """The op's name and the first line of its docstring."""
         lines = (inspect.getdoc(self.native) or "").splitlines()
         return f"{self.name}: {lines[0]}" if lines else self.name
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.registry.reduce(self)
+    def bind(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Return one value per parameter, defaults filled in; raise TypeError as a call would."""
+        return self._binder(*args, **kwargs)
+
+    @cached_property
+    def _binder(self) -> Callable[..., tuple[Any, ...]]:
+        return self.schema.binder(self.name)
+
+    @property
+    def activation_indices(self) -> list[int]:
+        """The positions of the activations among the parameters."""
+        return [i for i, name in enumerate(self.schema.names) if name in self.activations]
+
+    def reset(self) -> None:
+        """Discard the code generated for calls, after a change of registrations or settings."""
 
     # Implementations
 
     @property
     def impls(self) -> Mapping[str, IrOpImpl]:
         """Every registered implementation by provider, native first."""
-        self.registry.ensure_ready()
+        self.settings.ensure_ready()
         return MappingProxyType(self._impls)
 
     def register_impl(
@@ -147,7 +504,7 @@ class IrOp(Callee):
             UnknownTraitError: a trait does not exist.
         """
         check_provider_name(provider)
-        check_options(self, inplace=inplace, functional=functional, supported=supported)
+        _check_options(self, inplace=inplace, functional=functional, supported=supported)
 
         def decorate(function: Function) -> Function:
             check_is_not_ours(provider, self.native, function)
@@ -173,24 +530,16 @@ class IrOp(Callee):
                     f"{self.name}: provider {provider!r} is registered already{by}, at "
                     f"{first.site}; this is {made[0].site}. Use another name, or override=True."
                 )
-            self._enter(provider, made)
+            label = f"implementation {self.name}:{provider}"
+            transaction.enter(label, self._groups, provider, made, self._use_groups)
+            self._use_groups()
             return function
 
         return decorate
 
-    def _enter(self, provider: str, made: Sequence[IrOpImpl]) -> None:
-        """Replace the implementations of *provider*, one for each value of its parameters."""
-        former = {name: each for name, each in self._impls.items() if each.base == provider}
-        others = {name: each for name, each in self._impls.items() if name not in former}
-        self._impls = {**others, **{impl.provider: impl for impl in made}}
+    def _use_groups(self) -> None:
+        self._impls = {impl.provider: impl for group in self._groups.values() for impl in group}
         self.reset()
-
-        def undo() -> None:
-            kept = {name: each for name, each in self._impls.items() if each not in made}
-            self._impls = {**kept, **former}
-            self.reset()
-
-        transaction.enter(f"implementation {self.name}:{provider}", undo)
 
     def supported_providers(self) -> list[str]:
         """Return the providers that can run on this system."""
@@ -204,112 +553,6 @@ class IrOp(Callee):
                     f"{self.name}: unknown provider {entry.provider!r} ({entry.origin}). "
                     f"{did_you_mean(entry.provider, self.impls)}"
                 )
-
-    # Priority
-
-    def get_priority(self) -> list[str]:
-        """Return the providers in the current order of priority, native last."""
-        return [str(entry) for entry in policy_for(self).priority]
-
-    def set_default(self, providers: Sequence[str]) -> None:
-        """Prefer *providers* in the whole process, unless a stronger source overrides it.
-
-        An empty list removes an earlier default.
-
-        Raises:
-            UnknownProviderError: a provider is not registered.
-        """
-        entries = parse(providers, scope.default_origin(self.name)) if providers else None
-        self.check_providers(entries or ())
-        self.registry.settings.set_default(self.name, entries)
-
-    def set_priority(self, providers: Sequence[str]) -> AbstractContextManager[None]:
-        """Prefer *providers* inside a ``with`` block; see :func:`opweave.ir.priority`."""
-        return op_priority(self, providers)
-
-    def using(self, *providers: str) -> CallSite:
-        """Return a callable that runs the op with *providers* before every other priority.
-
-        ``ir.ops.rms_norm.using("triton!")(x, weight, 1e-6)``. In a compiled graph, the names are
-        part of the graph.
-
-        Raises:
-            UnknownProviderError: a provider is not registered.
-            SettingError: no provider is given, or a name is malformed.
-        """
-        if torch_compat.is_dynamo_compiling():
-            return TracedCallSite(self, ",".join(providers))  # type: ignore[return-value]
-        entries = parse(providers, f"call site .using({', '.join(map(str, providers))})")
-        found = self._call_sites.get(providers)
-        if found is None:
-            self.check_providers(entries)
-            found = self._call_sites.setdefault(providers, CallSite(self, entries))
-        return found
-
-    # Calling
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "maybe_inplace":
-            raise DonationError(
-                f"{self.name} ({self.site}) was not declared with allow_inplace=True, so there is "
-                "no maybe_inplace. Call the op itself."
-            )
-        return object.__getattribute__(self, name)  # keeps the AttributeError of a property
-
-    def dispatch(self, *args: Any, **kwargs: Any) -> IrOpImpl:
-        """Return the implementation that a call with these arguments would run."""
-        return self.dispatch_at((), *args, **kwargs)
-
-    def dispatch_at(self, entries: Entries, *args: Any, **kwargs: Any) -> IrOpImpl:
-        """Return the implementation that a call would run at a call site with *entries*."""
-        values = self.bind(*args, **kwargs)
-        policy = policy_for(self, entries, differentiable=needs_gradient(values))
-        return select_here(self, values, policy).impl
-
-    def bind(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Return one value per parameter, defaults filled in; raise TypeError as a call would."""
-        return self._binder(*args, **kwargs)
-
-    @cached_property
-    def _binder(self) -> Callable[..., tuple[Any, ...]]:
-        return self.schema.binder(self.name)
-
-    @property
-    def activation_indices(self) -> list[int]:
-        """The positions of the activations among the parameters."""
-        return [i for i, name in enumerate(self.schema.names) if name in self.activations]
-
-    @property
-    def dispatch_source(self) -> str:
-        """The Python source of the generated eager fast path."""
-        self.ensure_prepared(self._call)
-        return self._call.source
-
-    def kernel_path(self, entries: Entries) -> Path:
-        """Return the path that the torch op's kernel runs for a call-site priority."""
-        known = self._kernels.get(entries)
-        return known or self._kernels.setdefault(entries, Path(self, Kind.KERNEL, entries))
-
-    def ensure_prepared(self, path: Path) -> bool:
-        """Generate the path's function unless it exists; return whether it was generated."""
-        self.registry.ensure_ready()
-        with self.registry.lock:
-            if path.prepared:
-                return False
-            path.prepare()
-            return True
-
-    def reset(self) -> None:
-        """Discard every generated function after a change of registrations or settings."""
-        with self.registry.lock:
-            self.registry.version += 1
-            sites = [path for site in list(self._call_sites.values()) for path in site.paths]
-            for path in (*self.own_paths(), *self._kernels.values(), *sites):
-                path.reset()
-
-    def own_paths(self) -> list[Path]:
-        """Return the paths of ``op(...)`` and, if there is one, ``op.maybe_inplace(...)``."""
-        return [self._call, *([self.maybe_inplace.path] if self.allow_inplace else [])]
 
     # Fake, inputs and tolerances
 
@@ -359,7 +602,7 @@ class IrOp(Callee):
         """Let the compiler recognize this op in what the decorated function traces to.
 
         The function takes the op's parameters and computes the same in plain PyTorch; *options*
-        are the fields of :class:`opweave.ir.spec.Spelling`.
+        are the fields of :class:`opweave.ir.op.Spelling`.
 
         Raises:
             SchemaMismatchError: the function's signature differs from the op's.
@@ -390,3 +633,16 @@ class IrOp(Callee):
                 f"No tolerance defined for {dtype} of {self.name}. Known: "
                 f"{', '.join(map(str, self._tolerances))}. Set one with override_tolerance."
             ) from None
+
+
+def _activations(schema: Schema, op_name: str, names: Sequence[str] | None) -> tuple[str, ...]:
+    tensors = [p.name for p in schema.tensors if not p.is_optional]
+    if names is None:
+        return tuple(name for name in tensors if name.startswith("x"))
+    for name in names:
+        if name not in tensors:
+            raise InvalidOpError(
+                f"op {op_name!r}: activation {name!r} is not a required tensor parameter. "
+                f"{did_you_mean(name, tensors)}"
+            )
+    return tuple(name for name in tensors if name in names)

@@ -1,20 +1,30 @@
-"""Registries of ops, and priorities for a block of code."""
+"""The handles of ops, their registries, and priorities for a block of code."""
 
 from __future__ import annotations
 
 import itertools
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import MappingProxyType
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 from weakref import WeakValueDictionary
 
 from torch.library import Library
 
 from opweave import torch_compat, transaction
+from opweave.ir.codegen import Kind
+from opweave.ir.dispatch import (
+    Callee,
+    CallSite,
+    IrOpInplaceOverload,
+    Path,
+    TracedCallSite,
+    dispatched,
+)
 from opweave.ir.errors import (
+    DonationError,
     DuplicateOpError,
     IrError,
     SettingError,
@@ -22,15 +32,168 @@ from opweave.ir.errors import (
     UnknownOpWarning,
     did_you_mean,
 )
-from opweave.ir.op import IrOp
+from opweave.ir.op import IrOpImpl, OpDefinition
 from opweave.ir.priority import Entries, parse
-from opweave.ir.scope import Scope, Settings, current_scope, entered, left_to_python
+from opweave.ir.schema import Function
+from opweave.ir.scope import (
+    Scope,
+    Settings,
+    current_scope,
+    default_origin,
+    entered,
+    left_to_python,
+)
+from opweave.ir.selection import policy_for
+from opweave.ir.torch_ops import TorchOps, torch_ops_with
 from opweave.registration import owned_by
 
+# The handle of an op.
+
+
+class IrOp(OpDefinition, Callee):
+    """A functional operation: a name, a schema, a native implementation, and kernels for it.
+
+    Created by :func:`opweave.ir.register_op`. Call it like the function it was declared with. Use
+    :func:`opweave.ir.explain` to see which implementation a call runs.
+
+    Attributes:
+        registry: the registry of the op, with its settings.
+    """
+
+    maybe_inplace: IrOpInplaceOverload  # only with allow_inplace=True
+
+    def __init__(self, native: Function, registry: Registry, **options: Any) -> None:
+        """Create an op without registering it.
+
+        Args:
+            native: the function that defines it.
+            registry: the registry that it will belong to.
+            options: the options of :func:`register_op`.
+        """
+        super().__init__(native, registry.namespace, registry.settings, **options)
+        self.registry = registry
+        self.torch_ops = TorchOps(self, self._kernel_path)
+
+    def define(self) -> None:
+        """Define the torch ops and the call paths; called when the op enters its registry."""
+        self._kernels: dict[Entries, Path] = {(): Path(self.torch_ops, Kind.KERNEL)}
+        self.torch_ops.define()
+        self.torch_op = self.torch_ops.default
+        self._call = Path(self.torch_ops, Kind.CALL, callee=self)
+        if self.allow_inplace:
+            self.maybe_inplace = IrOpInplaceOverload(self, self.torch_ops)
+        self._call_sites: dict[tuple[str, ...], CallSite] = {}  # grows without the lock
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.registry.reduce(self)
+
+    # Priority
+
+    def get_priority(self) -> list[str]:
+        """Return the providers in the current order of priority, native last."""
+        return [str(entry) for entry in policy_for(self).priority]
+
+    def set_default(self, providers: Sequence[str]) -> None:
+        """Prefer *providers* in the whole process, unless a stronger source overrides it.
+
+        An empty list removes an earlier default.
+
+        Raises:
+            UnknownProviderError: a provider is not registered.
+        """
+        entries = parse(providers, default_origin(self.name)) if providers else None
+        self.check_providers(entries or ())
+        self.settings.set_default(self.name, entries)
+
+    def set_priority(self, providers: Sequence[str]) -> AbstractContextManager[None]:
+        """Prefer *providers* inside a ``with`` block; see :func:`opweave.ir.priority`."""
+        return _op_priority(self, providers)
+
+    def using(self, *providers: str) -> CallSite:
+        """Return a callable that runs the op with *providers* before every other priority.
+
+        ``ir.ops.rms_norm.using("triton!")(x, weight, 1e-6)``. In a compiled graph, the names are
+        part of the graph.
+
+        Raises:
+            UnknownProviderError: a provider is not registered.
+            SettingError: no provider is given, or a name is malformed.
+        """
+        if torch_compat.is_dynamo_compiling():
+            return TracedCallSite(self.torch_ops, ",".join(providers))  # type: ignore[return-value]
+        entries = parse(providers, f"call site .using({', '.join(map(str, providers))})")
+        site = self._call_sites.get(providers)
+        if site is None:
+            self.check_providers(entries)
+            site = self._call_sites.setdefault(providers, CallSite(self.torch_ops, entries))
+        return site
+
+    # Calling
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "maybe_inplace":
+            raise DonationError(
+                f"{self.name} ({self.site}) was not declared with allow_inplace=True, so there is "
+                "no maybe_inplace. Call the op itself."
+            )
+        return object.__getattribute__(self, name)  # keeps the AttributeError of a property
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> IrOpImpl:
+        """Return the implementation that a call with these arguments would run."""
+        return dispatched(self, (), *args, **kwargs)
+
+    @property
+    def dispatch_source(self) -> str:
+        """The Python source of the generated eager fast path."""
+        self._call.ensure_prepared()
+        return self._call.source
+
+    def _kernel_path(self, entries: Entries) -> Path:
+        path = self._kernels.get(entries)
+        return path or self._kernels.setdefault(entries, Path(self.torch_ops, Kind.KERNEL, entries))
+
+    def prepare(self) -> None:
+        """Generate the fast paths of ``op(...)`` and ``op.maybe_inplace(...)``."""
+        for path in self._own_paths():
+            path.ensure_prepared()
+
+    def reset(self) -> None:
+        """Discard every generated function after a change of registrations or settings."""
+        with self.registry.lock:
+            self.registry.version += 1
+            sites = [path for site in list(self._call_sites.values()) for path in site.paths]
+            for path in (*self._own_paths(), *self._kernels.values(), *sites):
+                path.reset()
+
+    def _own_paths(self) -> list[Path]:
+        return [self._call, *([self.maybe_inplace.path] if self.allow_inplace else [])]
+
+
+@contextmanager
+def _op_priority(op: IrOp, providers: Sequence[str]) -> Iterator[None]:
+    entries = parse(providers, f"scope {op.name}.set_priority(...)")
+    op.check_providers(entries)
+    with entered(Scope(current_scope(), priorities={op: entries})):
+        yield
+
+
+class Target(NamedTuple):
+    """The meaning of a torch op in a graph."""
+
+    op: IrOp
+    donates: bool  # it is the maybe_inplace overload
+    annotated: bool  # it carries the call-site settings as arguments
+
+
+def find_target(torch_op: object) -> Target | None:
+    """Return the IR op that *torch_op*, the target of a graph node, represents, if any."""
+    ops = torch_ops_with(torch_op)
+    if ops is None or not isinstance(ops.op, IrOp):
+        return None
+    return Target(ops.op, torch_op is ops.maybe_inplace, torch_op is ops.annotated)
+
+
 # Registries of ops: torch namespace, settings and first-use hook.
-
-
-NativeFunction = Callable[..., Any]
 
 
 _registries: WeakValueDictionary[str, Registry] = WeakValueDictionary()
@@ -54,8 +217,8 @@ class Registry:
         self.namespace = namespace
         _registries[namespace] = self
         self.library: Library = torch_compat.new_library(namespace)
-        self.lock = threading.RLock()
-        self.settings = Settings(self._reset_ops)
+        self.settings = Settings(self._reset_ops, self.ensure_ready)
+        self.lock = self.settings.lock
         self._ops: dict[str, IrOp] = {}
         self._hook: Callable[[Registry], None] | None = None
         self._load_plugins: Callable[[], None] = lambda: None
@@ -67,8 +230,8 @@ class Registry:
 
     @property
     def ops(self) -> Mapping[str, IrOp]:
-        """The declared ops by name."""
-        return MappingProxyType(self._ops)
+        """The declared ops by name, as they are now: other threads may register more."""
+        return MappingProxyType(self._ops.copy())
 
     def op(self, name: str) -> IrOp:
         """Return the op called *name*.
@@ -106,10 +269,10 @@ class Registry:
                 self._check_replaceable(former, op, override=override)
                 former.torch_ops.remove()  # torch does not allow redefinition
             op.define()
-            self._ops = {**self._ops, op.name: op}
+            restored = partial(self._define_again, op, former)
+            transaction.enter(f"op {op.name}", self._ops, op.name, op, restored)
             if former is not None:
                 self._reset_ops()
-        transaction.enter(f"op {op.name}", lambda: self._remove(op, former))
         return op
 
     def _check_replaceable(self, former: IrOp, op: IrOp, *, override: bool) -> None:
@@ -127,13 +290,11 @@ class Registry:
             f"@ir.ops.{op.name}.register_impl. {advice}."
         )
 
-    def _remove(self, op: IrOp, former: IrOp | None) -> None:
+    def _define_again(self, op: IrOp, former: IrOp | None) -> None:
         with self.lock:
-            self._ops = {name: each for name, each in self._ops.items() if each is not op}
             op.torch_ops.remove()
             if former is not None:
                 former.define()
-                self._ops = {**self._ops, former.name: former}
             self._reset_ops()
 
     def on_first_use(
@@ -257,7 +418,7 @@ def isolated_registry(namespace: str | None = None) -> Iterator[Registry]:
 
 
 @overload
-def register_op(native: NativeFunction, /) -> IrOp: ...
+def register_op(native: Function, /) -> IrOp: ...
 
 
 @overload
@@ -271,11 +432,11 @@ def register_op(
     keeps_strides: Sequence[str] = (),
     autocast: bool = True,
     override: bool = False,
-) -> Callable[[NativeFunction], IrOp]: ...
+) -> Callable[[Function], IrOp]: ...
 
 
 def register_op(
-    native: NativeFunction | None = None,
+    native: Function | None = None,
     /,
     *,
     name: str | None = None,
@@ -286,7 +447,7 @@ def register_op(
     keeps_strides: Sequence[str] = (),
     autocast: bool = True,
     override: bool = False,
-) -> IrOp | Callable[[NativeFunction], IrOp]:
+) -> IrOp | Callable[[Function], IrOp]:
     """Declare an op with the decorated PyTorch function as its native implementation.
 
     The native function defines the op's values, shapes, strides and dtypes. It runs if no kernel
@@ -316,7 +477,7 @@ def register_op(
         UnknownTraitError: a trait does not exist.
     """
 
-    def decorate(function: NativeFunction) -> IrOp:
+    def decorate(function: Function) -> IrOp:
         op = IrOp(
             function,
             _current,
@@ -356,7 +517,7 @@ def priority(
             "ir.priority takes priority lists by op name, such as "
             f"ir.priority(rms_norm=['native']), not {priorities!r}."
         )
-    lists: dict[IrOp, Entries] = {}
+    lists: dict[Hashable, Entries] = {}
     for name, names in {**(priorities or {}), **by_op}.items():
         op, entries = current_registry().op(name), parse(names, f"scope ir.priority({name}=...)")
         op.check_providers(entries)
@@ -366,3 +527,4 @@ def priority(
 
 
 left_to_python("ir.priority", priority)
+left_to_python("op.set_priority", _op_priority)

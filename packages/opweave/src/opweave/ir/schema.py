@@ -9,7 +9,7 @@ import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import UnionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +19,11 @@ from opweave.ir.errors import (
     InvalidNameError,
     InvalidOpError,
     SchemaMismatchError,
-    TensorArgumentError,
 )
 from opweave.ir.priority import NATIVE
 from opweave.packages import is_in_project
 
-if TYPE_CHECKING:
-    from opweave.ir.op import IrOp
+Function = Callable[..., Any]
 
 
 # Valid names of ops and providers.
@@ -223,6 +221,7 @@ class Schema(NamedTuple):
             body: Python source; it may refer to the parameters and to *names*.
             names: values by name, each starting with an underscore.
         """
+        # No __name__ in the globals, because Dynamo would look them up in the module of that name.
         function: Callable[..., Any] = eval(
             f"lambda {self.declaration}: {body}", {**self.defaults, **names}
         )
@@ -277,33 +276,6 @@ def check_returns(function: object, what: str, error: type[Exception]) -> None:
     ):
         if test(function):
             raise error(f"{what} is an async or generator function; it must return its results.")
-
-
-def check_types(op: IrOp, values: Sequence[Any]) -> None:
-    """Raise TensorArgumentError if a tensor parameter of *op* gets any other type."""
-    for param, value in zip(op.schema.params, values, strict=True):
-        if param.is_tensor and not isinstance(value, Tensor):
-            if value is None and param.is_optional:
-                continue
-            wanted = "a Tensor or None" if param.is_optional else "a Tensor"
-            raise TensorArgumentError(
-                f"{op.name}: {param.name} must be {wanted}, found {type(value).__name__}."
-            )
-        if param.is_tensor_list and (found := _list_problem(param, value)):
-            items = "Tensors and None" if param.has_optional_items else "Tensors"
-            raise TensorArgumentError(
-                f"{op.name}: {param.name} must be a list or tuple of {items}, found {found}."
-            )
-
-
-def _list_problem(param: Param, value: Any) -> str | None:
-    """Return the unsuitable type in the value of a tensor list parameter, or None."""
-    if not isinstance(value, (list, tuple)):
-        return type(value).__name__
-    for i, item in enumerate(value):
-        if not isinstance(item, Tensor) and not (item is None and param.has_optional_items):
-            return f"{type(item).__name__} at [{i}]"
-    return None
 
 
 def _difference(expected: inspect.Signature, found: inspect.Signature) -> str | None:

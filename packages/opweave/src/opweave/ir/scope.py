@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opweave import torch_compat, transaction
 from opweave.ir.errors import ReplacedWarning
@@ -14,32 +15,34 @@ from opweave.ir.priority import EVERY_OP, Entries, SizeRange, Source, parse
 from opweave.ir.rules import check_traits
 from opweave.registration import Owner, current_owner, way_out
 
-if TYPE_CHECKING:
-    from opweave.ir.op import IrOp
-    from opweave.ir.selection import Selection
-
-
 # Scopes: priorities and required traits for a block of code, in one thread or asyncio task.
 
 
-Recorder = Callable[["Selection", tuple[Any, ...]], None]
+Recorder = Callable[..., None]
+"""Called with the :class:`opweave.ir.Selection` and the values of each call."""
 
 
 class Scope:
-    """The settings of a ``with`` block, merged with those of the enclosing scope."""
+    """The settings of a ``with`` block, merged with those of the enclosing scope.
+
+    Attributes:
+        priorities: for each op, its lists, innermost first.
+        required: the required traits, and the setting behind each.
+        recorders: called for every call of an op.
+    """
 
     def __init__(
         self,
         parent: Scope | None,
-        priorities: Mapping[IrOp, Entries] | None = None,
+        priorities: Mapping[Hashable, Entries] | None = None,
         required: Mapping[str, str] | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         inherited = parent.priorities if parent else {}
-        own = priorities or {}
-        self.priorities: dict[IrOp, list[Entries]] = {
-            op: [own[op], *inherited.get(op, [])] if op in own else inherited[op]
-            for op in {**own, **inherited}
+        new = priorities or {}
+        self.priorities: dict[Hashable, list[Entries]] = {
+            op: [new[op], *inherited.get(op, [])] if op in new else inherited[op]
+            for op in {**new, **inherited}
         }
         self.required: dict[str, str] = {**(parent.required if parent else {}), **(required or {})}
         self.recorders: tuple[Recorder, ...] = (parent.recorders if parent else ()) + (
@@ -61,15 +64,6 @@ def entered(scope: Scope) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
-
-
-@contextmanager
-def op_priority(op: IrOp, providers: Sequence[str]) -> Iterator[None]:
-    """Prefer *providers* for one op inside the block; see :meth:`IrOp.set_priority`."""
-    entries = parse(providers, f"scope {op.name}.set_priority(...)")
-    op.check_providers(entries)
-    with entered(Scope(current_scope(), priorities={op: entries})):
-        yield
 
 
 @contextmanager
@@ -111,7 +105,6 @@ def left_to_python(what: str, enter: Callable[..., Any]) -> None:
 
 
 torch_compat.run_untraced(getattr(entered, "__wrapped__"))  # noqa: B009 (not to be typed)
-left_to_python("op.set_priority", op_priority)
 left_to_python("ir.require", require)
 
 
@@ -122,12 +115,24 @@ Requirements = Mapping[str, str]  # trait -> the setting that requires it
 
 
 class Settings:
-    """Process-wide settings. Every change invalidates the generated fast paths."""
+    """Process-wide settings. Every change invalidates the generated fast paths.
 
-    def __init__(self, on_change: Callable[[], None]) -> None:
-        self._on_change = on_change
+    Args:
+        on_change: called after each change.
+        ensure_ready: loads plugins, kernels and settings unless they are loaded.
+
+    Attributes:
+        ensure_ready: as given.
+        lock: held during changes of settings and registrations.
+    """
+
+    def __init__(
+        self, on_change: Callable[[], None], ensure_ready: Callable[[], None] = lambda: None
+    ) -> None:
+        self._on_change, self.ensure_ready = on_change, ensure_ready
+        self.lock = threading.RLock()
         self._priorities: dict[Source, dict[str, Entries]] = {}
-        self._default_owners: dict[str, Owner | None] = {}
+        self._defaults: dict[str, tuple[Entries, Owner | None]] = {}
         self._required: dict[Source, dict[str, str]] = {}
         self._check_donation = False
         self._tuned: dict[str, tuple[SizeRange, ...]] = {}
@@ -139,7 +144,7 @@ class Settings:
             ranges: for each op, lists for numbers of tokens in ascending order; the last one has
                 no limit. Providers that are not registered are skipped.
         """
-        self._tuned = {op: tuple(found) for op, found in ranges.items()}
+        self._tuned = {op: tuple(by_size) for op, by_size in ranges.items()}
         self._on_change()
 
     def tuned(self, op: str) -> tuple[SizeRange, ...]:
@@ -172,30 +177,16 @@ class Settings:
         Warn if a plugin replaces the default of another owner, since the result then depends on
         the load order.
         """
-        defaults = self._priorities.setdefault(Source.SET_DEFAULT, {})
-        before, owner = (defaults.get(op), self.default_owner(op)), current_owner()
-        if before[0] is not None and owner not in (None, before[1]):
-            warnings.warn(_replaced(op, before[0], owner), ReplacedWarning, stacklevel=3)
-        self._enter_default(op, entries, owner)
-
-        def undo() -> None:
-            if defaults.get(op) is entries:
-                self._enter_default(op, *before)
-
-        transaction.enter(f"default of {op}", undo)
+        former, owner = self._defaults.get(op), current_owner()
+        if former is not None and owner not in (None, former[1]):
+            warnings.warn(_replaced(op, former[0], owner), ReplacedWarning, stacklevel=3)
+        default = None if entries is None else (entries, owner)
+        transaction.enter(f"default of {op}", self._defaults, op, default, self._on_change)
+        self._on_change()
 
     def default_owner(self, op: str) -> Owner | None:
         """Return the plugin that set the default of the op, if any."""
-        return self._default_owners.get(op)
-
-    def _enter_default(self, op: str, entries: Entries | None, owner: Owner | None) -> None:
-        defaults = self._priorities[Source.SET_DEFAULT]
-        if entries is None:
-            defaults.pop(op, None)
-        else:
-            defaults[op] = entries
-        self._default_owners[op] = owner
-        self._on_change()
+        return self._defaults[op][1] if op in self._defaults else None
 
     def priorities(self, op: str, providers: Container[str], tuned: Entries = ()) -> list[Entries]:
         """Return the lists for *op*, strongest first.
@@ -206,6 +197,8 @@ class Settings:
             tuned: the list of the tuning file.
         """
         by_source = {s: lists[op] for s, lists in self._priorities.items() if op in lists}
+        if op in self._defaults:
+            by_source[Source.SET_DEFAULT] = self._defaults[op][0]
         if tuned:
             by_source[Source.TUNED] = tuned
         if Source.PLATFORM not in by_source:
@@ -216,8 +209,9 @@ class Settings:
     def configured_ops(self) -> dict[str, str]:
         """Return the ops that any source names, with the origin of the strongest."""
         named: dict[str, str] = {}
-        for source in sorted(self._priorities):
-            for op, entries in self._priorities[source].items():
+        defaults = {op: entries for op, (entries, _) in self._defaults.items()}
+        for source, lists in sorted({**self._priorities, Source.SET_DEFAULT: defaults}.items()):
+            for op, entries in lists.items():
                 if (source, op) != (Source.PLATFORM, EVERY_OP):
                     named.setdefault(op, entries[0].origin)
         return named

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,14 +15,10 @@ from opweave.ir.errors import (
     ProviderRejectedError,
     ProviderUnavailableError,
 )
-from opweave.ir.impl import IrOpImpl
+from opweave.ir.op import IrOpImpl, OpDefinition, tensors_in
 from opweave.ir.priority import NATIVE, Entries, PriorityEntry, SizeRange, merge
 from opweave.ir.rules import DIFFERENTIABLE
 from opweave.ir.scope import Requirements, current_scope
-
-if TYPE_CHECKING:
-    from opweave.ir.op import IrOp
-
 
 # Selection of an implementation.
 #
@@ -59,7 +55,7 @@ class Policy(NamedTuple):
             return [(None, self)]
         return [(r.limit, Policy(r.entries, self.required)) for r in self.tuned]
 
-    def for_call(self, op: IrOp, values: Sequence[Any]) -> Policy:
+    def for_call(self, op: OpDefinition, values: Sequence[Any]) -> Policy:
         """Return the policy for the number of tokens of a call."""
         if not self.tuned:
             return self
@@ -75,8 +71,8 @@ class Policy(NamedTuple):
 def _range_of(
     tokens: float, limited: Sequence[tuple[int | None, Policy]], unlimited: Policy
 ) -> Policy:
-    found = (policy for limit, policy in limited if limit is not None and tokens <= limit)
-    return next(found, unlimited)
+    fitting = (policy for limit, policy in limited if limit is not None and tokens <= limit)
+    return next(fitting, unlimited)
 
 
 class Candidate(NamedTuple):
@@ -112,7 +108,7 @@ class Selection(NamedTuple):
         policy: the priority and requirements of the selection.
     """
 
-    op: IrOp
+    op: OpDefinition
     impl: IrOpImpl
     origin: str
     rejected: tuple[Rejection, ...]
@@ -124,10 +120,12 @@ class Selection(NamedTuple):
         return self.impl.provider
 
 
-def policy_for(op: IrOp, call_site: Entries = (), *, differentiable: bool = False) -> Policy:
+def policy_for(
+    op: OpDefinition, call_site: Entries = (), *, differentiable: bool = False
+) -> Policy:
     """Return the current policy: call site, scope and the registry's settings."""
-    op.registry.ensure_ready()
-    scope, settings = current_scope(), op.registry.settings
+    op.settings.ensure_ready()
+    scope, settings = current_scope(), op.settings
     stronger = [call_site, *(scope.priorities.get(op, []) if scope else [])]
     lists = [*stronger, *settings.priorities(op.name, op.impls)]
     for entries in lists:
@@ -138,15 +136,15 @@ def policy_for(op: IrOp, call_site: Entries = (), *, differentiable: bool = Fals
     able = _with_traits(op, required)
     tuned = []
     for limit, entries in settings.tuned(op.name) if op.schema.tensors else ():
-        known = tuple(entry for entry in entries if entry.provider in op.impls)
-        merged = merge([*stronger, *settings.priorities(op.name, op.impls, known), able])
+        registered = tuple(entry for entry in entries if entry.provider in op.impls)
+        merged = merge([*stronger, *settings.priorities(op.name, op.impls, registered), able])
         tuned.append(SizeRange(limit, merged))
     if len(tuned) == 1:  # the same choice for all sizes
         return Policy(tuned[0].entries, required)
     return Policy(merge([*lists, able]), required, tuple(tuned))
 
 
-def tokens_of(op: IrOp, values: Sequence[Any]) -> int | torch.SymInt | None:
+def tokens_of(op: OpDefinition, values: Sequence[Any]) -> int | torch.SymInt | None:
     """Return the first dimension of the first tensor argument: the number of tokens.
 
     It is 0 for a tensor without dimensions, and None if the argument is None.
@@ -157,7 +155,7 @@ def tokens_of(op: IrOp, values: Sequence[Any]) -> int | torch.SymInt | None:
     return value.shape[0] if value.dim() else 0
 
 
-def _with_traits(op: IrOp, required: Requirements) -> Entries:
+def _with_traits(op: OpDefinition, required: Requirements) -> Entries:
     """Return every provider with the required traits if native lacks one of them."""
     if required.keys() <= op.impls[NATIVE].traits:
         return ()
@@ -169,7 +167,7 @@ def _with_traits(op: IrOp, required: Requirements) -> Entries:
     )
 
 
-def candidates(op: IrOp, policy: Policy) -> list[Candidate]:
+def candidates(op: OpDefinition, policy: Policy) -> list[Candidate]:
     """Return the implementations of *op* in priority order, including those with an obstacle."""
     return [
         Candidate(entry, impl, _obstacle(impl, policy))
@@ -178,7 +176,7 @@ def candidates(op: IrOp, policy: Policy) -> list[Candidate]:
     ]
 
 
-def select(op: IrOp, values: Sequence[Any], policy: Policy) -> Selection:
+def select(op: OpDefinition, values: Sequence[Any], policy: Policy) -> Selection:
     """Choose the implementation of *op* for *values* (one per parameter; tensors may be fake).
 
     Raises:
@@ -191,11 +189,11 @@ def select(op: IrOp, values: Sequence[Any], policy: Policy) -> Selection:
 
 
 def _first(
-    op: IrOp, found: list[Candidate], values: Sequence[Any] | None, policy: Policy
+    op: OpDefinition, tried: list[Candidate], values: Sequence[Any] | None, policy: Policy
 ) -> Selection:
     """Return the first candidate without an obstacle that accepts *values*, if given."""
     rejected: list[Rejection] = []
-    for candidate in found:
+    for candidate in tried:
         entry, impl = candidate.entry, candidate.impl
         reason = candidate.obstacle or (None if values is None else impl.rejection(values))
         if reason is None:
@@ -210,7 +208,7 @@ def _first(
     )
 
 
-def select_native(op: IrOp, policy: Policy, why: str) -> Selection:
+def select_native(op: OpDefinition, policy: Policy, why: str) -> Selection:
     """Choose native and reject every other implementation with the reason *why*.
 
     Raises:
@@ -224,7 +222,7 @@ def select_native(op: IrOp, policy: Policy, why: str) -> Selection:
     return _first(op, only, None, policy)
 
 
-def select_here(op: IrOp, values: Sequence[Any], policy: Policy) -> Selection:
+def select_here(op: OpDefinition, values: Sequence[Any], policy: Policy) -> Selection:
     """Choose as :func:`select` does, but replace a kernel by native if autocast applies to it.
 
     Raises:
@@ -272,15 +270,6 @@ def needs_gradient(values: Sequence[Any]) -> bool:
     return recorded or any(torch_compat.has_tangent(t) for t in tensors)
 
 
-def tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors in *values*, including those in lists and tuples."""
-    found: list[torch.Tensor] = []
-    for value in values:
-        items = value if isinstance(value, (list, tuple)) else (value,)
-        found += [item for item in items if isinstance(item, torch.Tensor)]
-    return found
-
-
 def _obstacle(impl: IrOpImpl, policy: Policy) -> str | None:
     if not impl.supported:
         return impl.unsupported_reason
@@ -290,7 +279,7 @@ def _obstacle(impl: IrOpImpl, policy: Policy) -> str | None:
     return None
 
 
-def _strict_error(op: IrOp, candidate: Candidate, reason: str) -> Exception:
+def _strict_error(op: OpDefinition, candidate: Candidate, reason: str) -> Exception:
     name = candidate.entry.provider
     others = [p for p in op.supported_providers() if p != name]
     advice = (

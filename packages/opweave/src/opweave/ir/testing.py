@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from opweave.ir.codegen import Function
 from opweave.ir.dispatch import Callee
-from opweave.ir.op import IrOp
-from opweave.ir.registry import current_registry, isolated_registry
+from opweave.ir.registry import IrOp, current_registry, isolated_registry
+from opweave.ir.schema import Function
 
 __all__ = ["isolated_registry", "restored", "written_out"]
 
@@ -16,13 +15,15 @@ __all__ = ["isolated_registry", "restored", "written_out"]
 @contextmanager
 def restored(*ops: IrOp) -> Iterator[None]:
     """Restore the implementations of *ops* at the end of the block."""
-    before = {op: dict(op.impls) for op in ops}
+    for op in ops:
+        op.registry.ensure_ready()
+    before = {op: dict(op._groups) for op in ops}
     try:
         yield
     finally:
-        for op, impls in before.items():
-            op._impls = impls
-            op.reset()
+        for op, groups in before.items():
+            op._groups = groups
+            op._use_groups()
 
 
 @contextmanager

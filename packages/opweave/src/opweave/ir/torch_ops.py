@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -15,9 +15,10 @@ from torch.library import Library
 from opweave import torch_compat
 from opweave.ir.codegen import functional
 from opweave.ir.errors import DTensorError
+from opweave.ir.op import OpDefinition, tensors_in
 from opweave.ir.priority import NATIVE, Entries, parse
 from opweave.ir.rules import ROWWISE
-from opweave.ir.schema import ANNOTATED_SUFFIX, ANNOTATIONS
+from opweave.ir.schema import ANNOTATED_SUFFIX, ANNOTATIONS, Function
 from opweave.ir.scope import current_scope
 from opweave.ir.selection import (
     UNDER_VMAP,
@@ -25,13 +26,8 @@ from opweave.ir.selection import (
     policy_for,
     select_here,
     select_native,
-    tensors_in,
     warn_of_fallback,
 )
-
-if TYPE_CHECKING:
-    from opweave.ir.op import IrOp
-
 
 # The state of ``torch.autocast`` as a string, for the arguments of a graph node.
 #
@@ -66,20 +62,21 @@ def entered(text: str) -> Iterator[None]:
 # unless the program has imported DTensor.
 
 
-_registered: WeakSet[IrOp] = WeakSet()
+_registered: WeakSet[TorchOps] = WeakSet()
 
 
-def prepare_sharding(op: IrOp, values: tuple[Any, ...]) -> None:
-    """Register the sharding strategy of *op* if one of *values* is a DTensor.
+def prepare_sharding(torch_ops: TorchOps, values: tuple[Any, ...]) -> None:
+    """Register the sharding strategy of an op if one of *values* is a DTensor.
 
     Raises:
         DTensorError: an argument is a DTensor, and the op is not row-wise.
     """
     module: Any = sys.modules.get("torch.distributed.tensor")
-    if module is None or op in _registered:
+    if module is None or torch_ops in _registered:
         return
     if not any(isinstance(tensor, module.DTensor) for tensor in tensors_in(values)):
         return
+    op = torch_ops.op
     if ROWWISE not in op.impls[NATIVE].traits:
         raise DTensorError(
             f"{op.name} has no sharding strategy for DTensor arguments, because it is not "
@@ -87,27 +84,29 @@ def prepare_sharding(op: IrOp, values: tuple[Any, ...]) -> None:
             "op with native_traits=['rowwise'] if each row of its outputs depends on that row of "
             "the activations alone."
         )
-    _register(op)
-    _registered.add(op)
+    _register(torch_ops)
+    _registered.add(torch_ops)
 
 
-def _register(op: IrOp) -> None:
+def _register(torch_ops: TorchOps) -> None:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
+
+    op = torch_ops.op
 
     def strategy(*args: Any, **kwargs: Any) -> Any:
         values = op.bind(*args, **{k: v for k, v in kwargs.items() if k not in ANNOTATIONS})
         named = dict(zip(op.schema.names, values, strict=True))
         rows = named[op.activations[0]].shape[:-1]
         outputs = op.schema.num_outputs
-        found: Any = [([Replicate()] * outputs, [_if_tensor(v, Replicate()) for v in values])]
+        strategies: Any = [([Replicate()] * outputs, [_if_tensor(v, Replicate()) for v in values])]
         if all(named[name].shape[:-1] == rows for name in op.activations) and rows:
             inputs = [_if_tensor(v, Shard(0) if _has(rows, v) else Replicate()) for v in values]
-            found.append(([Shard(0)] * outputs, inputs))
-        return found
+            strategies.append(([Shard(0)] * outputs, inputs))
+        return strategies
 
-    torch_ops: Any = (op.torch_ops.default, op.torch_ops.maybe_inplace, op.torch_ops.annotated)
-    register_sharding([torch_op for torch_op in torch_ops if torch_op is not None])(strategy)
+    overloads: Any = (torch_ops.default, torch_ops.maybe_inplace, torch_ops.annotated)
+    register_sharding([torch_op for torch_op in overloads if torch_op is not None])(strategy)
 
 
 def _has(rows: torch.Size, value: Any) -> bool:
@@ -121,8 +120,6 @@ def _if_tensor(value: Any, placement: Any) -> Any:
 
 # Opaque functions: one graph node each, which tracers do not trace into.
 
-
-Function = Callable[..., Any]
 
 _libraries: list[Library] = []  # torch removes the ops of a library that is garbage-collected
 
@@ -181,31 +178,36 @@ def opaque_op(
 # FuncTorchBatched (vmap uses the native implementation).
 
 
-class Target(NamedTuple):
-    """The meaning of a torch op in a graph."""
-
-    op: IrOp
-    donates: bool  # it is the maybe_inplace overload
-    annotated: bool  # it carries the call-site settings as arguments
+_all: WeakValueDictionary[Function, TorchOps] = WeakValueDictionary()
 
 
-_targets: WeakValueDictionary[Function, TorchOps] = WeakValueDictionary()
-
-
-def find_target(torch_op: object) -> Target | None:
-    """Return the IR op that *torch_op*, the target of a graph node, represents, if any."""
-    found = _targets.get(torch_op) if callable(torch_op) else None
-    if found is None:
-        return None
-    return Target(found.op, torch_op is found.maybe_inplace, torch_op is found.annotated)
+def torch_ops_with(torch_op: object) -> TorchOps | None:
+    """Return the torch ops of the IR op that *torch_op*, such as a node's target, represents."""
+    return _all.get(torch_op) if callable(torch_op) else None
 
 
 class TorchOps:
-    """Defines and holds the torch ops of one IR op."""
+    """Defines and holds the torch ops of one IR op.
 
-    def __init__(self, op: IrOp, namespace: str) -> None:
+    Args:
+        op: the IR op.
+        kernel_of: returns the call path that a kernel runs for the priority of a call site.
+
+    Attributes:
+        op: as given.
+        default: the functional op.
+        maybe_inplace: the op with donated activations, if there is one.
+        annotated: the functional op with the settings of a call site as arguments.
+    """
+
+    def __init__(self, op: OpDefinition, kernel_of: Callable[[Entries], Any]) -> None:
+        self.op, self._kernel_of = op, kernel_of
+
+    def define(self) -> None:
+        """Define the torch ops; called when the IR op enters its registry."""
+        op = self.op
         # One library per op, so that its torch ops can be removed alone.
-        self.op, self._library = op, torch_compat.new_library(namespace)
+        self._library = torch_compat.new_library(op.namespace)
         schema = op.schema.torch
         self.default = self._define(op.name, schema)
         self.maybe_inplace = (
@@ -241,24 +243,24 @@ class TorchOps:
         untyped.impl(qualified, partial(self._autograd, torch_op, annotated=annotated), "Autograd")
         untyped.impl(qualified, plain(self._batched, reads_using=annotated), "FuncTorchBatched")
         torch_compat.register_fake(library, qualified, plain(self._fake))
-        _targets[torch_op] = self
+        _all[torch_op] = self
         return torch_op
 
     def _plain_kernel(self) -> Function:
         """Return the kernel of calls without annotations; every step here costs 0.1 µs."""
-        path = self.op.kernel_path(())
+        path = self._kernel_of(())
         body = f"_path.function(_op, {self.op.schema.call()})"
         return self.op.schema.function(body, _path=path, _op=self.op)
 
     def _kernel(self, *args: Any, using: str = "", **kwargs: Any) -> Any:
-        path = self.op.kernel_path(call_site(using))
+        path = self._kernel_of(call_site(using))
         return path.function(self.op, *args, **kwargs)
 
     def _autograd(self, torch_op: Function, *args: Any, annotated: bool, **kwargs: Any) -> Any:
-        own = {k: v for k, v in kwargs.items() if not (annotated and k in ANNOTATIONS)}
-        values = self.op.bind(*args, **own)
+        rest = {k: v for k, v in kwargs.items() if not (annotated and k in ANNOTATIONS)}
+        values = self.op.bind(*args, **rest)
         if not needs_gradient(values):
-            prepare_sharding(self.op, values)
+            prepare_sharding(self, values)
             with torch_compat.below_autograd():
                 return torch_op(*args, **kwargs)
         using = kwargs.get("using", "") if annotated else ""
@@ -268,7 +270,7 @@ class TorchOps:
             selection = select_here(self.op, values, policy)
             warn_of_fallback(selection)
             with selection.impl.noting():
-                return functional(selection.impl)(*args, **own)
+                return functional(selection.impl)(*args, **rest)
 
     def _batched(self, *args: Any, using: str = "", **kwargs: Any) -> Any:
         policy = policy_for(self.op, call_site(using))
@@ -292,8 +294,8 @@ def _with_annotations(schema: str) -> str:
     parameters, returns = schema.rsplit(" -> ", 1)
     separator = ", " if "*" in parameters else ", *, "
     # donate is optional: AOTInductor passes None for an omitted empty list.
-    own = "str using='', int[]? donate=None, str autocast=''"
-    return f"{parameters[:-1]}{separator}{own}) -> {returns}"
+    annotations = "str using='', int[]? donate=None, str autocast=''"
+    return f"{parameters[:-1]}{separator}{annotations}) -> {returns}"
 
 
 def _keep(function: Function, *, reads_using: bool = False) -> Function:

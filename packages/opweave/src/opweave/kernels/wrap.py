@@ -154,7 +154,8 @@ class HubKernel:
 # Register implementations as opaque torch ops, which tracers record as one node.
 
 
-_libraries: list[Library] = []  # torch removes the ops of a library when it is garbage collected
+# The torch ops; torch removes those of a library that is garbage-collected.
+_libraries: dict[Library, str] = {}
 
 
 def opaque(op: IrOp, namespace: str, name: str = "") -> Callable[[Function], Function]:
@@ -168,14 +169,11 @@ def opaque(op: IrOp, namespace: str, name: str = "") -> Callable[[Function], Fun
     """
 
     def wrap(function: Function) -> Function:
-        library = _new_library(namespace, name or op.name)
+        library = new_library(namespace, name or op.name)
         torch_op = opaque_op(
             namespace, name or op.name, function, op.fake, op.schema.torch, library
         )
-        arguments = op.schema.call()
-        # No __name__ in the globals, because Dynamo would look them up in the module of that name.
-        names = {**op.schema.defaults, "_op": torch_op}
-        wrapped: Function = eval(f"lambda {op.schema.declaration}: _op({arguments})", names)
+        wrapped = op.schema.function(f"_op({op.schema.call()})", _op=torch_op)
         wrapped.__module__ = function.__module__
         wrapped.__wrapped__ = function  # type: ignore[attr-defined]
         return undispatched(function)(wrapped)
@@ -208,7 +206,7 @@ def mutating(namespace: str, schema: str) -> Callable[[Function], Function]:
     name = schema.partition("(")[0]
 
     def wrap(function: Function) -> Function:
-        library: Any = _new_library(namespace, name)  # define and impl are untyped in torch
+        library: Any = new_library(namespace, name)  # define and impl are untyped in torch
         library.define(schema)
         library.impl(name, function, "CompositeExplicitAutograd")
         torch_compat.register_fake(library, name, lambda *arguments: None)
@@ -217,11 +215,11 @@ def mutating(namespace: str, schema: str) -> Callable[[Function], Function]:
     return wrap
 
 
-def _new_library(namespace: str, name: str) -> Library:
-    library = torch_compat.new_library(namespace)
-    _libraries.append(library)
-    # If the import of the kernels fails, the next import must be able to define the op again.
-    transaction.enter(f"torch op {namespace}::{name}", partial(torch_compat.remove_ops, library))
+def new_library(namespace: str, name: str) -> Library:
+    """Return a library for the torch op *name*, which is removed if the transaction fails."""
+    library, label = torch_compat.new_library(namespace), f"torch op {namespace}::{name}"
+    remove = partial(torch_compat.remove_ops, library)
+    transaction.enter(label, _libraries, library, label, remove)
     return library
 
 

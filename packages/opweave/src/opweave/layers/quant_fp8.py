@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from opweave import ir
-from opweave.ir.op import IrOp
+from opweave.ir import IrOp
 from opweave.layers.custom_op import CustomOp
 from opweave.layers.registry import LayerArgumentError
 

@@ -184,16 +184,9 @@ def check_replacement(replaced: type[Any], layer: type[Any]) -> None:
 
 
 def _enter(table: dict[str, type[Any]], key: str, layer: type[Any], what: str) -> None:
-    table[key] = layer
+    transaction.enter(what, table, key, layer)
     if (owner := current_owner()) is not None:
         _owners[layer] = owner
-    transaction.enter(what, lambda: _remove(table, key, layer))
-
-
-def _remove(table: dict[str, type[Any]], key: str, layer: type[Any]) -> None:
-    if table.get(key) is layer:
-        del table[key]
-    _owners.pop(layer, None)
 
 
 def full_name(layer: type[object]) -> str:

@@ -32,10 +32,6 @@ from opweave.plugins.entry import (
 PLUGINS = "OPWEAVE_PLUGINS"
 PLATFORM = "OPWEAVE_PLATFORM"
 STRICT = "OPWEAVE_PLUGINS_STRICT"
-TIMEOUT = "OPWEAVE_PLUGIN_TIMEOUT"
-
-# Ends a hang within two seconds; registrations take milliseconds.
-DEFAULT_TIMEOUT = 1.5
 
 
 @dataclass(frozen=True)
@@ -47,22 +43,19 @@ class PluginPolicy:
         without: disabled plugins.
         platform: the platform to use, regardless of claims.
         strict: whether a failed plugin is an error.
-        timeout: time limit of a plugin's function in seconds, without imports.
     """
 
     only: frozenset[str] | None = None
     without: frozenset[str] = frozenset()
     platform: str | None = None
     strict: bool = True
-    timeout: float = DEFAULT_TIMEOUT
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> PluginPolicy:
         """Read the policy from environment variables.
 
         Raises:
-            PluginPolicyError: (a ValueError) a plugin is both enabled and disabled, or the timeout
-            is not a positive number.
+            PluginPolicyError: (a ValueError) a plugin is both enabled and disabled.
             SettingError: ``OPWEAVE_PLUGINS_STRICT`` is neither true nor false.
         """
         only, without = _names(environ.get(PLUGINS))
@@ -71,7 +64,6 @@ class PluginPolicy:
             without,
             environ.get(PLATFORM, "").strip() or None,
             flag(STRICT, environ) if environ.get(STRICT, "").strip() else True,
-            _seconds(environ.get(TIMEOUT, "")),
         )
 
     def permits(self, name: str) -> bool:
@@ -127,18 +119,6 @@ def _names(value: str | None) -> tuple[frozenset[str] | None, frozenset[str]]:
             "'a,b' for these alone, '-a' for all others."
         )
     return (None if without and not only else only), without
-
-
-def _seconds(value: str) -> float:
-    if not value.strip():
-        return DEFAULT_TIMEOUT
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise PluginPolicyError(f"{TIMEOUT}={value!r} should be a number of seconds above 0.")
-    return seconds
 
 
 # Finds installed plugins without importing them.

@@ -48,10 +48,6 @@ class PluginFailedError(PluginError):
     """The function of a plugin raised."""
 
 
-class PluginTimeoutError(PluginError, TimeoutError):
-    """A plugin's import or function exceeded its time limit."""
-
-
 class PluginHookError(PluginError):
     """A hook of a plugin's platform raised."""
 

@@ -1,27 +1,21 @@
-"""A plugin in this process: it is imported and called once, with a time limit."""
+"""A plugin in this process: it is imported and called once."""
 
 from __future__ import annotations
 
 import inspect
-import linecache
-import logging
-import signal
+import os
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext, redirect_stdout
-from contextvars import copy_context
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from enum import StrEnum
-from types import FrameType
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 from opweave import transaction
 from opweave.ir.errors import OpweaveError, described
-from opweave.plugins.discovery import PLUGINS, STRICT, TIMEOUT, PluginPolicy
+from opweave.plugins.discovery import PLUGINS, STRICT, PluginPolicy
 from opweave.plugins.entry import (
     GENERAL_PLUGINS,
     GROUPS,
@@ -31,7 +25,6 @@ from opweave.plugins.entry import (
     PluginFailedError,
     PluginHookError,
     PluginImportError,
-    PluginTimeoutError,
     PluginTypeError,
 )
 from opweave.registration import note_absence, note_way_out, owned_by
@@ -87,191 +80,16 @@ class PluginRecord:
     registered: tuple[str, ...]
 
 
-# Runs a plugin's function with a time limit, and reports where it hangs.
-#
-# Import time has a separate limit: importing a package from a cold disk may take seconds, while
-# a plugin's own code takes milliseconds.
-#
-# In the main thread, a signal ends the function, even if it waits for a lock, a socket or a
-# child process. A function that ignores the signal, in C code or by catching every exception, is
-# reported while it runs. Other threads do not receive signals: there the function runs in a
-# helper thread, which is abandoned if it does not end.
+# Positions in a plugin's code.
 
 
-T = TypeVar("T")
-
-_TICK = 0.02  # seconds between two samples of the function
-_MOST_PER_LOOK = 0.1  # seconds; longer gaps mean that the process was suspended
-_MANY_ALARMS = 50  # of which one comes with each tick
-_IMPORTER = "<frozen importlib._bootstrap>"
-_ALARM = signal.SIGALRM
+_STANDARD = os.__file__.removesuffix("os.py")
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Time limits of a function in seconds: its own code, and imports."""
-
-    running: float
-    importing: float
-
-
-class OvertimeError(BaseException):
-    """A function took longer than its limit; not an Exception, so that it does not catch it.
-
-    Attributes:
-        seconds: the limit.
-        doing: ``"import"`` or ``"run"``.
-        where: its position, as ``file:line, in function: source``.
-    """
-
-    def __init__(self, seconds: float, doing: str, where: str) -> None:
-        super().__init__(f"takes more than {seconds:g} s; it is at {where}")
-        self.seconds, self.doing, self.where = seconds, doing, where
-
-
-def run_within(
-    limits: Limits,
-    function: Callable[[], T],
-    when_stuck: Callable[[OvertimeError], None] = lambda late: None,
-) -> T:
-    """Return ``function()``.
-
-    Its output goes to standard error: standard output is for the results of a command.
-
-    Args:
-        when_stuck: called in a separate thread if the function cannot be ended.
-
-    Raises:
-        OvertimeError: it takes longer than *limits*.
-    """
-    in_main = threading.current_thread() is threading.main_thread()
-    with redirect_stdout(sys.stderr) if sys.stderr is not None else nullcontext():
-        # A handler that C code has set is None, and could not be put back.
-        if in_main and signal.getsignal(_ALARM) is not None:
-            return _run_here(limits, function, when_stuck)
-        return _run_in_helper(limits, function)
-
-
-class _Watch:
-    """Samples a thread, and accumulates the time of its activities."""
-
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.ident = threading.get_ident()
-        self.overtime: OvertimeError | None = None
-        self._spent = {"run": 0.0, "import": 0.0}
-        self._last = time.monotonic()
-
-    def look(self) -> OvertimeError | None:
-        """Add the time since the last sample; return the error if a limit is exceeded."""
-        now = time.monotonic()
-        stack = _stack(sys._current_frames().get(self.ident))
-        imports = any(frame.f_code.co_filename == _IMPORTER for frame in stack)
-        doing, limit = "run", self.limits.running
-        if imports:
-            doing, limit = "import", self.limits.importing
-        self._spent[doing] += min(now - self._last, _MOST_PER_LOOK)
-        self._last = now
-        if self.overtime is None and stack and self._spent[doing] > limit:
-            self.overtime = OvertimeError(limit, doing, _place_in(stack))
-        return self.overtime
-
-
-def _run_here(
-    limits: Limits, function: Callable[[], T], when_stuck: Callable[[OvertimeError], None]
-) -> T:
-    watch, ended, here = _Watch(limits), threading.Event(), sys._getframe()
-    previous = signal.getsignal(_ALARM)
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        if watch.overtime is None:  # the alarm is of others, such as the caller of this
-            if callable(previous):
-                previous(number, frame)
-        elif _stack(frame, here):  # it may have just ended
-            raise watch.overtime from None
-
-    def send_alarms() -> None:
-        alarms = 0
-        while not ended.wait(_TICK):
-            if (late := watch.look()) is not None:  # repeatedly: the function may catch the first
-                signal.pthread_kill(watch.ident, _ALARM)
-                alarms += 1
-                if alarms == _MANY_ALARMS:
-                    when_stuck(late)
-
-    watcher = threading.Thread(target=send_alarms, daemon=True)
-    signal.signal(_ALARM, stop)
-    try:
-        watcher.start()
-        return _call(function)
-    finally:
-        ended.set()
-        watcher.join()
-        signal.signal(_ALARM, previous)
-
-
-def _run_in_helper(limits: Limits, function: Callable[[], T]) -> T:
-    watch, outcome = _Watch(limits), Future[T]()
-
-    def work() -> None:
-        watch.ident = threading.get_ident()
-        try:
-            outcome.set_result(_call(function))
-        except BaseException as error:  # raised again in the waiting thread
-            outcome.set_exception(error)
-
-    threading.Thread(target=copy_context().run, args=(work,), daemon=True).start()
-    while not wait([outcome], _TICK).done:
-        if (late := watch.look()) is not None:
-            raise late
-    return outcome.result()
-
-
-def _call(function: Callable[[], T]) -> T:
-    """Call *function*; later frames belong to it."""
-    return function()
-
-
-def _stack(frame: FrameType | None, caller: FrameType | None = None) -> list[FrameType]:
-    """Return the frames down to that of :func:`_call`, innermost first; none if it does not run.
-
-    Args:
-        caller: of the :func:`_call` that is meant; None: the innermost.
-    """
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        if frame.f_code is _call.__code__ and caller in (None, frame.f_back):
-            return frames
-        frame = frame.f_back
-    return []
-
-
-def _place_in(stack: list[FrameType]) -> str:
-    """Return the position of the innermost frame outside the standard library."""
-    own = (frame for frame in stack[:-1] if not is_standard(frame.f_code.co_filename))
-    frame = next(own, stack[0])
-    code = frame.f_code
-    line = frame.f_lineno or code.co_firstlineno  # between two lines a frame is in none
-    return f"{code.co_filename}:{line}, in {code.co_name}{_source(code.co_filename, line)}"
-
-
-def _source(filename: str, line: int) -> str:
-    try:
-        source = linecache.getline(filename, line).strip()
-    except Exception:  # file names of code are arbitrary, and must not stop the watch
-        return ""
-    return f": {source}" if source else ""
-
-
-def is_standard(filename: str) -> bool:
-    """Return whether a source file belongs to the standard library."""
+def _is_standard(filename: str) -> bool:
     if "-packages" in filename:  # which may lie below the standard library
         return False
     return filename.startswith(("<frozen", _STANDARD))
-
-
-_STANDARD = threading.__file__.removesuffix("threading.py")
 
 
 # A plugin in this process: it is imported and called once, and its state is kept.
@@ -280,11 +98,7 @@ _STANDARD = threading.__file__.removesuffix("threading.py")
 # Errors about taken names in these hooks are bugs of the plugin, not of the user.
 _REGISTERING_HOOKS = frozenset({"import_kernels", "extend_cli"})
 
-_log = logging.getLogger(__name__)
-
 _LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-
-IMPORT_SECONDS = 30.0  # importing a package from a cold disk may take ten
 
 
 class Plugin:
@@ -339,11 +153,11 @@ class Plugin:
         """Import the object of the entry point once, and return it; a failure registers nothing.
 
         Raises:
-            PluginError: the import failed or exceeded its time limit.
+            PluginError: the import failed.
         """
         if self.loaded is None:
-            with self._attempt():
-                self.loaded = self._limited("imported", PluginImportError, self.entry.load)
+            with self._attempt(), self._failing("could not be imported", PluginImportError):
+                self.loaded = self.entry.load()
             if self.entry.group not in (GENERAL_PLUGINS, PLATFORM_PLUGINS):
                 self._succeed()
         return self.loaded
@@ -354,14 +168,14 @@ class Plugin:
         Its registrations belong to the plugin, and are rolled back if the import or the call fails.
 
         Raises:
-            PluginError: it cannot be imported, is not a function, raises, or exceeds its time
-            limit.
+            PluginError: it cannot be imported, is not a function, or raises.
         """
         if not self._called:
             self.load()
             with self._attempt():
                 self._check_function()
-                self.returned = self._limited("called", PluginFailedError, self.loaded)
+                with self._failing("failed", PluginFailedError):
+                    self.returned = self.loaded()
             self._called = True
             self._succeed()
         return self.returned
@@ -376,7 +190,7 @@ class Plugin:
         """
         before = frozenset(sys.modules)
         try:
-            with self._failing(name, PluginHookError), self._registering():
+            with self._failing(f"failed in {name}", PluginHookError), self._registering():
                 yield
         except BaseException as error:
             self._forget_modules(before)
@@ -418,55 +232,29 @@ class Plugin:
         note_absence(f"{GROUPS[self.entry.group].kind} {self.entry.owner}", why)
 
     def _check_function(self) -> None:
-        wanted = f"{self.entry} is {self.loaded!r}; it should be {self._contract}"
+        contract = GROUPS[self.entry.group].entry_point
+        problem = f"{self.entry} is {self.loaded!r}; it should be {contract}"
         if not callable(self.loaded):
-            raise PluginTypeError(wanted)
+            raise PluginTypeError(problem)
         if any(is_lazy(self.loaded) for is_lazy in _LAZY):
             raise PluginTypeError(
-                f"{wanted}. Calling an async function or a generator runs nothing of it"
+                f"{problem}. Calling an async function or a generator runs nothing of it"
             )
         try:
             inspect.signature(self.loaded).bind()
         except TypeError:
-            raise PluginTypeError(wanted) from None
+            raise PluginTypeError(problem) from None
         except ValueError:
             return  # a C function without a signature
 
-    @property
-    def _contract(self) -> str:
-        return GROUPS[self.entry.group].entry_point
-
-    def _limited(self, verb: str, kind: type[PluginError], step: Callable[[], Any]) -> Any:
-        seconds = self.policy.timeout
-        limits = Limits(seconds, max(seconds, IMPORT_SECONDS))
-        try:
-            with self._failing(verb, kind):
-                return run_within(limits, step, self._report_stuck)
-        except kind as error:
-            if isinstance(late := error.__cause__, OvertimeError):
-                raise self._overtime(late) from None
-            raise
-
-    def _overtime(self, late: OvertimeError) -> PluginTimeoutError:
-        what = "importing it" if late.doing == "import" else "its function"
-        return PluginTimeoutError(
-            f"{self.entry} hangs: {what} takes more than {late.seconds:g} s. It is at "
-            f"{late.where}. If it needs longer, set {TIMEOUT} to more seconds"
-        )
-
-    def _report_stuck(self, late: OvertimeError) -> None:
-        _log.error("It cannot be ended, and goes on: %s", self._with_remedy(self._overtime(late)))
-
     @contextmanager
-    def _failing(self, verb: str, kind: type[PluginError]) -> Iterator[None]:
+    def _failing(self, problem: str, kind: type[PluginError]) -> Iterator[None]:
         try:
             yield
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # errors of plugins must not end the program
-            how = "failed" if kind is PluginFailedError else f"could not be {verb}"
-            how = f"failed in {verb}" if kind is PluginHookError else how
-            raise kind(f"{self.entry} {how}: {described(error)}{_place_of(error)}") from error
+            raise kind(f"{self.entry} {problem}: {described(error)}{_place_of(error)}") from error
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
@@ -474,7 +262,8 @@ class Plugin:
             self._seconds = 0.0
         start, modules = time.perf_counter(), self._modules or frozenset(sys.modules)
         try:
-            with self._registering():
+            # The plugin's output goes to standard error: stdout is for the results of a command.
+            with redirect_stdout(sys.stderr or sys.stdout), self._registering():
                 yield
         except BaseException as error:
             self._undo(modules)
@@ -520,7 +309,7 @@ def _place_of(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(_OWN) and not is_standard(frame.filename)
+        if not frame.filename.startswith(_OWN) and not _is_standard(frame.filename)
     ]
     return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 

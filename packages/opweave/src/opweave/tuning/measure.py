@@ -15,8 +15,8 @@ from opweave.config.environment import TUNING_FILE
 from opweave.errors import described
 from opweave.ir import IrOp, IrOpImpl
 from opweave.ir.codegen import functional
+from opweave.ir.op import least_bytes
 from opweave.ir.priority import NATIVE
-from opweave.ir.spec import least_bytes
 from opweave.platforms import resolution
 from opweave.platforms.resolution import VARIABLE
 from opweave.tuning.timing import Effort, Time, compare, is_faster
@@ -534,11 +534,7 @@ def replay(
         return Replay(call, provider or "native", "native", "rejected", reason)
     default = default_provider(case)
     provider = provider or default
-    checked = verified(case, provider)
-    if checked.status != "passed":
-        return Replay(call, provider, default, checked.status, checked.reason)
-    calls = {name: timed_call(op.impls[name], values) for name in (provider, default)}
-    times = compare(calls, effort)
-    return Replay(
-        call, provider, default, "passed", time=times[provider], default_time=times[default]
-    )
+    measured = {m.provider: m for m in contest(case, dict.fromkeys((provider, default)), effort)}
+    m = measured[provider]
+    default_time = measured[default].time if m.status == "passed" else None
+    return Replay(call, provider, default, m.status, m.reason, m.time, default_time)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -20,17 +22,16 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
+from pydantic.json_schema import SkipJsonSchema
 
+from opweave.errors import shown
 from opweave_engine import RequestOutput
-from opweave_engine.server.errors import ApiError
-from opweave_engine.server.request_fields import ENDPOINTS
+from opweave_engine.server.errors import ApiError, unsupported
 
-# Base classes of request and response bodies.
+# Types of fields.
 
 
 T = TypeVar("T")
-
-_SHOWN = 16  # paths of unknown fields in a header
 
 
 def is_text(text: str) -> str:
@@ -101,42 +102,152 @@ def either(one: str, tag: str, other: str, other_tag: str) -> Callable[[object],
     return kind
 
 
+# How the server handles a field: each model of a request declares it with one of these functions.
+
+
+Unused = Annotated[Any, SkipJsonSchema()]  # the type of a field that no code reads
+
+
+def supported(note: str, **options: Any) -> Any:
+    """Declare an optional field that has an effect; *note* says which one."""
+    return Field(None, description=note, **options)
+
+
+def harmless(note: str) -> Any:
+    """Declare a field that cannot change the answer; *note* is the reason."""
+    return Field(None, description=note, json_schema_extra={"status": "harmless"})
+
+
+def refused(note: str, *off: Any) -> Any:
+    """Declare a field that gets a 400, unless its value is null or in *off*.
+
+    Args:
+        note: the reason or the alternative.
+        off: values that turn the feature off.
+    """
+    extra: Any = {"status": "refused", "off": off}
+    return Field(None, description=note, json_schema_extra=extra)
+
+
 class RequestFields(BaseModel):
     """A part of a request; it may have unknown fields.
 
     Only integers and whole floats are converted into each other; ``"5"`` or ``true`` for a number
     is an error.
+
+    Attributes:
+        is_open: whether it may have fields of any name, which have an effect.
     """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=(), strict=True)
 
+    is_open: ClassVar[bool] = False
 
-class RequestBody(RequestFields):
-    """A request, checked against the table of request fields.
+
+@dataclass(frozen=True)
+class FieldRow:
+    """How the server handles one request field.
 
     Attributes:
-        endpoint: its name in the table.
+        status: ``supported``: it has its documented effect. ``harmless``: it has no effect here,
+            and cannot change the answer. ``refused``: a request that sets it gets a 400.
+        note: the effect; or the reason and the alternative if it has no effect.
+        off: values of a refused field that turn the feature off, and are accepted, like null.
+        parts: the model of the objects in its value, if it has one.
     """
 
-    endpoint: ClassVar[str]
+    status: Literal["supported", "harmless", "refused"]
+    note: str
+    off: Sequence[object] = ()
+    parts: type[RequestFields] | None = None
 
-    model: Text | None = None
+    def is_off(self, value: object) -> bool:
+        """Return whether *value* turns the feature off."""
+        return value is None or any(
+            value == off and isinstance(value, bool) == isinstance(off, bool) for off in self.off
+        )
 
-    _unknown: list[str] = PrivateAttr(default_factory=list)
+
+def models_of(annotation: Any) -> Iterator[type[RequestFields]]:
+    """Yield the models of requests in a type, through lists and unions."""
+    if isinstance(annotation, type) and issubclass(annotation, RequestFields):
+        yield annotation
+    else:
+        for argument in get_args(annotation):
+            yield from models_of(argument)
+
+
+@cache
+def field_rows(model: type[RequestFields]) -> dict[str, FieldRow]:
+    """Return how the server handles the fields of a model, by the names that clients send."""
+    rows = {}
+    for name, info in model.model_fields.items():
+        extra: Any = {"status": "supported", **(info.json_schema_extra or {})}  # type: ignore[dict-item]
+        parts = next(models_of(info.annotation), None)
+        rows[info.alias or name] = FieldRow(note=info.description or "", parts=parts, **extra)
+    return rows
+
+
+def all_rows(model: type[RequestFields], prefix: str = "") -> dict[str, FieldRow]:
+    """Return the rows of a model and of its parts, by path: ``messages.content.type``."""
+    rows = {}
+    for name, row in field_rows(model).items():
+        rows[prefix + name] = row
+        if row.parts is not None:
+            rows |= all_rows(row.parts, f"{prefix}{name}.")
+    return rows
+
+
+_MAX_UNKNOWN = 1024  # paths of one request; only a few of them are reported
+_MAX_HEADER_PATHS = 16
+
+
+class RequestBody(RequestFields):
+    """A request, whose fields are declared in its model and those of its parts."""
+
+    model: Text | None = supported(
+        "The name of a served model. Missing or empty: the served model."
+    )
+    user: Text | None = harmless("Not used.")
+
+    _unknown: set[str] = PrivateAttr(default_factory=set)
 
     @model_validator(mode="wrap")
     @classmethod
     def _check_fields(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         # Before the types are checked: an unsupported field is rejected, regardless of its type.
-        table = ENDPOINTS[cls.endpoint].table
-        unknown = table.check(values) if isinstance(values, Mapping) else []
+        unknown: set[str] = set()
+        if isinstance(values, Mapping):
+            _check(values, cls, "", unknown)
         body = handler(values)
         body._unknown = unknown
         return body
 
     def ignored_fields(self) -> list[str]:
-        """Return the paths of fields that are not in the table, shortened to fit a header."""
-        return for_header(self._unknown)
+        """Return the paths of undeclared fields, shortened to fit a header."""
+        return for_header(sorted(self._unknown))
+
+
+def _check(
+    values: Mapping[str, Any], model: type[RequestFields], prefix: str, unknown: set[str]
+) -> None:
+    """Add the paths of undeclared fields to *unknown*.
+
+    Raises:
+        ApiError: a refused field is set.
+    """
+    rows = field_rows(model)
+    for name, value in values.items():
+        path, row = prefix + name, rows.get(name)
+        if row is None:
+            if not model.is_open and len(unknown) < _MAX_UNKNOWN:
+                unknown.add(path)
+        elif row.status == "refused" and not row.is_off(value):
+            raise unsupported(path, f"{path}={shown(value)}", row.note)
+        elif row.parts is not None:
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, dict):
+                    _check(part, row.parts, f"{path}.", unknown)
 
 
 def for_header(paths: Sequence[str]) -> list[str]:
@@ -146,7 +257,7 @@ def for_header(paths: Sequence[str]) -> list[str]:
     a header may not end with a space, and the list is separated by commas.
     """
     escaped = (ascii(path)[1:-1].replace(" ", r"\x20").replace(",", r"\x2c") for path in paths)
-    return [path[:64] or '""' for path in islice(escaped, _SHOWN)]
+    return [path[:64] or '""' for path in islice(escaped, _MAX_HEADER_PATHS)]
 
 
 class ResponseBody(BaseModel):
@@ -176,16 +287,6 @@ class Usage(ResponseBody):
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
-    @classmethod
-    def of(cls, prompt: int, completion: int, cached: int) -> Usage:
-        """Return the usage for numbers of prompt, generated and cached prompt tokens."""
-        return cls(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-        )
-
 
 class UsageCounter:
     """Counts the tokens of a request, from deltas or from complete outputs.
@@ -208,7 +309,12 @@ class UsageCounter:
     def usage(self) -> Usage:
         """Return the usage so far."""
         completion = self._completion * self._counts_completion
-        return Usage.of(self._prompt, completion, sum(self._cached.values()))
+        return Usage(
+            prompt_tokens=self._prompt,
+            completion_tokens=completion,
+            total_tokens=self._prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached.values())),
+        )
 
 
 # Parts of responses that completions and chat completions share.

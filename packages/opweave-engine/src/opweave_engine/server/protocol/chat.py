@@ -25,7 +25,11 @@ from opweave_engine.server.protocol.base import (
     RequestFields,
     ResponseBody,
     Text,
+    Unused,
     Usage,
+    harmless,
+    refused,
+    supported,
 )
 from opweave_engine.server.protocol.sampling import SamplingFields
 
@@ -33,42 +37,92 @@ ChatFinishReason = FinishReason | Literal["tool_calls"]
 # Fields of a request that chat_template_kwargs may hold instead, and those that it may not.
 _EITHER = ("add_generation_prompt", "continue_final_message", "documents")
 _RESERVED = {"messages", "tools", "chat_template"}
+_MAX_MESSAGES = 16_384  # and content parts; validating so many blocks other requests for 0.1 s
+
+_NO_HINTS = "The prefix cache needs no hints."
+TEXT_ONLY = "The model takes text only."
+TOOL_CHOICE_NOTE = "none, auto, required, or the function to call."
+PARALLEL_NOTE = "Whether there may be several calls; true by default."
+ToolChoice = Text | dict[str, Any]
 
 
 class ContentPart(RequestFields):
     """A part of a message; its type determines the field with the text."""
 
-    type: Text | None = None
-    text: Text | None = None
-    refusal: Text | None = None
-    thinking: Text | None = None
+    type: Text | None = supported(
+        "text, input_text, output_text, refusal or thinking: all are text."
+    )
+    text: Text | None = supported("The text of the part.")
+    refusal: Text | None = supported("The text of a part of that type.")
+    thinking: Text | None = supported("The text of a part of that type.")
+    prompt_cache_breakpoint: Unused = harmless(_NO_HINTS)
+    image_url: Unused = refused(TEXT_ONLY)
+    image_embeds: Unused = refused(TEXT_ONLY)
+    video_url: Unused = refused(TEXT_ONLY)
+    audio_url: Unused = refused(TEXT_ONLY)
+    input_audio: Unused = refused(TEXT_ONLY)
+    file: Unused = refused(TEXT_ONLY)
 
 
 class ChatMessage(RequestFields):
     """A message; the chat template reads the fields that are not listed here."""
 
-    role: Annotated[Text, Field(min_length=1)]
-    content: Text | Items[Text | ContentPart] | None = None
+    is_open = True
+
+    role: Annotated[Text, Field(min_length=1)] = Field(
+        description="The author's role: one that the chat template accepts."
+    )
+    content: Text | Items[Text | ContentPart] | None = supported(
+        "Text, or a list of parts; null is empty text."
+    )
+    name: Any = supported("Goes to the chat template.")
+    tool_call_id: Any = supported("Goes to the chat template.")
+    tool_calls: Any = supported(
+        "Go to the chat template, with arguments as it prints them: objects or JSON text."
+    )
+    audio: Unused = refused(TEXT_ONLY)
+    function_call: Unused = refused("Use messages.tool_calls.")
+    refusal: Unused = refused("Send it as content.")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the message with every field that was sent."""
-        content = self.content
-        if isinstance(content, list):
-            parts = [part if isinstance(part, str) else dict(part) for part in content]
-            return {**dict(self), "content": parts}
-        return dict(self)
+        sent = {"content": None, **_sent(self)}
+        if isinstance(content := self.content, list):
+            sent["content"] = [part if isinstance(part, str) else _sent(part) for part in content]
+        return sent
 
 
-class Conversation(RequestBody):
+def _sent(fields: RequestFields) -> dict[str, Any]:
+    return {name: value for name, value in fields if name in fields.model_fields_set}
+
+
+class TextOnly(RequestBody):
+    """A request to a model without other inputs than text."""
+
+    mm_processor_kwargs: Unused = refused(TEXT_ONLY, {})
+    media_io_kwargs: Unused = refused(TEXT_ONLY, {})
+
+
+class Conversation(TextOnly):
     """A conversation, which the chat template renders as a prompt."""
 
-    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
-    tools: Items[dict[str, Any]] | None = None
-    documents: Items[dict[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template: Text | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Items[ChatMessage] = Field(
+        min_length=1,
+        description="The conversation. Fields of messages that are not listed go to the chat "
+        "template.",
+    )
+    tools: Items[dict[str, Any]] | None = supported("Functions that the model may call.")
+    documents: Items[dict[str, Any]] | None = supported("Documents for the chat template to print.")
+    add_generation_prompt: bool | None = supported(
+        "End the prompt with the header of an answer; default: not continue_final_message."
+    )
+    continue_final_message: bool | None = supported(
+        "End the prompt with the text of the last message."
+    )
+    chat_template: Text | None = supported(
+        "A name such as tool_use, or, with --trust-request-chat-template, a template."
+    )
+    chat_template_kwargs: dict[str, Any] | None = supported("Variables for the chat template.")
 
     @model_validator(mode="before")
     @classmethod
@@ -87,6 +141,20 @@ class Conversation(RequestBody):
                 )
         others = {name: value for name, value in variables.items() if name not in _EITHER}
         return {**values, **moved, "chat_template_kwargs": others}
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _limit_messages(cls, messages: object) -> object:
+        """Refuse a conversation that would take long to validate."""
+        if isinstance(messages, list):
+            contents = (message.get("content") for message in messages if isinstance(message, dict))
+            parts = sum(len(content) for content in contents if isinstance(content, list))
+            if len(messages) + parts > _MAX_MESSAGES:
+                raise ValueError(
+                    f"has {len(messages)} messages with {parts} content parts, but the server "
+                    f"takes at most {_MAX_MESSAGES} of both together"
+                )
+        return messages
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -111,18 +179,43 @@ class Conversation(RequestBody):
         return {**(self.chat_template_kwargs or {}), **own}
 
 
-class ChatRequest(SamplingFields, Conversation):
+class Stored(RequestBody):
+    """A request whose answer OpenAI's servers store."""
+
+    store: Unused = harmless("Nothing is stored.")
+    safety_identifier: Unused = harmless("Not used.")
+    prompt_cache_key: Unused = harmless(_NO_HINTS)
+    prompt_cache_options: Unused = harmless(_NO_HINTS)
+    prompt_cache_retention: Unused = harmless(_NO_HINTS)
+    service_tier: Unused = harmless("There is one tier.")
+
+
+class ChatRequest(SamplingFields, Conversation, Stored):
     """Answer a conversation."""
 
-    endpoint = "chat"
-
-    tool_choice: Text | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None
-
-    max_completion_tokens: Int | None = None
-    logprobs: bool | None = None
-    top_logprobs: Int | None = None
+    max_completion_tokens: Int | None = supported("As max_tokens, which it overrides.")
+    logprobs: bool | None = supported("Whether to return log-probabilities.")
+    top_logprobs: Int | None = supported(
+        "Log-probabilities of this many alternatives; with logprobs."
+    )
+    best_of: Unused = refused("Use n.", 1)
+    echo: Unused = refused("The prompt is not repeated.", False)
+    prediction: Unused = harmless("It would only save time.")
+    tool_choice: ToolChoice | None = supported(TOOL_CHOICE_NOTE)
+    parallel_tool_calls: bool | None = supported(PARALLEL_NOTE)
+    functions: Unused = refused("Describe them in tools.", [])
+    function_call: Unused = refused("Use tool_choice.", "none", "auto")
+    reasoning_effort: Unused = refused(
+        "Use chat_template_kwargs, if the chat template has such a variable."
+    )
+    include_reasoning: bool | None = supported("Return the reasoning; true by default.")
+    thinking_token_budget: Unused = refused("Use max_tokens.", -1)
+    verbosity: Unused = refused("Ask for it in a message.", "medium")
+    audio: Unused = refused("Answers are text only.")
+    modalities: Unused = refused('Answers are text only; the list may hold "text".', [], ["text"])
+    moderation: Unused = refused("Moderation is not supported.")
+    web_search_options: Unused = refused("The server does not search the web.")
+    metadata: Unused = harmless("Nothing is stored.")
 
     def params(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
         """Return the parameters; *defaults* are the checkpoint's.

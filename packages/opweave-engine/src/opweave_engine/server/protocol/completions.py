@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
+from pydantic import Field
+
 from opweave_engine import FinishReason, SamplingParams, SamplingParamsError
 from opweave_engine.server.errors import unsupported
 from opweave_engine.server.protocol.base import (
@@ -14,7 +16,10 @@ from opweave_engine.server.protocol.base import (
     Int,
     PromptLogprobs,
     ResponseBody,
+    Unused,
     Usage,
+    refused,
+    supported,
 )
 from opweave_engine.server.protocol.sampling import SamplingFields
 
@@ -24,12 +29,14 @@ _MAX_TOKENS = 16  # as OpenAI's API has it
 class CompletionRequest(SamplingFields):
     """Continue one or more prompts."""
 
-    endpoint = "completions"
-
-    prompt: Input
-    echo: bool | None = None
-    logprobs: Int | None = None
-    best_of: Int | None = None
+    prompt: Input = Field(description="A text or token ids, or a list of them.")
+    prompt_embeds: Unused = refused("Send a text or token ids.", [])
+    echo: bool | None = supported("Begin the answer with the prompt.")
+    logprobs: Int | None = supported(
+        "Log-probabilities of the tokens, and of this many alternatives."
+    )
+    suffix: Unused = refused("Models continue prompts only.", "")
+    best_of: Int | None = supported("Only with the value of n.")
 
     @property
     def writes_nothing(self) -> bool:

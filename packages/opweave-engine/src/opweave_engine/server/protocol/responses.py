@@ -2,39 +2,114 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, Field
 
 from opweave_engine.server.errors import ApiError, unsupported
-from opweave_engine.server.protocol.base import Int, Items, RequestBody, RequestFields, Text
-from opweave_engine.server.protocol.sampling import CacheSalt
+from opweave_engine.server.protocol.base import (
+    Int,
+    Items,
+    RequestFields,
+    Text,
+    Unused,
+    harmless,
+    refused,
+    supported,
+)
+from opweave_engine.server.protocol.chat import (
+    PARALLEL_NOTE,
+    TEXT_ONLY,
+    TOOL_CHOICE_NOTE,
+    Stored,
+    ToolChoice,
+)
+from opweave_engine.server.protocol.sampling import SALT_NOTE, CacheSalt
 
+_USE_CHAT = "Use /v1/chat/completions."
+_NOT_STORED = "Nothing is stored; send the whole conversation as input."
+_T = TypeVar("_T")
+
+
+def _is_json(value: _T) -> _T:
+    """Refuse infinities and NaN, which a response in JSON cannot repeat."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise ValueError("a number in it is not finite; the response would repeat it") from error
+    return value
+
+
+# A field that the response repeats.
+Repeated = Annotated[_T, AfterValidator(_is_json)]
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
 class TextOptions(RequestFields):
     """The format of the answer."""
 
-    format: dict[str, Any] | None = None
+    format: Repeated[dict[str, Any]] | None = supported(
+        "text, json_object or json_schema, with a schema."
+    )
+    verbosity: Unused = refused("Ask for it in the input.", "medium")
 
 
-class ResponsesRequest(RequestBody):
+class ResponsesRequest(Stored):
     """Answer a conversation, with OpenAI's Responses API."""
 
-    endpoint = "responses"
-
-    input: Text | Items[dict[str, Any]]
-    instructions: Text | None = None
-    max_output_tokens: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = None
-    text: TextOptions | None = None
-    tools: Items[dict[str, Any]] | None = None
-    tool_choice: Text | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    metadata: dict[str, Any] | None = None
-    cache_salt: CacheSalt | None = None
+    input: Text | Items[dict[str, Any]] = Field(
+        description="A text, or a list of messages, function_call, function_call_output and "
+        "reasoning items."
+    )
+    instructions: Text | None = supported("A system message before the input.")
+    max_output_tokens: Int | None = supported("The maximum number of tokens of the answer.")
+    temperature: float | None = supported("From 0, which is greedy, to 2.")
+    top_p: float | None = supported(
+        "Sample from the most likely tokens that reach this probability."
+    )
+    stream: bool | None = supported("Send the answer as server-sent events.")
+    text: TextOptions | None = supported("The form of the answer.")
+    tools: Repeated[Items[dict[str, Any]]] | None = supported("Functions that the model may call.")
+    tool_choice: Repeated[ToolChoice] | None = supported(TOOL_CHOICE_NOTE)
+    parallel_tool_calls: bool | None = supported(PARALLEL_NOTE)
+    metadata: Repeated[dict[str, Any]] | None = supported("Returned in the response.")
+    cache_salt: CacheSalt | None = supported(SALT_NOTE)
+    top_logprobs: Unused = refused(_USE_CHAT, 0)
+    include: Unused = refused("Additional output data is not supported.", [])
+    reasoning: Unused = refused("Use chat_template_kwargs of /v1/chat/completions.", {})
+    top_k: Unused = refused(_USE_CHAT, 0, -1)
+    min_p: Unused = refused(_USE_CHAT, 0)
+    repetition_penalty: Unused = refused(_USE_CHAT, 1)
+    presence_penalty: Unused = refused(_USE_CHAT, 0)
+    frequency_penalty: Unused = refused(_USE_CHAT, 0)
+    logit_bias: Unused = refused(_USE_CHAT, {})
+    seed: Unused = refused(_USE_CHAT)
+    stop: Unused = refused(_USE_CHAT, [])
+    skip_special_tokens: Unused = refused(_USE_CHAT, True)
+    include_stop_str_in_output: Unused = refused(_USE_CHAT, False)
+    ignore_eos: Unused = refused(_USE_CHAT, False)
+    structured_outputs: Unused = refused("Use text.format.")
+    request_id: Unused = refused("The server generates the ids of responses.")
+    priority: Unused = refused(_USE_CHAT, 0)
+    mm_processor_kwargs: Unused = refused(TEXT_ONLY, {})
+    vllm_xargs: Unused = refused("vLLM's extensions are not supported.", {})
+    kv_transfer_params: Unused = refused("Disaggregated serving is not supported.", {})
+    previous_input_messages: Unused = refused(_NOT_STORED, [])
+    enable_response_messages: Unused = refused("Messages are not returned.", False)
+    max_tool_calls: Unused = refused("The server does not call tools.")
+    truncation: Unused = refused("Shorten the input.", "disabled")
+    background: Unused = refused(_NOT_STORED, False)
+    background_options: Unused = refused(_NOT_STORED)
+    context_management: Unused = refused(_NOT_STORED, [])
+    conversation: Unused = refused(_NOT_STORED)
+    previous_response_id: Unused = refused(_NOT_STORED)
+    prompt: Unused = refused(_NOT_STORED)
+    image: Unused = refused("Answers are text only.")
+    moderation: Unused = refused("Moderation is not supported.")
+    access_programs: Unused = refused("There are no programs.")
+    stream_options: Unused = harmless("Events are not padded.")
 
     def as_chat(self) -> dict[str, Any]:
         """Return the body of the equivalent chat completion.

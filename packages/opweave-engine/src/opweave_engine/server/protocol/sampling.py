@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -22,33 +22,41 @@ from opweave_engine.server.protocol.base import (
     StopsAtFault,
     Text,
     TokenIds,
+    Unused,
+    harmless,
     is_text,
+    refused,
+    supported,
 )
 
 # The fields for structured output, of OpenAI and of vLLM.
 
 
 Schema = dict[str, Any] | bool
-_GUIDED = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
+_GUIDED = ("json", "regex", "choice", "grammar")
+_NO_TAGS = "Structural tags are not supported; use a grammar."
 
 
 class JsonSchema(RequestFields):
     """A JSON schema with a name."""
 
-    schema_: Schema | None = Field(None, alias="schema")
+    schema_: Schema | None = supported("The JSON schema.", alias="schema")
+    name: Unused = harmless("Not used.")
+    description: Unused = harmless("Not used.")
+    strict: Unused = harmless("The schema is always enforced.")
 
 
 class ResponseFormat(RequestFields):
     """Free text, any JSON object, or JSON that satisfies a schema."""
 
-    type: Text | None
-    json_schema: JsonSchema | None = None
-    schema_: Schema | None = Field(None, alias="schema")
+    type: Text | None = Field(description="text, json_object or json_schema.")
+    json_schema: JsonSchema | None = supported("The answer is JSON that satisfies a schema.")
+    schema_: Schema | None = supported(
+        "The JSON schema, with type json_object or json_schema.", alias="schema"
+    )
+    format: Unused = refused(_NO_TAGS)
+    structures: Unused = refused(_NO_TAGS)
+    triggers: Unused = refused(_NO_TAGS)
 
     @property
     def any_schema(self) -> Schema | None:
@@ -69,26 +77,31 @@ class ResponseFormat(RequestFields):
 class StructuredOutputs(RequestFields):
     """The fields of :class:`opweave_engine.StructuredOutputsParams`."""
 
-    json_: Schema | Text | None = Field(None, alias="json")
-    regex: Text | None = None
-    choice: Items[Text] | None = None
-    grammar: Text | None = None
-    json_object: bool | None = None
-    disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = None
-    whitespace_pattern: Text | None = None
+    json_: Schema | Text | None = supported("A JSON schema.", alias="json")
+    regex: Text | None = supported("A regular expression for the whole answer.")
+    choice: Items[Text] | None = supported("The answer is one of these texts.")
+    grammar: Text | None = supported("A grammar in Lark or GBNF notation.")
+    json_object: bool | None = supported("Any JSON object.")
+    disable_any_whitespace: bool | None = supported("Write JSON without whitespace.")
+    disable_additional_properties: bool | None = supported(
+        "JSON objects have only the properties that the schema names."
+    )
+    whitespace_pattern: Text | None = supported("The optional whitespace in JSON.")
+    disable_fallback: Unused = harmless("There is one implementation.")
+    structural_tag: Unused = refused(_NO_TAGS)
 
 
 class FormFields(RequestBody):
     """The fields for structured output; at most one may be set."""
 
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | Text | None = None
-    guided_regex: Text | None = None
-    guided_choice: Items[Text] | None = None
-    guided_grammar: Text | None = None
-    guided_whitespace_pattern: Text | None = None
+    response_format: ResponseFormat | None = supported("The form of the answer.")
+    structured_outputs: StructuredOutputs | None = supported("The form of the answer, as in vLLM.")
+    guided_json: Schema | Text | None = supported("As structured_outputs.json.")
+    guided_regex: Text | None = supported("As structured_outputs.regex.")
+    guided_choice: Items[Text] | None = supported("As structured_outputs.choice.")
+    guided_grammar: Text | None = supported("As structured_outputs.grammar.")
+    guided_whitespace_pattern: Text | None = supported("As structured_outputs.whitespace_pattern.")
+    guided_decoding_backend: Unused = harmless("There is one implementation.")
 
     @property
     def form_field(self) -> str:
@@ -120,20 +133,15 @@ class FormFields(RequestBody):
 
     def _forms(self) -> Iterator[tuple[str, dict[str, Any]]]:
         spaces = {"whitespace_pattern": self.guided_whitespace_pattern}
-        if self.response_format is not None and (form := _of(self.response_format)):
-            yield "response_format", {**form, **spaces}
-        if self.structured_outputs is not None:
-            fields = type(self.structured_outputs).model_fields.items()
-            yield (
-                "structured_outputs",
-                {
-                    info.alias or name: getattr(self.structured_outputs, name)
-                    for name, info in fields
-                },
-            )
-        for field, kind in _GUIDED.items():
-            if (value := getattr(self, field)) is not None:
-                yield field, {kind: value, **spaces}
+        if self.response_format is not None and (options := _of(self.response_format)):
+            yield "response_format", {**options, **spaces}
+        if (form := self.structured_outputs) is not None:
+            names = [parameter.name for parameter in fields(StructuredOutputsParams)]
+            values = {n: getattr(form, "json_" if n == "json" else n) for n in names}
+            yield "structured_outputs", values
+        for kind in _GUIDED:
+            if (value := getattr(self, f"guided_{kind}")) is not None:
+                yield f"guided_{kind}", {kind: value, **spaces}
 
 
 def form_error(error: Exception, field: str) -> ApiError:
@@ -173,19 +181,18 @@ def _of(form: ResponseFormat) -> dict[str, Any]:
 
 
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 64, 4096  # the matcher's table takes a second for megabytes
-_MAX_WORDS, _LONGEST = 256, 256  # words and their characters: they are tokenized at once
-_SAME = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "n", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos",
-    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
-    "allowed_token_ids", "bad_words", "truncate_prompt_tokens",
-)  # fmt: skip
+_MAX_WORDS, _MAX_WORD_CHARACTERS = 256, 256  # all words are tokenized at once
+_NO_BEAMS = "There is no beam search; use n with a temperature."
+_NO_REPETITION = "Repeated text does not end an answer; use repetition_penalty."
+SALT_NOTE = "Cached prefixes are shared only with the same salt."
+PRIORITY_NOTE = "With --scheduling-policy priority, a lower number goes first."
 _HOTTEST = 2.0  # as in OpenAI's API; SamplingParams has no limit
 
 
 Priority = Annotated[Int, Field(ge=-(2**31), lt=2**31)]
 CacheSalt = Annotated[Text, Field(min_length=1)]
 StopString = Annotated[str, Field(max_length=_MAX_STOP_CHARACTERS), AfterValidator(is_text)]
+BadWord = Annotated[Text, Field(max_length=_MAX_WORD_CHARACTERS)]
 
 
 def _token(key: object) -> object:
@@ -201,47 +208,78 @@ TokenKey = Annotated[int, BeforeValidator(_token), Field(strict=False)]
 class StreamOptions(RequestFields):
     """Options of a stream."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    include_usage: bool | None = supported("The last event has the token counts.")
+    continuous_usage_stats: bool | None = supported("Every event has the token counts so far.")
+    include_obfuscation: Unused = harmless("Events are not padded.")
 
 
 class SamplingFields(FormFields):
     """The fields of :class:`opweave_engine.SamplingParams`; None means its default."""
 
-    max_tokens: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: Int | None = None
-    stop: StopString | Annotated[Items[StopString], Field(max_length=_MAX_STOPS)] | None = None
-    seed: Int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[TokenKey, float], StopsAtFault] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: Text | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: TokenIds | None = None
-    min_tokens: Int | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    allowed_token_ids: TokenIds | None = None
-    bad_words: (
-        Annotated[Items[Annotated[Text, Field(max_length=_LONGEST)]], Field(max_length=_MAX_WORDS)]
-        | None
-    ) = None
-    truncate_prompt_tokens: Int | None = None
-    add_special_tokens: bool | None = None
-    prompt_logprobs: Int | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    request_id: Text | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
+    max_tokens: Int | None = supported("The maximum number of tokens of an answer.")
+    temperature: float | None = supported("From 0, which is greedy, to 2.")
+    top_p: float | None = supported(
+        "Sample from the most likely tokens that reach this probability."
+    )
+    n: Int | None = supported("The number of answers.")
+    stop: StopString | Annotated[Items[StopString], Field(max_length=_MAX_STOPS)] | None = (
+        supported("Up to 64 strings, of at most 4096 characters, that end the answer.")
+    )
+    seed: Int | None = supported("Makes sampling reproducible.")
+    presence_penalty: float | None = supported("From -2 to 2.")
+    frequency_penalty: float | None = supported("From -2 to 2.")
+    logit_bias: Annotated[dict[TokenKey, float], StopsAtFault] | None = supported(
+        "Added to the logits of tokens, by token id."
+    )
+    top_k: Int | None = supported("Sample from this many most likely tokens; 0 and -1: all.")
+    min_p: float | None = supported(
+        "Leave out tokens less likely than this, relative to the best one."
+    )
+    repetition_penalty: float | None = supported("Above 1, repeated tokens become less likely.")
+    stop_token_ids: TokenIds | None = supported("Tokens that end the answer.")
+    min_tokens: Int | None = supported("The minimum number of tokens of an answer.")
+    ignore_eos: bool | None = supported("Continue after an end-of-text token.")
+    skip_special_tokens: bool | None = supported(
+        "Leave special tokens out of the text; true by default."
+    )
+    spaces_between_special_tokens: bool | None = supported(
+        "False removes the space that some tokenizers write between two special tokens."
+    )
+    include_stop_str_in_output: bool | None = supported(
+        "The text ends with the stop string or token."
+    )
+    allowed_token_ids: TokenIds | None = supported("Sample only these tokens.")
+    bad_words: Annotated[Items[BadWord], Field(max_length=_MAX_WORDS)] | None = supported(
+        "The token that would complete one of these texts is not chosen; others can spell it."
+    )
+    use_beam_search: Unused = refused(_NO_BEAMS, False)
+    length_penalty: Unused = refused(_NO_BEAMS, 1)
+    early_stopping: Unused = refused(_NO_BEAMS, False)
+    logits_processors: Unused = refused("Requests cannot bring code; write a plugin.", [])
+    repetition_detection: Unused = refused(_NO_REPETITION)
+    max_repetition_pattern_size: Unused = refused(_NO_REPETITION, 0)
+    min_repetition_pattern_size: Unused = refused(_NO_REPETITION, 0)
+    repetition_min_count: Unused = refused(_NO_REPETITION, 0)
+    logprob_token_ids: Unused = refused("Use logprobs.", [])
+    stream: bool | None = supported("Send the answer as server-sent events.")
+    stream_options: StreamOptions | None = supported("Only with stream=true.")
+    cache_salt: CacheSalt | None = supported(SALT_NOTE)
+    priority: Priority | None = supported(PRIORITY_NOTE)
+    request_id: Text | None = supported("The end of the id of the response.")
+    add_special_tokens: bool | None = supported(
+        "Add the tokenizer's special tokens: true by default for a prompt, false for messages."
+    )
+    truncate_prompt_tokens: Int | None = supported(
+        "Truncate the prompt to its last tokens; -1 leaves room for max_tokens."
+    )
+    truncation_side: Unused = refused("The last tokens are kept.", "left")
+    prompt_logprobs: Int | None = supported("Log-probabilities of the prompt; not in streams.")
+    return_token_ids: bool | None = supported("Also return token_ids and prompt_token_ids.")
+    return_tokens_as_token_ids: bool | None = supported(
+        "In logprobs, represent a token as token_id:17."
+    )
+    kv_transfer_params: Unused = refused("Disaggregated serving is not supported.", {})
+    vllm_xargs: Unused = refused("vLLM's extensions are not supported.", {})
 
     @property
     def includes_usage(self) -> bool:
@@ -280,10 +318,12 @@ class SamplingFields(FormFields):
         if self.temperature is not None and _HOTTEST < self.temperature < math.inf:
             message = f"temperature={self.temperature:g} must be at most {_HOTTEST:g}."
             raise SamplingParamsError(message, "temperature")
-        values = {**{name: getattr(self, name) for name in _SAME}, **others}
-        values["structured_outputs"] = self.form()
-        given = {name: value for name, value in values.items() if value is not None}
-        return SamplingParams(**{**defaults, "max_tokens": max_tokens, **given})
+        parameters = {parameter.name for parameter in fields(SamplingParams)} - {"max_tokens"}
+        names = parameters & SamplingFields.model_fields.keys()
+        same = {name: getattr(self, name) for name in names}
+        values = {**same, **others, "structured_outputs": self.form()}
+        sent = {name: value for name, value in values.items() if value is not None}
+        return SamplingParams(**{**defaults, "max_tokens": max_tokens, **sent})
 
 
 # Tool use: the functions that a model may or must call.

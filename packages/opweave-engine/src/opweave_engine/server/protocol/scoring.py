@@ -4,57 +4,69 @@ from __future__ import annotations
 
 from typing import Literal
 
-from opweave_engine.server.errors import ApiError
-from opweave_engine.server.protocol.base import Int, Items, RequestFields, ResponseBody, Text
+from pydantic import Field
+
+from opweave_engine.server.protocol.base import (
+    Int,
+    Items,
+    RequestFields,
+    ResponseBody,
+    Text,
+    Unused,
+    refused,
+    supported,
+)
+from opweave_engine.server.protocol.chat import TEXT_ONLY
 from opweave_engine.server.protocol.embeddings import EmbeddingUsage, EncoderFields
 
+_ALWAYS_ACTIVATED = "Scores go through the checkpoint's activation function."
+_SEND_TEXTS = "Send text_1 and text_2."
 
-class ScoreRequest(EncoderFields):
+
+class ScoringFields(EncoderFields):
+    """Options of requests to cross-encoders."""
+
+    use_activation: Unused = refused(_ALWAYS_ACTIVATED, True)
+    activation: Unused = refused(_ALWAYS_ACTIVATED, True)
+    mm_processor_kwargs: Unused = refused(TEXT_ONLY, {})
+
+
+class ScoreRequest(ScoringFields):
     """Score pairs of texts."""
 
-    endpoint = "score"
-
-    text_1: Text | Items[Text]
-    text_2: Text | Items[Text]
+    text_1: Text | Items[Text] = Field(
+        description="The first text of every pair, or a list with one for each pair."
+    )
+    text_2: Text | Items[Text] = Field(description="The second text, or a list of them.")
+    data_1: Unused = refused(_SEND_TEXTS)
+    data_2: Unused = refused(_SEND_TEXTS)
+    queries: Unused = refused(_SEND_TEXTS)
+    items: Unused = refused(_SEND_TEXTS)
+    documents: Unused = refused(_SEND_TEXTS)
 
 
 class Document(RequestFields):
     """A document as an object."""
 
-    text: Text
+    text: Text = Field(description="The text of a document.")
 
 
-class RerankRequest(EncoderFields):
+class RerankRequest(ScoringFields):
     """Sort documents by their score for a query."""
 
-    endpoint = "rerank"
-
-    query: Text
-    documents: Items[Text | Document]
-    top_n: Int | None = None
-    return_documents: bool | None = None
+    query: Text = Field(description="The first text of every pair.")
+    documents: Items[Text | Document] = Field(
+        min_length=1, description="The second texts: strings or objects."
+    )
+    top_n: Int | None = supported("The maximum number of results; 0: all.", ge=0)
+    return_documents: bool | None = supported("True by default; false leaves the texts out.")
+    rank_fields: Unused = refused("Documents have one field, text.", [], ["text"])
+    max_chunks_per_doc: Unused = refused("Documents are not split; use truncate_prompt_tokens.")
+    max_tokens_per_doc: Unused = refused("Use truncate_prompt_tokens.")
 
     def texts(self) -> list[str]:
-        """Return the texts of the documents.
-
-        Raises:
-            ApiError: there are no documents.
-        """
-        if not self.documents:
-            raise ApiError("documents is empty; it must hold at least one.", param="documents")
+        """Return the texts of the documents."""
         return [one if isinstance(one, str) else one.text for one in self.documents]
-
-    def num_results(self) -> int:
-        """Return the maximum number of results.
-
-        Raises:
-            ApiError: ``top_n`` is out of range.
-        """
-        if self.top_n is not None and self.top_n < 0:
-            raise ApiError(
-                f"top_n={self.top_n} must be at least 1, or 0 for all documents.", param="top_n"
-            )
-        return self.top_n or len(self.documents)
 
 
 class Score(ResponseBody):

@@ -6,9 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from opweave_engine.server.protocol.base import Items, RequestBody, ResponseBody, Text, either
-from opweave_engine.server.protocol.chat import Conversation
-from opweave_engine.server.protocol.sampling import CacheSalt, Priority
+from opweave_engine.server.protocol.base import (
+    Items,
+    RequestBody,
+    ResponseBody,
+    Text,
+    either,
+    supported,
+)
+from opweave_engine.server.protocol.chat import Conversation, TextOnly
+from opweave_engine.server.protocol.sampling import PRIORITY_NOTE, SALT_NOTE, CacheSalt, Priority
 
 # ``/v1/process``.
 
@@ -16,11 +23,9 @@ from opweave_engine.server.protocol.sampling import CacheSalt, Priority
 class ProcessRequest(RequestBody):
     """A request in the format of an I/O processor."""
 
-    endpoint = "process"
-
-    data: Any
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
+    data: Any = Field(description="Goes to the I/O processor.")
+    priority: Priority | None = supported(PRIORITY_NOTE)
+    cache_salt: CacheSalt | None = supported(SALT_NOTE)
 
 
 class ProcessResponse(ResponseBody):
@@ -39,14 +44,19 @@ class ProcessResponse(ResponseBody):
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class TokenizePrompt(RequestBody):
+class TokenizeFields(TextOnly):
+    """Options of requests for tokens."""
+
+    add_special_tokens: bool | None = supported("True by default for a prompt, false for messages.")
+    return_token_strs: bool | None = supported(
+        "Also return the tokens as strings of the vocabulary."
+    )
+
+
+class TokenizePrompt(TokenizeFields):
     """A text to tokenize."""
 
-    endpoint = "tokenize"
-
-    prompt: Text
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
+    prompt: Text = Field(description="A text. Send it, or messages.")
 
     @property
     def special(self) -> bool:
@@ -54,13 +64,8 @@ class TokenizePrompt(RequestBody):
         return self.add_special_tokens is not False
 
 
-class TokenizeConversation(Conversation):
+class TokenizeConversation(TokenizeFields, Conversation):
     """A conversation to tokenize."""
-
-    endpoint = "tokenize"
-
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
 
     @property
     def special(self) -> bool:
@@ -87,9 +92,7 @@ class TokenizeResponse(ResponseBody):
 class DetokenizeRequest(RequestBody):
     """Tokens to detokenize."""
 
-    endpoint = "detokenize"
-
-    tokens: Items[TokenId]
+    tokens: Items[TokenId] = Field(description="Token ids.")
 
 
 class DetokenizeResponse(ResponseBody):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fastapi import APIRouter, Request, Response
 
 from opweave_engine import CompletionOutput, RequestOutput
-from opweave_engine.server.disconnect import unless_gone
+from opweave_engine.detokenizer import IncrementalDecoder
 from opweave_engine.server.errors import engine_error
 from opweave_engine.server.generation import Deltas, GenerationJob
 from opweave_engine.server.logprobs import (
@@ -35,36 +35,21 @@ router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 @router.post("/v1/completions", response_model=CompletionResponse, responses=STREAM)
 async def completions(body: CompletionRequest, request: Request, server: Server) -> Response:
     """Continue one or more prompts."""
-    server.accept(body, request)
-    defaults, deadline = server.engine.sampling_defaults, server.deadline()
+    call, defaults = server.accept(body, request, "prompt"), server.engine.sampling_defaults
     params = body.params(defaults)
     reading = Reading.of(params, server, add_special_tokens=body.add_special_tokens is not False)
-    work = read_prompts(
-        body.prompt,
-        server,
-        deadline,
-        param="prompt",
-        n=params.n,
-        reading=reading,
-        cache_salt=body.cache_salt,
+    prompts = await call.unless_gone(
+        read_prompts(body.prompt, call, n=params.n, reading=reading, cache_salt=body.cache_salt)
     )
-    prompts = await unless_gone(request, work)
     asks = body.max_tokens is not None or "max_tokens" not in defaults
-    check_context(prompts, params, server, param="prompt", limit="max_tokens", asks=asks)
+    check_context(prompts, params, call, limit="max_tokens", asks=asks)
     generation = GenerationJob(
-        server,
-        "cmpl",
-        prompts,
-        params,
-        deadline,
-        body.priority or 0,
-        form_field=body.form_field,
-        request_id=body.request_id,
+        call, "cmpl", prompts, params, body.priority or 0, body.form_field, body.request_id
     )
     writer = _CompletionsWriter(generation, body)
     if body.stream:
-        return await stream(generation, writer.events, request)
-    outputs = await unless_gone(request, generation.outputs(partial=True))
+        return await stream(generation, writer.events)
+    outputs = await call.unless_gone(generation.outputs(partial=True))
     return json_response(writer.response(outputs))
 
 
@@ -168,13 +153,8 @@ class _CompletionsWriter:
         return joined(prompt, generated)
 
     def _offsets(self, first: RequestOutput, start: int) -> Offsets:
-        return Offsets(
-            self.generation.server.engine.tokenizer,
-            first.prompt_token_ids,
-            start=start,
-            skip_special_tokens=self.generation.params.skip_special_tokens,
-            spaces_between_special_tokens=self.generation.params.spaces_between_special_tokens,
-        )
+        tokenizer, params = self.generation.server.engine.tokenizer, self.generation.params
+        return Offsets(IncrementalDecoder.of(tokenizer, first.prompt_token_ids, params), start)
 
     def _prompt_text(self, number: int) -> str:
         prompt = self.generation.prompts[number]
@@ -186,14 +166,7 @@ class _CompletionsWriter:
         return UsageCounter(counts_completion=not self.body.writes_nothing)
 
     def _body(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionResponse:
-        generation = self.generation
-        return CompletionResponse(
-            id=generation.id,
-            created=generation.created,
-            model=generation.model,
-            choices=choices,
-            usage=usage,
-        )
+        return CompletionResponse(**self.generation.header, choices=choices, usage=usage)
 
 
 def _error(output: RequestOutput) -> ErrorDetail | None:

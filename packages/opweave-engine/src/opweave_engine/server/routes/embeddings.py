@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request, Response
 
 from opweave_engine import EmbeddingOutput, PoolingParams, PromptError
-from opweave_engine.server.disconnect import cancelled, unless_gone
+from opweave_engine.server.disconnect import cancelled
 from opweave_engine.server.errors import ApiError
 from opweave_engine.server.prompts import Prompt, Reading, read_prompts, render
 from opweave_engine.server.protocol.embeddings import (
@@ -22,7 +22,7 @@ from opweave_engine.server.protocol.embeddings import (
     EmbeddingResponse,
     EmbeddingUsage,
 )
-from opweave_engine.server.state import Deadline, Server, ServerState
+from opweave_engine.server.state import Server, ServerCall, ServerState
 from opweave_engine.server.streaming import ERRORS, json_response
 
 # Embeddings of the prompts of one request.
@@ -37,20 +37,13 @@ def embeddings_at_once(count: int, server: ServerState) -> int:
 
 
 async def embed(
-    prompts: list[Prompt],
-    server: ServerState,
-    deadline: Deadline,
-    *,
-    param: str,
-    params: Sequence[PoolingParams] = (),
+    prompts: list[Prompt], call: ServerCall, params: Sequence[PoolingParams] = ()
 ) -> list[EmbeddingOutput]:
     """Return the vector of each prompt, in order; cancelling aborts the request.
 
     Args:
         prompts: the prompts of the request.
-        server: the server with the engine.
-        deadline: of the request.
-        param: the request field of the prompts.
+        call: the request.
         params: the pooling parameters of each prompt; empty: the checkpoint's.
 
     Raises:
@@ -63,19 +56,19 @@ async def embed(
 
     async def work() -> None:
         for index, prompt in waiting:
-            outputs[index] = await server.engine.embed(
+            outputs[index] = await call.server.engine.embed(
                 prompt.ids, params[index] if params else None, request_id=f"{name}-{index}"
             )
 
-    count = embeddings_at_once(len(prompts), server)
-    with server.admission.places(count, param=param):
+    count = embeddings_at_once(len(prompts), call.server)
+    with call.places(count):
         tasks = [asyncio.create_task(work()) for _ in range(count)]
         try:
-            async with deadline.limit():
+            async with call.deadline.limit():
                 await asyncio.gather(*tasks)
             return [outputs[index] for index in range(len(prompts))]
         except PromptError as error:
-            raise ApiError(str(error), param=param) from error
+            raise ApiError(str(error), param=call.param) from error
         finally:
             await cancelled(tasks)
 
@@ -103,43 +96,35 @@ router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 @router.post("/v1/embeddings", response_model=EmbeddingResponse)
 async def embeddings(body: EmbeddingBody, request: Request, server: Server) -> Response:
     """Embed texts or a conversation."""
-    server.accept(body, request)
-    params, deadline = body.params(), server.deadline()
-    keep, side = body.kept_tokens(server.engine.max_model_len), body.truncation_side or "right"
+    is_text = isinstance(body, EmbeddingRequest)
+    call = server.accept(body, request, "input" if is_text else "messages")
+    params, special = body.params(), body.add_special_tokens
+    reading = Reading(
+        is_text if special is None else special,
+        body.kept_tokens(server.engine.max_model_len),
+        body.truncation_side or "right",
+    )
     if isinstance(body, EmbeddingRequest):
-        param = "input"
-        reading = Reading(body.add_special_tokens is not False, keep, side)
-        if (
-            isinstance(body.input, list)
-            and len(body.input) > _MAX_INPUTS
-            and not isinstance(body.input[0], int)
-        ):
+        texts = body.input
+        if isinstance(texts, list) and len(texts) > _MAX_INPUTS and not isinstance(texts[0], int):
             raise ApiError(
-                f"input has {len(body.input)} entries, but a request may have at most "
-                f"{_MAX_INPUTS}. Send several requests.",
-                param=param,
+                f"input has {len(texts)} entries, but a request may have at most {_MAX_INPUTS}. "
+                "Send several requests.",
+                param="input",
                 code="too_many_inputs",
             )
-        at_once = embeddings_at_once(_MAX_INPUTS, server)
-        reads = read_prompts(
-            body.input, server, deadline, param=param, at_once=at_once, reading=reading
-        )
     else:
-        param = "messages"
-        reading = Reading(bool(body.add_special_tokens), keep, side)
-        text = await unless_gone(request, render(body, request, server, deadline))
-        reads = read_prompts(text, server, deadline, param=param, reading=reading)
-    prompts = await unless_gone(request, reads)
-    work = embed(prompts, server, deadline, param=param, params=[params] * len(prompts))
-    outputs = await unless_gone(request, work)
+        texts = await call.unless_gone(render(body, call))
+    at_once = embeddings_at_once(_MAX_INPUTS, server)
+    prompts = await call.unless_gone(read_prompts(texts, call, at_once=at_once, reading=reading))
+    outputs = await call.unless_gone(embed(prompts, call, [params] * len(prompts)))
     _check_dimensions(body.dimensions, outputs)
     check_finite(outputs, code="non_finite_embedding")
-    tokens = sum(len(output.prompt_token_ids) for output in outputs)
     data = [
         Embedding(index=index, embedding=_encoded(output.embedding, body.encoding_format))
         for index, output in enumerate(outputs)
     ]
-    usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
+    usage = EmbeddingUsage.of(outputs)
     return json_response(EmbeddingResponse(model=server.model_names[0], data=data, usage=usage))
 
 

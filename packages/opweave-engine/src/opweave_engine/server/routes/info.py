@@ -9,7 +9,6 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from opweave import __version__
-from opweave_engine.server.disconnect import unless_gone
 from opweave_engine.server.metrics import ops, plugins
 from opweave_engine.server.prompts import Reading, detokenize, read_all, render
 from opweave_engine.server.protocol.base import ModelCard, ModelList
@@ -21,7 +20,7 @@ from opweave_engine.server.protocol.tokens import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from opweave_engine.server.state import Deadline, Server, ServerState
+from opweave_engine.server.state import Server, ServerCall, ServerState
 from opweave_engine.server.streaming import ERRORS, json_response
 
 # Health, version and metrics.
@@ -114,8 +113,9 @@ tokens_router = APIRouter(responses=ERRORS, tags=["Tokens"])
 @tokens_router.post("/tokenize", response_model=TokenizeResponse)
 async def tokenize_text(body: TokenizeRequest, request: Request, server: Server) -> Response:
     """Tokenize a prompt or a conversation."""
-    server.accept(body, request)
-    ids, strings = await unless_gone(request, _tokens(body, request, server, server.deadline()))
+    is_text = isinstance(body, TokenizePrompt)
+    call = server.accept(body, request, "prompt" if is_text else "messages")
+    ids, strings = await call.unless_gone(_tokens(body, call))
     # The lists may have a million entries, whose validation would delay other requests.
     response = TokenizeResponse.model_construct(
         count=len(ids),
@@ -127,30 +127,23 @@ async def tokenize_text(body: TokenizeRequest, request: Request, server: Server)
 
 
 async def _tokens(
-    body: TokenizePrompt | TokenizeConversation,
-    request: Request,
-    server: ServerState,
-    deadline: Deadline,
+    body: TokenizePrompt | TokenizeConversation, call: ServerCall
 ) -> tuple[list[int], list[str] | None]:
     """Return the tokens, and how the vocabulary writes them if the request asks for that."""
-    tokenizer, reading = server.engine.tokenizer, Reading(add_special_tokens=body.special)
+    tokenizer, reading = call.server.engine.tokenizer, Reading(body.special)
 
     def encode(text: str) -> tuple[list[int], list[str] | None]:
-        ids = reading.tokens(text, tokenizer)
+        ids = reading.prompt(text, tokenizer).ids
         return ids, [tokenizer.token(i) or "" for i in ids] if body.return_token_strs else None
 
-    if isinstance(body, TokenizePrompt):
-        param, text = "prompt", body.prompt
-    else:
-        param, text = "messages", await render(body, request, server, deadline)
-    (tokens,) = await read_all(encode, [text], server, deadline, param=param)
+    text = body.prompt if isinstance(body, TokenizePrompt) else await render(body, call)
+    (tokens,) = await read_all(encode, [text], call)
     return tokens
 
 
 @tokens_router.post("/detokenize", response_model=DetokenizeResponse)
 async def detokenize_tokens(body: DetokenizeRequest, request: Request, server: Server) -> Response:
     """Detokenize token ids."""
-    server.accept(body, request)
-    work = detokenize(body.tokens, server, server.deadline(), param="tokens")
-    text = await unless_gone(request, work)
+    call = server.accept(body, request, "tokens")
+    text = await call.unless_gone(detokenize(body.tokens, call))
     return json_response(DetokenizeResponse(prompt=text))

@@ -16,14 +16,13 @@ from opweave.ir.errors import OpweaveError
 from opweave_engine import EmbeddingOutput, RequestOutput, SamplingParams
 from opweave_engine.prompts import IOProcessor, as_list, split_prompt
 from opweave_engine.prompts import Prompt as Given
-from opweave_engine.server.disconnect import unless_gone
 from opweave_engine.server.errors import ApiError, ServerError
 from opweave_engine.server.generation import GenerationJob
 from opweave_engine.server.prompts import check_context, read_prompts
 from opweave_engine.server.protocol.base import Input
 from opweave_engine.server.protocol.tokens import ProcessRequest, ProcessResponse
 from opweave_engine.server.routes.embeddings import embed
-from opweave_engine.server.state import Deadline, Server, ServerState
+from opweave_engine.server.state import Server, ServerCall, ServerState
 from opweave_engine.server.streaming import ERRORS
 
 router = APIRouter(responses=ERRORS, tags=["Server"])
@@ -34,26 +33,22 @@ _Outputs = Sequence[RequestOutput] | Sequence[EmbeddingOutput]
 @router.post("/v1/process", response_model=ProcessResponse)
 async def process(body: ProcessRequest, request: Request, server: Server) -> Response:
     """Answer a request in the format of the server's I/O processor."""
-    server.accept(body, request)
+    call = server.accept(body, request, "data")
     if (processor := server.io_processor) is None:
         raise ApiError(
             "The server has no I/O processor: its model names none. Start it with "
             "--io-processor NAME, or use /v1/completions.",
             code="no_io_processor",
         )
-    result = await unless_gone(request, _result(processor, body, server, server.deadline()))
+    result = await call.unless_gone(_result(processor, body, call))
     return _response(result, processor, server)
 
 
-async def _result(
-    processor: IOProcessor, body: ProcessRequest, server: ServerState, deadline: Deadline
-) -> Any:
-    with server.admission.places(1, param="data"):
-        prompts, params = await server.as_guest(
-            partial(_asked, processor, body.data, server), deadline
-        )
-    outputs = await _answered(processor, prompts, params, body, server, deadline)
-    return await server.as_guest(partial(processor.result, body.data, outputs), deadline)
+async def _result(processor: IOProcessor, body: ProcessRequest, call: ServerCall) -> Any:
+    with call.places(1):
+        prompts, params = await call.as_guest(partial(_asked, processor, body.data, call.server))
+    outputs = await _answered(processor, prompts, params, body, call)
+    return await call.as_guest(partial(processor.result, body.data, outputs))
 
 
 def _asked(
@@ -72,24 +67,20 @@ async def _answered(
     given: list[Given],
     params: SamplingParams,
     body: ProcessRequest,
-    server: ServerState,
-    deadline: Deadline,
+    call: ServerCall,
 ) -> _Outputs:
     contents, salts = zip(*map(split_prompt, given), strict=True) if given else ((), ())
-    read = await read_prompts(cast(Input, list(contents)), server, deadline, param="data")
+    read = await read_prompts(cast(Input, list(contents)), call)
     prompts = [
         replace(prompt, cache_salt=salt or body.cache_salt)
         for prompt, salt in zip(read, salts, strict=True)
     ]
     if processor.embeds:
-        return await embed(prompts, server, deadline, param="data")
+        return await embed(prompts, call)
     # The processor's choice, or the checkpoint's default, which is only a limit.
-    asks = params.max_tokens != server.engine.sampling_defaults.get("max_tokens")
-    check_context(prompts, params, server, param="data", limit="data", asks=asks)
-    generation = GenerationJob(
-        server, "proc", prompts, params, deadline, body.priority or 0, param="data"
-    )
-    return await generation.outputs()
+    asks = params.max_tokens != call.server.engine.sampling_defaults.get("max_tokens")
+    check_context(prompts, params, call, limit="data", asks=asks)
+    return await GenerationJob(call, "proc", prompts, params, body.priority or 0).outputs()
 
 
 def _response(result: Any, processor: IOProcessor, server: ServerState) -> Response:

@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request, Response
 
 from opweave_engine import EmbeddingOutput, PromptError
 from opweave_engine.prompts import as_pairs
-from opweave_engine.server.disconnect import unless_gone
 from opweave_engine.server.errors import ApiError
 from opweave_engine.server.prompts import Reading, read_pairs
 from opweave_engine.server.protocol.embeddings import EmbeddingUsage, EncoderFields
@@ -23,7 +22,7 @@ from opweave_engine.server.protocol.scoring import (
     ScoreResponse,
 )
 from opweave_engine.server.routes.embeddings import check_finite, embed, embeddings_at_once
-from opweave_engine.server.state import Server, ServerState
+from opweave_engine.server.state import Server, ServerCall
 from opweave_engine.server.streaming import ERRORS, json_response
 
 router = APIRouter(responses=ERRORS, tags=["Scoring"])
@@ -33,10 +32,9 @@ router = APIRouter(responses=ERRORS, tags=["Scoring"])
 @router.post("/v1/rerank", response_model=RerankResponse)
 async def rerank(body: RerankRequest, request: Request, server: Server) -> Response:
     """Sort documents by their score for a query, with a cross-encoder."""
-    server.accept(body, request)
-    texts, count = body.texts(), body.num_results()
-    pairs = [(body.query, text) for text in texts]
-    outputs = await _outputs(body, pairs, request, server, param="documents")
+    call = server.accept(body, request, "documents")
+    texts = body.texts()
+    outputs = await _outputs(body, [(body.query, text) for text in texts], call)
     results = [
         RerankResult(
             index=index,
@@ -49,8 +47,8 @@ async def rerank(body: RerankRequest, request: Request, server: Server) -> Respo
     response = RerankResponse(
         id=f"rerank-{uuid.uuid4().hex}",
         model=server.model_names[0],
-        results=results[:count],
-        usage=_usage(outputs),
+        results=results[: body.top_n or None],
+        usage=EmbeddingUsage.of(outputs),
     )
     return json_response(response, exclude_none=True)
 
@@ -59,43 +57,33 @@ async def rerank(body: RerankRequest, request: Request, server: Server) -> Respo
 @router.post("/v1/score", response_model=ScoreResponse)
 async def score(body: ScoreRequest, request: Request, server: Server) -> Response:
     """Score pairs of texts, with a cross-encoder."""
-    server.accept(body, request)
+    call = server.accept(body, request, "text_2")
     try:
         pairs = as_pairs(body.text_1, body.text_2)
     except PromptError as error:
         raise ApiError(str(error), param="text_2") from error
-    outputs = await _outputs(body, pairs, request, server, param="text_2")
+    outputs = await _outputs(body, pairs, call)
     data = [Score(index=index, score=out.embedding[0]) for index, out in enumerate(outputs)]
     response = ScoreResponse(
         id=f"score-{uuid.uuid4().hex}",
         created=int(time.time()),
         model=server.model_names[0],
         data=data,
-        usage=_usage(outputs),
+        usage=EmbeddingUsage.of(outputs),
     )
     return json_response(response)
 
 
 async def _outputs(
-    body: EncoderFields,
-    pairs: list[tuple[str, str]],
-    request: Request,
-    server: ServerState,
-    *,
-    param: str,
+    body: EncoderFields, pairs: list[tuple[str, str]], call: ServerCall
 ) -> list[EmbeddingOutput]:
     """Return the output of each pair; its vector is the score."""
-    keep = body.kept_tokens(server.engine.max_model_len)
+    keep = body.kept_tokens(call.server.engine.max_model_len)
     reading = Reading(True, keep, body.truncation_side or "right")
-    at_once, deadline = embeddings_at_once(len(pairs), server), server.deadline()
-    reads = read_pairs(pairs, server, deadline, param=param, reading=reading, at_once=at_once)
-    prompts, params = await unless_gone(request, reads)
-    work = embed(prompts, server, deadline, param=param, params=params)
-    outputs = await unless_gone(request, work)
+    at_once = embeddings_at_once(len(pairs), call.server)
+    prompts, params = await call.unless_gone(
+        read_pairs(pairs, call, reading=reading, at_once=at_once)
+    )
+    outputs = await call.unless_gone(embed(prompts, call, params))
     check_finite(outputs, code="non_finite_score")
     return outputs
-
-
-def _usage(outputs: list[EmbeddingOutput]) -> EmbeddingUsage:
-    tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    return EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)

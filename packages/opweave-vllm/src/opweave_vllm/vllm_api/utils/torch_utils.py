@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from opweave import torch_compat, transaction
+from opweave import torch_compat
+from opweave.kernels.wrap import new_library
 
 __all__ = ["direct_register_custom_op"]
 
 NAMESPACE = "vllm"  # code that registers an op calls torch.ops.vllm.<op>
 _EVERY_DEVICE = "CompositeExplicitAutograd"
-
-_libraries: list[Library] = []  # torch removes the ops of a library that is garbage-collected
 
 
 def direct_register_custom_op(
@@ -45,17 +44,9 @@ def direct_register_custom_op(
         RuntimeError: the namespace already has an op of that name.
     """
     # Torch does not annotate define and impl.
-    library: Any = target_lib or torch_compat.new_library(NAMESPACE)
     schema = torch.library.infer_schema(op_func, mutates_args=tuple(mutates_args or ()))
+    library: Any = target_lib or new_library(NAMESPACE, op_name)
     library.define(op_name + schema, tags=tags)
     library.impl(op_name, op_func, dispatch_key or _EVERY_DEVICE)
     if fake_impl is not None:
         torch_compat.register_fake(library, op_name, fake_impl)
-    if target_lib is None:
-        _libraries.append(library)
-        transaction.enter(f"torch op {NAMESPACE}::{op_name}", lambda: _remove(library))
-
-
-def _remove(library: Library) -> None:
-    _libraries.remove(library)
-    torch_compat.remove_ops(library)

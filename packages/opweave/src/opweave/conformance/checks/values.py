@@ -31,9 +31,8 @@ from opweave.conformance.subject import (
     not_native,
     outputs_of,
 )
+from opweave.ir.op import Tolerance, tensors_in
 from opweave.ir.rules import ROUNDS_LESS
-from opweave.ir.selection import tensors_in
-from opweave.ir.spec import Tolerance
 
 # Values: the result of native, for every accepted dtype, size, option and layout.
 

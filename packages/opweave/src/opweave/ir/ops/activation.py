@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from opweave.ir.op import ROWWISE_ELEMENTS
 from opweave.ir.registry import register_op
 from opweave.ir.rules import ROWWISE
-from opweave.ir.spec import ROWWISE_ELEMENTS
 
 # Gated activations: the activated half of the last dimension multiplies the other half.
 #

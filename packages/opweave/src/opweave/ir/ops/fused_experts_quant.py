@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from opweave.ir.op import IrOp
 from opweave.ir.ops.arguments import misfit
 from opweave.ir.ops.fused_experts import (
     bound_activation,
@@ -23,7 +22,7 @@ from opweave.ir.ops.quant import (
     dynamic_per_token_quant_int8,
     per_token_group_quant_fp8,
 )
-from opweave.ir.registry import register_op
+from opweave.ir.registry import IrOp, register_op
 
 SCALED_FORMATS = ("w4a16", "w8a16", "w8a8", "w8a8_ue8m0")
 EXPERT_FORMATS = (*SCALED_FORMATS, *GGUF_BLOCKS)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opweave.ir.op import IrOp
 from opweave.ir.ops.activation import silu_and_mul
 from opweave.ir.ops.norm import fused_add_rms_norm, rms_norm
 from opweave.ir.ops.quant import (
@@ -21,7 +20,7 @@ from opweave.ir.ops.quant import (
     per_token_group_quant_fp8,
     static_quant_fp8,
 )
-from opweave.ir.registry import register_op
+from opweave.ir.registry import IrOp, register_op
 from opweave.ir.rules import BATCH_INVARIANT, ROWWISE
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from opweave.ir.op import ROWWISE_ELEMENTS
 from opweave.ir.registry import register_op
 from opweave.ir.rules import BATCH_INVARIANT, ROWWISE
-from opweave.ir.spec import ROWWISE_ELEMENTS
 
 # Root-mean-square normalization.
 

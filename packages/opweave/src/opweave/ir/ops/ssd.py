@@ -5,6 +5,8 @@ Within a chunk the scan is a matrix product; between chunks it is a recurrence o
 Source: Dao and Gu, "Transformers are SSMs", arXiv:2405.21060, section 6.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,8 @@ from opweave.ir.ops.state_space import (
     finish,
     linear_recurrence,
     one_before,
+    register_scan_fake,
+    scan_inputs,
     time_step,
 )
 from opweave.ir.registry import register_op
@@ -200,29 +204,7 @@ def check_ssd(
         raise ValueError(f"{op}: chunk_size={chunk_size} is not positive.")
 
 
-@ssd_chunk_scan.register_fake
-def _fake(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    x_state: Tensor,
-    query_start_loc: Tensor,
-    slot_idx: Tensor,
-    has_initial_state: Tensor,
-    chunk_size: int = 256,
-    dt_softplus: bool = True,
-    dt_min: float | None = None,
-    dt_max: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Check shapes only; the native function would specialize a graph on the sequence length."""
-    check_ssd(x, dt, a, b, c, d, z, dt_bias, x_state, chunk_size)
-    check_sequences("ssd_chunk_scan", query_start_loc, slot_idx, has_initial_state)
-    return x.new_empty(x.shape), x_state.new_empty(x_state.shape)
+register_scan_fake(ssd_chunk_scan, lambda *values: check_ssd(*(*values[:9], values[12])))
 
 
 @ssd_chunk_scan.register_input_generator
@@ -236,20 +218,11 @@ def _inputs(
     num_seqs: int = 2,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    int, bool, float | None, float | None,
-]:  # fmt: skip
+) -> tuple[Any, ...]:
     """Make packed sequences; every second one has an initial state."""
-    x, z = torch.randn(2, num_tokens, num_heads, head_size, device=device).to(dtype)
-    dt = torch.randn(num_tokens, num_heads, device=device).to(dtype)
-    b, c = torch.randn(2, num_tokens, num_groups, state_size, device=device).to(dtype)
-    d, dt_bias = torch.randn(2, num_heads, device=device).to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    a = (-torch.rand(num_heads, device=device) - 0.1).to(wide)
-    state = torch.randn(num_seqs + 2, num_heads, head_size, state_size, device=device).to(wide)
+    sizes = (num_heads, head_size), (num_groups, state_size), num_seqs + 2
     where = sequence_inputs(num_tokens, num_seqs, device)
-    return x, dt, a, b, c, d, z, dt_bias, state, *where, chunk_size, True, None, None
+    return *scan_inputs(num_tokens, *sizes, dtype, device), *where, chunk_size, True, None, None
 
 
 # Sums over many tokens in a different order, and different exponentials. Results are up to about

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -19,7 +23,7 @@ from opweave.ir.ops.arguments import (
     write_states,
 )
 from opweave.ir.ops.attention import locate
-from opweave.ir.registry import register_op
+from opweave.ir.registry import IrOp, register_op
 
 # The linear recurrence of state-space scans, in blocks, so that it can be traced.
 
@@ -214,26 +218,55 @@ def check_groups(op: str, x: Tensor, b: Tensor, c: Tensor, states: int) -> None:
     check_shape(op, "c", c, *b.shape)
 
 
-@selective_scan.register_fake
-def _fake(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    x_state: Tensor,
-    query_start_loc: Tensor,
-    slot_idx: Tensor,
-    has_initial_state: Tensor,
-    dt_softplus: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Check shapes only; the native function would specialize a graph on the sequence length."""
-    check_scan(x, dt, a, b, c, d, z, dt_bias, x_state)
-    check_sequences("selective_scan", query_start_loc, slot_idx, has_initial_state)
-    return x.new_empty(x.shape), x_state.new_empty(x_state.shape)
+def register_scan_fake(op: IrOp, check: Callable[..., None]) -> None:
+    """Give *op* a fake implementation that checks shapes by *check*, a function of all arguments.
+
+    The native function would specialize a graph on the sequence length.
+    """
+
+    @wraps(op.native, assigned=())
+    def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        values = op.bind(*args, **kwargs)
+        check(*values)
+        check_sequences(op.name, *values[9:12])
+        x, x_state = values[0], values[8]
+        return x.new_empty(x.shape), x_state.new_empty(x_state.shape)
+
+    op.register_fake(fake)
+
+
+register_scan_fake(selective_scan, lambda *values: check_scan(*values[:9]))
+
+
+def scan_inputs(
+    num_tokens: int,
+    channels: tuple[int, ...],
+    states: tuple[int, ...],
+    slots: int,
+    dtype: torch.dtype,
+    device: str,
+) -> tuple[Tensor, ...]:
+    """Make the arguments of a scan up to the states, ``x_state``.
+
+    Args:
+        num_tokens: number of tokens.
+        channels: ``(channels,)``, or ``(heads, head_size)``.
+        states: ``(N,)``, or ``(groups, N)``: the size of ``b`` and ``c`` for a token.
+        slots: number of states in ``x_state``.
+        dtype: the dtype of the activations.
+        device: the device.
+    """
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    heads, wide = channels[0], torch.promote_types(dtype, torch.float32)
+    decay = -torch.rand((heads, *states[:1]) if len(channels) == 1 else heads, device=device) - 0.1
+    state = torch.randn(slots, *channels, states[-1], device=device)
+    x, z = normal(2, num_tokens, *channels)
+    b, c = normal(2, num_tokens, *states)
+    d, dt_bias = normal(2, heads)
+    return x, normal(num_tokens, heads), decay.to(wide), b, c, d, z, dt_bias, state.to(wide)
 
 
 @selective_scan.register_input_generator
@@ -244,19 +277,11 @@ def _selective_scan_inputs(
     num_seqs: int = 2,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    bool,
-]:  # fmt: skip
+) -> tuple[Any, ...]:
     """Make packed sequences; every second one has an initial state."""
-    x, dt, z = torch.randn(3, num_tokens, hidden_size, device=device).to(dtype)
-    b, c = torch.randn(2, num_tokens, state_size, device=device).to(dtype)
-    d, dt_bias = torch.randn(2, hidden_size, device=device).to(dtype)
-    a = -torch.rand(hidden_size, state_size, device=device) - 0.1
-    wide = torch.promote_types(dtype, torch.float32)
-    state = torch.randn(num_seqs + 2, hidden_size, state_size, device=device)
+    sizes = (hidden_size,), (state_size,), num_seqs + 2
     where = sequence_inputs(num_tokens, num_seqs, device)
-    return x, dt, a.to(wide), b, c, d, z, dt_bias, state.to(wide), *where, True
+    return *scan_inputs(num_tokens, *sizes, dtype, device), *where, True
 
 
 # Sums over many tokens in a different order, and a different exponential. Results are up to about
@@ -389,20 +414,11 @@ def _selective_state_update_inputs(
     state_size: int = 5,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    bool, float | None, float | None,
-]:  # fmt: skip
+) -> tuple[Any, ...]:
     """Make one token for each of *num_tokens* sequences; the first quarter is padding."""
-    x, z = torch.randn(2, num_tokens, num_heads, head_size, device=device).to(dtype)
-    dt = torch.randn(num_tokens, num_heads, device=device).to(dtype)
-    b, c = torch.randn(2, num_tokens, 1, state_size, device=device).to(dtype)
-    d, dt_bias = torch.randn(2, num_heads, device=device).to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    a = (-torch.rand(num_heads, device=device) - 0.1).to(wide)
-    state = torch.randn(num_tokens + 4, num_heads, head_size, state_size, device=device).to(wide)
+    sizes = (num_heads, head_size), (1, state_size), num_tokens + 4
     slots = some_slots(num_tokens, device)
-    return x, dt, a, b, c, d, z, dt_bias, state, slots, True, None, None
+    return *scan_inputs(num_tokens, *sizes, dtype, device), slots, True, None, None
 
 
 # A sum over the states in a different order. Results are up to about ten; in 16-bit dtypes, their

@@ -1,0 +1,261 @@
+"""Recorded forwards of decode batches, and the input of one forward."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from opweave.config import EngineConfig
+from opweave.config.terminal import ProgressBar
+from opweave.platforms import Platform
+from opweave.platforms.base import GraphRecorder
+from opweave_engine.attention import LayerCaches, SequenceBatch
+from opweave_engine.kv_cache import NULL_BLOCK
+from opweave_engine.load.checkpoint import Progress
+from opweave_engine.models import ForwardContext, forward_context
+from opweave_engine.sampling.sampler import SamplingRequest
+
+Forward = Callable[[Tensor, Tensor], Tensor]
+
+# The input of a worker for one step: plain data that any process can read.
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStep:
+    """The part of one sequence that a forward pass computes.
+
+    Attributes:
+        request_id: the sequence.
+        token_ids: the new tokens; at least one.
+        start: the number of tokens before them, which are in the KV cache.
+        tables: the block table of each group of layers.
+        sampling: how to sample the next token; None: it is known.
+        targets: the tokens that follow each of the first ones of *token_ids*, if their
+            log-probabilities are requested; only with *sampling*.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    start: int
+    tables: tuple[tuple[int, ...], ...]
+    sampling: SamplingRequest | None
+    targets: Sequence[int] = ()
+
+    def slot(self, group: int, position: int, block_size: int) -> int:
+        """Return the cache slot of the token at *position* in a group of layers."""
+        return self.tables[group][position // block_size] * block_size + position % block_size
+
+
+def padded_tables(steps: Sequence[SequenceStep], group: int) -> list[list[int]]:
+    """Return the block tables of a group of layers, padded with the null block to one length."""
+    tables = [step.tables[group] for step in steps]
+    width = max(map(len, tables))
+    return [[*table, *[NULL_BLOCK] * (width - len(table))] for table in tables]
+
+
+# Recorded forwards of decode batches, which replace the launches of a step by one.
+
+
+_log = logging.getLogger(__name__)
+
+_MAX_SEQUENCES = 256  # beyond, kernels take longer than their launches
+_NO_SLOT = -1
+
+
+def decode_sizes(config: EngineConfig) -> list[int]:
+    """Return the numbers of sequences to record graphs for, in ascending order."""
+    most = min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
+    sizes = config.compilation.decode_graph_sizes
+    if sizes is None:
+        sizes = (1, 2, 4, *range(8, _MAX_SEQUENCES + 1, 8))
+    return sorted({size for size in sizes if size <= most})
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    replay: Callable[[], None]
+    results: list[Tensor]  # one: (size, hidden_size), overwritten by each replay
+
+
+class DecodeGraphs:
+    """The forwards of decode batches, one per number of sequences.
+
+    A batch is padded to the next size: its padding reads the null block and writes nothing.
+
+    Args:
+        sizes: numbers of sequences, in ascending order; at least one.
+        groups: the number of groups of attention layers.
+        width: the number of blocks of the longest sequence.
+        block_size: tokens per block.
+        device: the device of the model.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], groups: int, width: int, block_size: int, device: torch.device
+    ) -> None:
+        self._sizes, self._block_size = list(sizes), block_size
+        largest = self._sizes[-1]
+        # Static inputs: the recorded kernels read them at the same addresses in each replay.
+        self._tokens = torch.zeros(2 + groups, largest, dtype=torch.int64, device=device)
+        self._tokens[2:] = _NO_SLOT
+        self._lengths = torch.ones(largest, dtype=torch.int32, device=device)
+        self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
+        self._key_starts = self._starts.clone()
+        self._tables = torch.full(
+            (groups, largest, width), NULL_BLOCK, dtype=torch.int32, device=device
+        )
+        self._graphs: dict[int, _Graph] = {}
+
+    def record(
+        self,
+        forward: Forward,
+        caches: LayerCaches,
+        platform: Platform,
+        recorder: GraphRecorder,
+        progress: Progress | None = None,
+    ) -> None:
+        """Record *forward*, whose layers have *caches*, for every size.
+
+        *progress* is called with the number of graphs recorded so far and in total.
+
+        Raises:
+            RuntimeError: the device cannot record it.
+        """
+        # The tensors stay alive until the end, so that copies have other addresses.
+        before = _tensors(caches)
+        # The largest first: smaller graphs then fit into its memory.
+        for done, size in enumerate(reversed(self._sizes)):
+            if progress is not None:
+                progress(done, len(self._sizes))
+            self._graphs[size] = self._recorded(size, forward, caches, platform, recorder)
+        after = _tensors(caches)
+        if [tensor.data_ptr() for tensor in after] != [tensor.data_ptr() for tensor in before]:
+            raise RuntimeError("an attention backend does not update its cache in place")
+
+    def run(self, steps: Sequence[SequenceStep]) -> Tensor | None:
+        """Return the hidden states ``(sequences, hidden_size)`` of a step.
+
+        They are overwritten by the next step.
+
+        Returns:
+            None if no graph has the step: it has prompts, or too many sequences.
+        """
+        count = len(steps)
+        if count > self._sizes[-1] or any(len(step.token_ids) != 1 for step in steps):
+            return None
+        size = self._sizes[bisect_left(self._sizes, count)]
+        self._fill(steps, size)
+        graph = self._graphs[size]
+        graph.replay()
+        return graph.results[0][:count]
+
+    def _recorded(
+        self,
+        size: int,
+        forward: Forward,
+        caches: LayerCaches,
+        platform: Platform,
+        recorder: GraphRecorder,
+    ) -> _Graph:
+        batches = {
+            group: SequenceBatch(
+                query_starts=self._starts[: size + 1],
+                seq_lens=self._lengths[:size],
+                key_starts=self._key_starts[: size + 1],
+                block_tables=table[:size],
+                slot_mapping=self._tokens[2 + group, :size],
+                num_decodes=size,
+            )
+            for group, table in enumerate(self._tables)
+        }
+        context, results = ForwardContext(caches.step(batches)), list[Tensor]()
+
+        def run() -> None:
+            with platform.inference_mode(), forward_context(context):
+                results[:] = [forward(self._tokens[0, :size], self._tokens[1, :size])]
+
+        return _Graph(recorder.record(run), results)
+
+    def _fill(self, steps: Sequence[SequenceStep], size: int) -> None:
+        """Copy a step to the static inputs, and padding up to *size* sequences."""
+        padding = size - len(steps)
+        positions = [step.start for step in steps]
+        lengths = [*(position + 1 for position in positions), *[1] * padding]
+        rows = [[step.token_ids[0] for step in steps], positions]
+        rows = [[*row, *[0] * padding] for row in rows]
+        for group, table in enumerate(self._tables):
+            tables = torch.tensor(padded_tables(steps, group), dtype=torch.int32)
+            table[: len(steps), : tables.shape[1]].copy_(tables)
+            table[len(steps) : size, 0] = NULL_BLOCK
+            slots = [step.slot(group, step.start, self._block_size) for step in steps]
+            rows.append([*slots, *[_NO_SLOT] * padding])
+        self._tokens[:, :size].copy_(torch.tensor(rows, dtype=torch.int64))
+        self._lengths[:size].copy_(torch.tensor(lengths, dtype=torch.int32))
+        ends = [0, *accumulate(lengths)]
+        self._key_starts[: size + 1].copy_(torch.tensor(ends, dtype=torch.int32))
+
+
+def record_decode_graphs(
+    forward: Forward,
+    caches: LayerCaches,
+    config: EngineConfig,
+    platform: Platform,
+    max_model_len: int,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> DecodeGraphs | None:
+    """Record a model's decode batches, and log if they run without graphs although they could.
+
+    Args:
+        forward: the model's forward.
+        caches: of its layers.
+        config: which sizes to record.
+        platform: of the device.
+        max_model_len: the maximum length of a sequence.
+        device: of the model.
+        progress: of loading; a progress bar then shows the number of graphs.
+
+    Returns:
+        None if the device records no graphs, or the model cannot be recorded.
+    """
+    sizes, recorder = decode_sizes(config), platform.graph_recorder()
+    if recorder is None or not sizes:
+        return None
+    obstacle, ranks = "", config.parallel.tensor_parallel_size
+    if ranks > 1:
+        obstacle = f"with tensor_parallel_size={ranks}, ranks communicate, which is not recorded"
+    elif caches.states is not None:
+        obstacle = "the model has recurrent layers, whose states are addressed by the host"
+    if obstacle:
+        _log.warning("decode steps run without graphs: %s", obstacle)
+        return None
+    bar = progress.stage("recording graphs") if isinstance(progress, ProgressBar) else None
+    size = config.cache.block_size
+    graphs = DecodeGraphs(sizes, caches.num_groups, ceil(max_model_len / size), size, device)
+    try:
+        graphs.record(forward, caches, platform, recorder, bar)
+    except RuntimeError as error:
+        _log.warning(
+            "decode steps run without graphs, because the device cannot record them: %s. Disable "
+            "them with --enforce-eager, or cudagraph_capture_sizes=[] in the compilation config.",
+            str(error).partition("\n")[0],
+        )
+        return None
+    _log.info("recorded graphs of decode steps with %s sequences", ", ".join(map(str, sizes)))
+    return graphs
+
+
+def _tensors(caches: LayerCaches) -> list[Tensor]:
+    return [
+        value
+        for backend in caches.backends.values()
+        for value in vars(backend).values()
+        if isinstance(value, Tensor)
+    ]

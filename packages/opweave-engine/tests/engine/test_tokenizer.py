@@ -1,0 +1,291 @@
+"""Text to tokens and back, whole and piece by piece."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from models.tiny_checkpoints import BOS, EOS, VOCABULARY, write_tokenizer
+from opweave_engine import Checkpoint, CheckpointError, MissingDependencyError, Tokenizer
+from opweave_engine.detokenizer import IncrementalDecoder
+from opweave_engine.errors import TokenizerError
+from support.hypothesis_profiles import examples
+
+TEXTS = ["", "the quick dog", "naïve façade", "東京 🙂", "a\n\n b\tc", "</s>the<s>"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer(Checkpoint(directory))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_as_transformers(text: str, directory: Path, tokenizer: Tokenizer) -> None:
+    theirs = AutoTokenizer.from_pretrained(directory)
+    ids = tokenizer.encode(text)
+    assert ids == theirs(text)["input_ids"]
+    assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda tokenizer: tokenizer.encode("the quick dog " * 50_000),
+        lambda tokenizer: tokenizer.decode(list(range(3, VOCABULARY)) * 1000),
+    ],
+    ids=["encode", "decode"],
+)
+def test_other_threads_run_while_a_long_text_is_read(
+    tokenizer: Tokenizer, work: Callable[[Tokenizer], object]
+) -> None:
+    ended: list[float] = []
+
+    def run() -> None:
+        work(tokenizer)
+        ended.append(time.perf_counter())
+
+    worker = threading.Thread(target=run)
+    worker.start()
+    ticks = []
+    while worker.is_alive():
+        time.sleep(0.001)
+        ticks.append(time.perf_counter())
+    worker.join()
+    # One at most if it held the interpreter; a busy machine has few turns to give.
+    assert sum(tick < ended[0] for tick in ticks) > 3
+
+
+@examples(50)
+@given(st.lists(st.integers(0, VOCABULARY - 1), max_size=30), st.text(max_size=12))
+@example([98] * 30, "")
+def test_pieces_add_up(tokenizer: Tokenizer, ids: list[int], text: str) -> None:
+    for tokens in (ids, tokenizer.encode(text) + ids, ids + tokenizer.encode(text)):
+        decoder = IncrementalDecoder(tokenizer)
+        pieces = [decoder.push(token) for token in tokens]
+        assert "".join(pieces) + decoder.finish() == tokenizer.decode(tokens)
+        known, shown = b"", ""
+        for token, piece in zip(tokens, pieces, strict=True):
+            # Only the bytes of an incomplete character are held back.
+            if token not in tokenizer.special_ids:
+                known += tokenizer.bytes_in_text(token)
+            shown += piece
+            assert shown == known[: len(known) - incomplete(known)].decode(errors="replace")
+
+
+def test_a_continuation_is_decoded_behind_its_prompt(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    words = {"<unk>": 0, "\u2581the": 1, "\u2581dog": 2, "s": 3}
+    backend = Backend(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(Checkpoint(tmp_path))
+    assert IncrementalDecoder(tokenizer).push(2) == "dog"
+    decoder = IncrementalDecoder(tokenizer, [1])
+    assert [decoder.push(2), decoder.push(3), decoder.push(1)] == [" dog", "s", " the"]
+    assert tokenizer.eos_token_ids == frozenset()
+    assert tokenizer.bos_token_id is None
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "tokenizer_config", "expected"),
+    [
+        ({"eos_token_id": 7}, {"eos_token_id": 8}, {"eos_token": "</s>"}, {7, 8, EOS}),
+        ({"eos_token_id": [7, 9]}, {}, {}, {7, 9}),
+        ({"eos_token_id": None}, {"eos_token_id": [8]}, {}, {8}),
+        (None, {"eos_token_id": 8}, {"eos_token": "</s>"}, {8, EOS}),
+        (None, {}, {"eos_token": "</s>"}, {EOS}),
+        (None, None, {"eos_token": {"content": "</s>", "lstrip": False}}, {EOS}),
+        # A named token that tokenizer.json lacks is added, as in transformers.
+        (None, None, {"eos_token": "<nothing>"}, {VOCABULARY}),
+        ({}, {}, None, set()),
+        ({"eos_token_id": True}, {"eos_token_id": 8}, None, {8}),
+        ({"eos_token_id": "7"}, {"eos_token_id": [8, "9"]}, {"eos_token": "</s>"}, {EOS}),
+    ],
+)
+def test_end_of_text(
+    generation: Any, config: Any, tokenizer_config: Any, expected: set[int], tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    for name, content in [
+        ("generation_config", generation),
+        ("config", config),
+        ("tokenizer_config", tokenizer_config),
+    ]:
+        if content is not None:
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert Tokenizer(Checkpoint(tmp_path)).eos_token_ids == expected
+
+
+def test_end_of_text_that_is_no_token_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_tokenizer(tmp_path)
+    file = tmp_path / "generation_config.json"
+    for value in ("7", True, [True], 1.0):
+        file.write_text(json.dumps({"eos_token_id": value}))
+        caplog.clear()
+        Tokenizer(Checkpoint(tmp_path))
+        assert f"{file}: eos_token_id={value!r} is ignored" in caplog.text
+    file.write_text('{"eos_token_id": null}')
+    caplog.clear()
+    Tokenizer(Checkpoint(tmp_path))
+    assert not caplog.text
+
+
+def test_missing_and_damaged_files(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"no tokenizer.json"):
+        Tokenizer(Checkpoint(tmp_path))
+    for content in (b"", b"{", b"[]", b"\xff"):
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        with pytest.raises(TokenizerError, match=r"tokenizer.json is damaged"):
+            Tokenizer(Checkpoint(tmp_path))
+    write_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text("nonsense")
+    with pytest.raises(CheckpointError, match=r"generation_config.json"):
+        Tokenizer(Checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizers", "safetensors"])
+def test_missing_dependencies(
+    name: str,
+    checkpoint: Callable[[str], tuple[Path, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from opweave_engine import LLM
+
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingDependencyError, match=r"pip install opweave-engine"):
+        LLM(checkpoint("llama")[0])
+
+
+BYTES = st.binary(max_size=8)
+TEXT = st.text("a\ufffd\u00e9\u6f22\U0001f642", max_size=8)
+
+
+@examples(200)
+@given(st.builds(lambda *parts: b"".join(parts), BYTES, TEXT.map(str.encode), BYTES), st.data())
+def test_only_text_behind_the_prompt_is_new(tokenizer: Tokenizer, text: bytes, data: Any) -> None:
+    of_bytes = {tokenizer.bytes_of(token): token for token in range(VOCABULARY) if token > 2}
+    cut = data.draw(st.integers(0, len(text)))
+    prompt, answer = ([of_bytes[bytes([b])] for b in part] for part in (text[:cut], text[cut:]))
+    decoder = IncrementalDecoder(tokenizer, prompt)
+    new = "".join(map(decoder.push, answer)) + decoder.finish()
+    begun = text[cut - incomplete(text[:cut]) : cut]
+    expected = (begun + text[cut:]).decode(errors="replace")
+    if begun and not any(is_character(begun + text[cut : cut + more]) for more in (1, 2, 3)):
+        expected = expected[1:]  # the prompt shows it
+    assert new == expected
+
+
+def incomplete(text: bytes) -> int:
+    """How many bytes at the end of *text* some bytes after it can make a character."""
+    ends = [
+        count
+        for count in (1, 2, 3)
+        for rest in (b"\x80", b"\xbf")
+        for more in (1, 2, 3)
+        if count <= len(text) and is_character(text[-count:] + rest * more)
+    ]
+    return max(ends, default=0)
+
+
+def is_character(text: bytes) -> bool:
+    try:
+        return len(text.decode()) == 1
+    except UnicodeDecodeError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "text", ["x\ufffd\u6f22y", "\ufffd\ufffd", "\u6f22\U0001f642", "\u6f22" * 5]
+)
+@pytest.mark.parametrize("stray", [b"", b"\xff"])
+def test_replacement_characters_and_tokens_of_one_byte(
+    text: str, stray: bytes, tmp_path: Path
+) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    words = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"x": 256, "y": 257}
+    backend = Backend(models.BPE(words, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(Checkpoint(tmp_path))
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    before = [*stray, words["y"]]
+    for count in range(len(ids) + 1):
+        decoder = IncrementalDecoder(tokenizer, [*before, *ids[:count]])
+        complete = len(b"".join(map(tokenizer.bytes_in_text, ids[:count])).decode(errors="ignore"))
+        pieces = [decoder.push(token) for token in ids[count:]]
+        assert "".join(pieces) + decoder.finish() == text[complete:]
+        assert decoder.finish() == ""
+
+
+def test_a_space_between_special_tokens(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["decoder"] = None  # tokens are joined with spaces
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer(Checkpoint(tmp_path))
+    ids = [EOS, EOS, 300, EOS]
+    word = tokenizer.piece(300).strip()
+    for spaces, expected in [(True, f"</s> </s> {word} </s>"), (False, f"</s></s> {word} </s>")]:
+        decoder = IncrementalDecoder(
+            tokenizer, skip_special_tokens=False, spaces_between_special_tokens=spaces
+        )
+        assert "".join(map(decoder.push, ids)) == expected
+
+
+def test_special_tokens_are_left_out_or_not(tokenizer: Tokenizer) -> None:
+    ids = [EOS, *tokenizer.encode("dog"), EOS, EOS]
+    for skips in (True, False):
+        decoder = IncrementalDecoder(tokenizer, [BOS], skip_special_tokens=skips)
+        text = "".join(decoder.push(token) for token in ids) + decoder.finish()
+        assert text == tokenizer.decode(ids, skip_special_tokens=skips)
+    assert {BOS, EOS} <= tokenizer.special_ids
+
+
+def test_a_long_text_is_decoded_as_a_short_one(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Return the list. " * 500)
+    assert len(ids) > 2000
+    assert tokenizer.decode(ids) == "Return the list. " * 500
+    assert tokenizer.decode(ids, skip_special_tokens=False).startswith("<s>Return")
+
+
+@pytest.mark.parametrize("text", ["漢字 é", "🙂\u00a0a\n"])
+def test_the_bytes_of_tokens(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    parts = [tokenizer.bytes_of(token) for token in ids]
+    assert b"".join(part or b"?" for part in parts) == text.encode()
+    assert any("\ufffd" in tokenizer.piece(token) for token in ids)
+    assert tokenizer.bytes_of(EOS) == b"</s>"
+
+
+def test_the_text_of_one_token(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for token in range(VOCABULARY):
+        if "\ufffd" not in (alone := tokenizer.decode([token], skip_special_tokens=False)):
+            assert tokenizer.piece(token) == alone
+    assert tokenizer.piece(EOS) == "</s>"
+    assert "".join(map(tokenizer.piece, tokenizer.encode("a b", add_special_tokens=False))) == "a b"

@@ -1,0 +1,187 @@
+"""config.json files of transformers 4 and 5 mean what transformers takes them to mean."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from models.tiny_checkpoints import KINDS, LLAMA3_ROPE
+from opweave_engine.models import (
+    SUPPORTED_ARCHITECTURES,
+    InvalidConfigError,
+    LlamaConfig,
+    ModelError,
+    UnsupportedModelError,
+)
+
+Checkpoints = Callable[[str], tuple[Path, Any]]
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+
+
+def raw(architecture: str = "Llama", **changes: Any) -> dict[str, Any]:
+    return {"architectures": [f"{architecture}ForCausalLM"], **SIZES, **changes}
+
+
+def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the same configuration as transformers 4 wrote it."""
+    old = dict(config)
+    rope = dict(old.pop("rope_parameters"))
+    old["rope_theta"] = rope.pop("rope_theta")
+    old["torch_dtype"] = old.pop("dtype")
+    kind = rope.pop("rope_type")
+    key = "rope_type" if kind == "llama3" else "type"
+    old["rope_scaling"] = None if kind == "default" else {key: kind, **rope}
+    return old
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_formats_parse_to_the_same(kind: str, checkpoint: Checkpoints) -> None:
+    config = json.loads((checkpoint(kind)[0] / "config.json").read_text())
+    assert "rope_parameters" in config
+    new, old = LlamaConfig.from_hf(config), LlamaConfig.from_hf(as_version_4(config))
+    kept = {k: v for k, v in old.rope.items() if k != "type"}
+    assert new == dataclasses.replace(old, rope=kept)
+    assert new.dtype == "float32"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_attention_heads": 32, "hidden_size": 256},
+        {"num_attention_heads": 32, "hidden_size": 256, "use_sliding_window": True},
+        {"num_key_value_heads": None},
+        {"num_key_value_heads": 2, "max_position_embeddings": 77, "rms_norm_eps": 1e-5},
+        {"num_key_value_heads": 2, "sliding_window": 9, "use_sliding_window": True,
+         "max_window_layers": 1},
+        {"num_key_value_heads": 2, "tie_word_embeddings": True, "rope_theta": 1e6},
+    ],
+)  # fmt: skip
+def test_absent_keys_mean_what_they_mean_to_transformers(
+    model_type: str, changes: dict[str, Any]
+) -> None:
+    architecture = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    if not changes and model_type != "llama":
+        pytest.skip("4 heads cannot share the default number of key heads")
+    if changes == {"num_key_value_heads": None} and model_type == "mistral":
+        pytest.skip("transformers refuses a null there")
+    theirs = AutoConfig.for_model(model_type, **{**SIZES, **changes})
+    ours = LlamaConfig.from_hf(raw(architecture[model_type], **changes))
+    for name in ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", *SIZES):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.num_key_value_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (
+        getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    )
+    assert ours.rope == {k: theirs.rope_parameters[k] for k in ("rope_type", "rope_theta")}
+    window = None if model_type == "llama" else theirs.sliding_window
+    types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 3
+    assert ours.windows == tuple(window if t == "sliding_attention" else None for t in types)
+
+
+def test_flags_of_the_architectures() -> None:
+    flags = {
+        name: LlamaConfig.from_hf(
+            {**raw(), "architectures": [name], "attention_bias": True, "mlp_bias": True,
+             "num_key_value_heads": 2}
+        )
+        for name in SUPPORTED_ARCHITECTURES
+    }  # fmt: skip
+    found = {n: (c.qkv_bias, c.o_bias, c.mlp_bias, c.qk_norm) for n, c in flags.items()}
+    assert found == {
+        "LlamaForCausalLM": (True, True, True, False),
+        "MistralForCausalLM": (False, False, False, False),
+        "Qwen2ForCausalLM": (True, False, False, False),
+        "Qwen3ForCausalLM": (True, True, False, True),
+    }
+
+
+def test_the_prefix_of_a_dtype_is_dropped() -> None:
+    assert LlamaConfig.from_hf(raw(torch_dtype="torch.bfloat16")).dtype == "bfloat16"
+    assert LlamaConfig.from_hf(raw()).dtype is None
+
+
+UNSUPPORTED = {
+    "architecture": (raw("GPT2"), "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM"),
+    "activation": (raw(hidden_act="mish"), "'hidden_act': 'mish'.* Supported: gelu, .*silu"),
+    "rope": (raw(rope_scaling={"rope_type": "spiral"}), "'spiral'.* default, .*linear, llama3"),
+    "old rope": (raw(rope_scaling={"type": "spiral", "factor": 2.0}), "'spiral'.* default"),
+    "partial": (
+        raw(partial_rotary_factor=0.5, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        "partial_rotary_factor.*Supported: 1.0",
+    ),
+    "quantized": (
+        raw(quantization_config={"quant_method": "fp8"}),
+        r"quantized checkpoints \(quant_method 'fp8'\) are not supported; use unquantized weights",
+    ),
+    "quantized somehow": (raw(quantization_config={"bits": 4}), r"\(quant_method None\)"),
+    "quantized by name": (raw(quantization_config="awq"), r"\(quant_method 'awq'\)"),
+    "layer type": (
+        raw("Qwen2", num_key_value_heads=4, use_sliding_window=True, layer_types=["chunked"] * 3),
+        "'chunked'.* full_attention, sliding_attention",
+    ),
+}
+INVALID = {
+    "no architecture": ({**SIZES}, "'architectures'.*LlamaForCausalLM"),
+    "two architectures": (raw(architectures=["A", "B"]), "must name one of"),
+    "not a list": (raw(architectures="LlamaForCausalLM"), "list of strings"),
+    "missing size": (raw(hidden_size=None), "lacks 'hidden_size'"),
+    "text for a size": (raw(vocab_size="320"), "'vocab_size': '320'; .*positive integer"),
+    "true for a size": (raw(vocab_size=True), "positive integer"),
+    "zero": (raw(num_hidden_layers=0), "'num_hidden_layers': 0"),
+    "negative epsilon": (raw(rms_norm_eps=-1e-6), "positive number"),
+    "nan": (raw(rms_norm_eps=float("nan")), "positive number"),
+    "infinity": (raw(rms_norm_eps=float("inf")), "inf; it must be a finite positive number"),
+    "no float": (raw(rms_norm_eps=10**400), "<an integer of 1329 bits>; it must be a finite"),
+    "no size": (raw(hidden_size=2**63), "'hidden_size': 9223372036854775808; .* below 2.*63"),
+    "long text": (raw(vocab_size="x" * 10**6), r"'x+…x+'; it must be a positive integer"),
+    "infinite theta": (raw(rope_theta=float("inf")), "'rope_theta': inf; .*finite"),
+    "flag": (raw(attention_bias="yes"), "true or false"),
+    "dtype": (raw(dtype=16), "'dtype': 16; it must be a string"),
+    "groups": (raw(num_key_value_heads=3), "not a multiple"),
+    "head size": (raw(hidden_size=66), "not a multiple"),
+    "odd head": (raw(head_dim=7), "odd"),
+    "rope object": (raw(rope_scaling="llama3"), "JSON object"),
+    "rope factor": (raw(rope_scaling={"rope_type": "linear"}), "factor must be a positive number"),
+    "rope order": (
+        raw(rope_scaling={**LLAMA3_ROPE, "high_freq_factor": 1.0}),
+        "must be less than",
+    ),
+    "layer types": (
+        raw("Qwen2", num_key_value_heads=4, use_sliding_window=True, layer_types=["x"]),
+        "1 'layer_types' for 3 layers",
+    ),
+    "window layers": (
+        raw("Qwen2", num_key_value_heads=4, use_sliding_window=True, max_window_layers=-1),
+        "max_window_layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_what_is_not_supported_is_said_with_what_is(case: str) -> None:
+    config, message = UNSUPPORTED[case]
+    with pytest.raises(UnsupportedModelError, match=message) as error:
+        LlamaConfig.from_hf(config)
+    assert isinstance(error.value, ModelError)
+
+
+@pytest.mark.parametrize("case", INVALID)
+def test_what_is_wrong_is_named(case: str) -> None:
+    config, message = INVALID[case]
+    with pytest.raises(InvalidConfigError, match=message) as error:
+        LlamaConfig.from_hf(config)
+    assert isinstance(error.value, ModelError)

@@ -1,0 +1,152 @@
+"""Connections: those that bring no request, those that bring none of HTTP, and how many."""
+
+from __future__ import annotations
+
+import http.client
+import importlib
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+
+import httpx
+import pytest
+
+from opweave_engine.server import ServerConfig
+from opweave_engine.server.connection import most_connections
+from server.conftest import Running, Start
+from server.fake_engine import FakeEngine
+from server.test_disconnect import ask
+from server.test_errors import error_of
+from server.test_limits import BODY, COMPLETIONS, address, until
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def connect(server: Running) -> socket.socket:
+    return socket.create_connection(address(server), 60)
+
+
+def answer_on(connection: socket.socket) -> httpx.Response:
+    with closing(http.client.HTTPResponse(connection)) as answer:
+        answer.begin()
+        return httpx.Response(answer.status, headers=answer.getheaders(), content=answer.read())
+
+
+def test_requests_that_do_not_arrive(start: Start) -> None:
+    server = start(config=ServerConfig(body_timeout=1.0, api_keys=("key",)))
+    with connect(server) as idle, connect(server) as begun, connect(server) as kept:
+        begun.sendall(HEAD)
+        kept.sendall(WHOLE)
+        assert answer_on(kept).status_code == 200
+        kept.sendall(HEAD)
+        with connect(server) as refused:
+            refused.sendall(HEAD + b"Content-Length: 9\r\n\r\n{")
+            error_of(answer_on(refused), 401)
+            refused.sendall(b"{")
+            assert refused.recv(1) == b""
+        for connection in (begun, kept):
+            assert error_of(answer_on(connection), 408)["code"] == "timeout"
+            assert connection.recv(1) == b""
+        assert idle.recv(1) == b""
+
+
+def test_a_head_that_comes_byte_by_byte(start: Start) -> None:
+    server = start(config=ServerConfig(body_timeout=1.0))
+    with connect(server) as connection:
+        for byte in WHOLE:
+            connection.sendall(bytes([byte]))
+        assert answer_on(connection).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"nonsense\r\n\r\n",
+        HEAD + b"Content-Length: -5\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        HEAD + b"X: y\r\n" * 20_000,
+    ],
+    ids=["words", "length", "chunk", "headers"],
+)
+def test_what_is_no_http(
+    server: Running, request_: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connect(server) as connection:
+        connection.sendall(request_)
+        error = error_of(answer_on(connection), 400)
+        assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
+    assert server.get("/health").status_code == 200
+    assert not errors(caplog)
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_body_that_is_no_http_after_the_answer(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start(config=ServerConfig(api_keys=("key",)))
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        error_of(answer_on(connection), 401)
+        connection.sendall(b"zz\r\n")
+        assert connection.recv(1) == b""
+    assert not errors(caplog)
+
+
+def test_another_protocol_is_no_news(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
+    assert server.get("/health", headers=headers).status_code == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The package has a function of this name.
+    module = importlib.import_module("opweave_engine.server.run")
+    monkeypatch.setattr(module, "most_connections", lambda: 3)
+
+
+def test_idle_connections_make_room(
+    three: None, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start(FakeEngine(delay=60))
+    busy = ask(server, COMPLETIONS, BODY)
+    until(lambda: len(server.engine.running) == 1)
+    idle = [connect(server) for _ in range(20)]
+    try:
+        assert server.get("/health").status_code == 200
+        for connection in idle[:-2]:
+            assert connection.recv(1) == b""
+        assert len(server.engine.running) == 1
+        assert len(server.http.server_state.connections) == 3
+    finally:
+        for connection in [busy, *idle]:
+            connection.close()
+    assert caplog.text.count("3 connections") == 1
+
+
+def test_when_all_connections_are_used(three: None, start: Start) -> None:
+    server = start(FakeEngine(delay=60))
+    busy = [ask(server, COMPLETIONS, BODY) for _ in range(3)]
+    until(lambda: len(server.engine.running) == 3)
+    with connect(server) as late:
+        assert late.recv(1) == b""
+    busy.pop().close()
+    until(lambda: len(server.engine.running) == 2)
+    assert server.get("/health").status_code == 200
+    for connection in busy:
+        connection.close()
+
+
+def test_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def limit(soft: int) -> Iterator[int]:
+        monkeypatch.setattr("resource.getrlimit", lambda _: (soft, soft))
+        yield most_connections()
+
+    assert 0 < next(limit(4096)) < 4096 - 64
+    assert next(limit(8)) == 1
+    assert next(limit(-1)) > 1 << 32

@@ -1,0 +1,146 @@
+"""The settings that name a tuning file, and what it then does."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opweave import ir
+from opweave.config.sources import tuning_file
+from opweave.ir.errors import SettingError, SettingWarning
+from opweave.tuning import Cell, Machine, Measurement, Time, TuningFile
+from opweave.tuning.choose import apply_tuning_file
+from opweave.tuning.trace import TuningFileError
+from support.warm_python import warm_python
+
+
+def write(path: Path, machine: Machine | None = None) -> Path:
+    """Write a file in which native is faster for one token, and slower for 64."""
+    file = TuningFile()
+    for tokens, native in ((1, 41.0), (64, 99.0)):
+        results = (
+            Measurement("opweave_c", "passed", time=Time(55.0, 0.0)),
+            Measurement("native", "passed", time=Time(native, 0.0)),
+        )
+        cell = Cell("silu_and_mul", "x float32[n,16]", tokens, 1, "opweave_c", results)
+        file.add(cell, machine or Machine.here())
+    file.save(path)
+    return path
+
+
+@pytest.fixture
+def registry() -> Iterator[ir.Registry]:
+    registry = ir.current_registry()
+    registry.ensure_ready()
+    yield registry
+    registry.settings.set_tuned({})
+
+
+def chosen() -> list[str]:
+    return [ir.ops.silu_and_mul.dispatch(torch.randn(n, 16)).provider for n in (1, 2, 64)]
+
+
+def test_measurements_choose(registry: ir.Registry, tmp_path: Path) -> None:
+    path = write(tmp_path / "tuning.json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply_tuning_file(registry, path, "a test")
+    assert chosen() == ["native", "opweave_c", "opweave_c"]
+    shown = str(ir.explain(ir.ops.silu_and_mul, torch.randn(1, 16)))
+    assert f"✓ native           chosen  [tuned: 41 µs against 55 µs, {path}]" in shown
+
+
+def test_programs_do_not_load_the_conformance_kit(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; from opweave import ir; x = torch.randn(1, 16);"
+        "assert ir.ops.silu_and_mul.dispatch(x).provider == 'native';"
+        "assert not any(name.startswith('opweave.conformance') for name in sys.modules)"
+    )
+    path = write(tmp_path / "tuning.json")
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": paths, "OPWEAVE_TUNING_FILE": str(path)}
+    done = warm_python().run("-c", code, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("field", ["device", "isa", "torch", "opweave"])
+def test_a_file_of_another_machine_is_ignored_with_a_warning(
+    registry: ir.Registry, tmp_path: Path, field: str
+) -> None:
+    apply_tuning_file(registry, write(tmp_path / "good.json"), "a test")
+    path = write(tmp_path / "tuning.json", replace(Machine.here(), **{field: "other"}))
+    with pytest.warns(SettingWarning, match=f"a test is ignored: .*{field} 'other' instead of"):
+        apply_tuning_file(registry, path, "a test")
+    assert chosen() == ["opweave_c"] * 3
+
+
+def test_a_missing_or_malformed_file_is_an_error(registry: ir.Registry, tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{}", encoding="utf-8")
+    for name in ("missing.json", "bad.json"):
+        with pytest.raises(SettingError, match=f"a test: .*{name}"):
+            apply_tuning_file(registry, tmp_path / name, "a test")
+
+
+CHANGES: list[tuple[tuple[str | int, ...], Any, str]] = [
+    (("machines", 0, "machine", "threads"), [1], "no valid 'machine'"),
+    (("machines", 0, "machine", "device"), None, "no valid 'machine'"),
+    (("machines", 0, "cells", 0, "tokens"), math.inf, "tokens inf should be int"),
+    (("machines", 0, "cells", 0, "tokens"), -1, "tokens -1 should be int, not negative"),
+    (("machines", 0, "cells", 0, "op"), None, "op None should be str"),
+    (("machines", 0, "cells", 0, "results"), [3], "a cell is malformed"),
+    (("machines", 0, "cells", 0, "results", 1, "status"), "fine", "status 'fine' should be one of"),
+    (("machines", 0, "cells", 0, "results", 1, "noise"), math.nan, "noise nan should be"),
+    (("machines", 0, "cells", 0, "results", 1, "microseconds"), -41.0, "microseconds -41.0"),
+    (("machines", 0, "cells", 0, "results", 1, "microseconds"), "41", "microseconds '41'"),
+]
+
+
+@pytest.mark.parametrize(("place", "value", "message"), CHANGES)
+def test_a_malformed_value_is_an_error(
+    place: tuple[str | int, ...], value: Any, message: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "tuning.json")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    *parents, last = place
+    entry = found
+    for each in parents:
+        entry = entry[each]
+    assert last in entry or isinstance(last, int)
+    entry[last] = value
+    path.write_text(json.dumps(found), encoding="utf-8")
+    with pytest.raises(TuningFileError, match=message) as raised:
+        TuningFile.load(path)
+    assert str(path) in str(raised.value)
+
+
+def test_deeply_nested_files(tmp_path: Path) -> None:
+    (tmp_path / "tuning.json").write_text("[" * 10**5, encoding="utf-8")
+    with pytest.raises(TuningFileError, match="nested too deeply"):
+        TuningFile.load(tmp_path / "tuning.json")
+
+
+def test_where_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OPWEAVE_TUNING_FILE", raising=False)
+    assert tuning_file() is None
+    (tmp_path / "opweave.toml").write_text('tuning_file = "t.json"', encoding="utf-8")
+    path = tmp_path / "t.json"
+    assert tuning_file() == (path, f"{tmp_path / 'opweave.toml'} tuning_file")
+    monkeypatch.setenv("OPWEAVE_TUNING_FILE", "u.json")
+    assert tuning_file() == (Path("u.json"), "OPWEAVE_TUNING_FILE")
+    monkeypatch.setenv("OPWEAVE_TUNING_FILE", "")
+    assert tuning_file() is None
+    (tmp_path / "opweave.toml").write_text("tuning_file = 3", encoding="utf-8")
+    monkeypatch.delenv("OPWEAVE_TUNING_FILE")
+    with pytest.raises(SettingError, match="tuning_file = 3 should be a string"):
+        tuning_file()
