@@ -35,7 +35,7 @@ from opweave_engine.tokenizer import tokenizer_of
 PriorityLists = Mapping[str, str | Iterable[str]]
 
 
-def engine_priorities(given: PriorityLists | None, config: EngineConfig) -> ir.IrOpPriorityConfig:
+def engine_priorities(lists: PriorityLists | None, config: EngineConfig) -> ir.IrOpPriorityConfig:
     """Merge the ``ir_op_priority`` argument of an engine with the priorities in its configuration.
 
     Raises:
@@ -43,7 +43,7 @@ def engine_priorities(given: PriorityLists | None, config: EngineConfig) -> ir.I
         IrError: an op or provider, here or in any setting of the process, is unknown; or a list is
             malformed.
     """
-    direct = ir.IrOpPriorityConfig(given)
+    direct = ir.IrOpPriorityConfig(lists)
     configured = ir.IrOpPriorityConfig(config.kernel_config.ir_op_priority)
     twice = sorted(direct.keys() & configured.keys())
     if twice:

@@ -21,7 +21,6 @@ from opweave_engine import (
     SamplingParams,
 )
 from opweave_engine.request import OutputAccumulator, merge_deltas
-from server.fake_engine import delta
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 TIMINGS = RequestTimings(0.0, 0.0, 0.0)
@@ -52,6 +51,31 @@ def growing(draw: st.DrawFn) -> list[RequestOutput]:
         )
     last = [replace(part, finish_reason="stop", stop_reason=7) for part in outputs[-1].outputs]
     return [*outputs, replace(outputs[-1], outputs=last, finished=True)]
+
+
+def delta(before: RequestOutput | None, output: RequestOutput) -> RequestOutput:
+    """Return what *output* adds to *before*, an earlier output of the same request."""
+    if before is None:
+        return output
+    pairs = list(zip(before.outputs, output.outputs, strict=True))
+    return replace(
+        output,
+        prompt=None,
+        prompt_token_ids=[],
+        prompt_logprobs=None,
+        outputs=[
+            CompletionOutput(
+                new.index,
+                new.text[len(old.text) :],
+                new.token_ids[len(old.token_ids) :],
+                new.finish_reason if old.finish_reason is None else None,
+                new.logprobs and new.logprobs[len(old.logprobs or ()) :],
+                new.stop_reason if old.finish_reason is None else None,
+            )
+            for old, new in pairs
+            if new != old
+        ],
+    )
 
 
 @given(growing(), st.data())

@@ -289,7 +289,9 @@ def test_ranks_are_checked(tmp_path: Path) -> None:
     check_ranks(tmp_path, 2)
 
 
-@pytest.mark.parametrize("name", ["gptq_act_order_asymmetric", "mixed"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("gptq_act_order_asymmetric", marks=pytest.mark.slow), "mixed"]
+)
 def test_compiled_models(name: str, tmp_path: Path) -> None:
     config, packer = CASES["gptq"] if name == "mixed" else CASES[name]
     mixed = {"k_proj": q.gptq(64, symmetric=False), "up_proj": None}

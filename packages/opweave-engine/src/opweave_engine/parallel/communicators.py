@@ -187,9 +187,9 @@ class Segment:
         parity, words, count = number & 1, self._words, piece.numel()
         if count:
             self._slots[self.rank, parity, :count].copy_(piece)
-        own = _LINE * (self.rank + 1)
-        words[own + 1 + parity] = tag
-        words[own] = number  # last: who sees it sees the rest (see SharedMemoryCommunicator)
+        line = _LINE * (self.rank + 1)
+        words[line + 1 + parity] = tag
+        words[line] = number  # last: who sees it sees the rest (see SharedMemoryCommunicator)
         for other in self._others:
             self._wait(other, number)
         # Only now: who goes on while another is in the step before writes what that one reads.
@@ -294,13 +294,13 @@ class TorchCommunicator(Communicator):
         self._owns = False
 
     @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def _named(self, task: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
             group = self.group
             raise CommunicatorError(
-                f"rank {group.rank} of {group.size}: {what} failed: {error}"
+                f"rank {group.rank} of {group.size}: {task} failed: {error}"
             ) from error
 
 

@@ -204,7 +204,7 @@ def check_ssd(
         raise ValueError(f"{op}: chunk_size={chunk_size} is not positive.")
 
 
-register_scan_fake(ssd_chunk_scan, lambda *values: check_ssd(*values[:9], values[12]))
+register_scan_fake(ssd_chunk_scan, lambda *values: check_ssd(*(*values[:9], values[12])))
 
 
 @ssd_chunk_scan.register_input_generator
