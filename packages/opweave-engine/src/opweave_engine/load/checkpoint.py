@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from opweave import platforms
-from opweave.layers.linear import LinearMethod
+from opweave.layers.linear_methods import LinearMethod
 from opweave.platforms.base import UnsupportedByPlatformError
 from opweave_engine.errors import CheckpointError, SamplingParamsError, require
 from opweave_engine.load.gguf import has_json, is_gguf, json_of, read_gguf

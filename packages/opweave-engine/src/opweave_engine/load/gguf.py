@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from opweave.ir.ops.low_bit import GGUF_BLOCKS
-from opweave.layers.linear import LinearMethod
-from opweave.layers.linear_methods import BlockMethod
+from opweave.layers.linear_methods import BlockMethod, LinearMethod
 from opweave_engine.errors import CheckpointError, TokenizerError, require
 from opweave_engine.models import CheckpointModel, UnsupportedModelError
 from opweave_engine.models.weights import shown_name

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from opweave.config import EngineConfig
 from opweave.config.compilation import current_compilation_config
 from opweave.config.engine import LoadFormat, ModelImpl
-from opweave.layers.linear import LinearMethod
+from opweave.layers.linear_methods import LinearMethod
 from opweave.layers.parallel import ALONE, TensorParallel, tensor_parallel
 from opweave_engine import transformers as backend
 from opweave_engine.errors import CheckpointError, InvalidArgumentError, require

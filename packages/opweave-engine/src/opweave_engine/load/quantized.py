@@ -18,12 +18,13 @@ from torch import Tensor
 from opweave.ir.ops.low_bit import dequantized_w4
 from opweave.layers import FusedMoE, ParallelLMHead, VocabParallelEmbedding
 from opweave.layers.embedding import BlockEmbeddingMethod
-from opweave.layers.linear import ColumnParallelLinear, LinearBase, LinearMethod
+from opweave.layers.linear import ColumnParallelLinear, LinearBase
 from opweave.layers.linear_methods import (
     GROUP,
     ActivationScheme,
     BlockMethod,
     GroupedInt4Method,
+    LinearMethod,
     SeparatePartsMethod,
     UnquantizedLinearMethod,
     W8A8Method,
