@@ -58,6 +58,19 @@ class IncrementalDecoder:
         self._whole, self._begun = self._without_incomplete(self._context)
         self._is_behind_special = False
 
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams
+    ) -> IncrementalDecoder:
+        """Return the decoder of an output that continues *prompt*."""
+        return cls(
+            tokenizer,
+            prompt,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+            kept_special_tokens=params.kept_special_tokens,
+        )
+
     def push(self, token_id: int) -> str:
         """Return the text that *token_id* completes; empty while a character is incomplete."""
         is_special = token_id in self._tokenizer.special_ids
@@ -209,15 +222,8 @@ class Detokenizer:
     @classmethod
     def of(cls, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> Detokenizer:
         """Return the detokenizer of an output that continues *prompt*."""
-        decoder = IncrementalDecoder(
-            tokenizer,
-            prompt,
-            skip_special_tokens=params.skip_special_tokens,
-            spaces_between_special_tokens=params.spaces_between_special_tokens,
-            kept_special_tokens=params.kept_special_tokens,
-        )
         return cls(
-            decoder,
+            IncrementalDecoder.of(tokenizer, prompt, params),
             params.stop,
             min_tokens=params.min_tokens,
             include_stop=params.include_stop_str_in_output,

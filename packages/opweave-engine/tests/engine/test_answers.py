@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +15,6 @@ from models.tiny_checkpoints import EOS, VOCABULARY, random_ids
 from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
 from opweave_engine import (
     LLM,
-    AsyncEngine,
     CompletionOutput,
     EngineCore,
     EngineError,
@@ -193,35 +190,6 @@ def test_aborted_in_the_middle(checkpoint: Checkpoints) -> None:
     assert core.stats().finished == {"abort": 27, "length": 18}
 
 
-def test_several_answers_of_an_asynchronous_engine(checkpoint: Checkpoints, llm: LLM) -> None:
-    async def last_of(engine: AsyncEngine, name: str, leaves_after: int) -> RequestOutput:
-        params = sampled(n=3, logprobs=1, stop=["e"])
-        seen: list[RequestOutput] = []
-        async with aclosing(engine.generate(PROMPTS[4], params, request_id=name)) as outputs:
-            async for output in outputs:
-                seen.append(output)
-                if len(seen) == leaves_after:
-                    break
-        return seen[-1]
-
-    async def run_all(engine: AsyncEngine) -> list[RequestOutput]:
-        jobs = [last_of(engine, str(i), leaves_after=[99, 1, 4][i % 3]) for i in range(9)]
-        found = await asyncio.gather(*jobs)
-        await engine.drain(30)
-        return found
-
-    engine = AsyncEngine(checkpoint("llama")[0], config=SMALL)
-    found = asyncio.run(run_all(engine))
-    engine.shutdown()
-    engine._core.check_idle()
-    wanted = answers(llm, PROMPTS[4], sampled(n=3, logprobs=1, stop=["e"]))
-    for output in found[::3]:
-        assert output.finished
-        for answer, known in zip(output.outputs, wanted, strict=True):
-            assert (answer.text, answer.token_ids) == (known.text, known.token_ids)
-            assert len(answer.logprobs or ()) == len(answer.token_ids)
-
-
 def test_one_failure_ends_all_answers(checkpoint: Checkpoints) -> None:
     core = EngineCore(checkpoint("llama")[0], EngineConfig())
     core.add_request(core.prepare("a", PROMPTS[1], sampled(n=3)))
@@ -390,30 +358,6 @@ def test_end_of_text_and_stops_before_min_tokens(llm: LLM) -> None:
     assert (answer.token_ids, answer.text, answer.finish_reason) == ([EOS] * 3, "", "length")
     shown = greedy(logit_bias={EOS: 100}, max_tokens=3, skip_special_tokens=False)
     assert answers(llm, PROMPTS[2], shown)[0].text == "</s>" * 3
-
-
-def test_stop_strings_and_min_tokens(llm: LLM) -> None:
-    free = answers(llm, PROMPTS[2], greedy())[0]
-    stop = next(c for c in free.text if c != "\ufffd")
-    (answer,) = answers(llm, PROMPTS[2], greedy(stop=[stop, "never there"]))
-    assert answer.text == free.text[: free.text.index(stop)]
-    assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
-    (answer,) = answers(llm, PROMPTS[2], greedy(stop=[stop], min_tokens=12))
-    assert len(answer.token_ids) == 12
-
-
-def test_a_stream_never_takes_text_back(llm: LLM) -> None:
-    free = answers(llm, PROMPTS[2], greedy())[0]
-    places = [i for i in range(len(free.text) - 2) if "\ufffd" not in free.text[i : i + 3]]
-    for place in places:
-        texts = [
-            output.outputs[0].text
-            for output in llm.stream(PROMPTS[2], greedy(stop=[free.text[place : place + 3]]))
-        ]
-        for before, after in pairwise(texts):
-            assert after.startswith(before)
-        assert texts[-1] == free.text[: free.text.index(free.text[place : place + 3])]
-    assert places
 
 
 def test_streams_that_are_left_or_overtaken(llm: LLM) -> None:

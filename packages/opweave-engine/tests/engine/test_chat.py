@@ -207,21 +207,6 @@ def test_a_broken_template_for_tools_shows_when_it_is_loaded(checkpoint: Path) -
         ChatTemplate.of(Checkpoint(checkpoint))
 
 
-def test_named_special_tokens_reach_the_template(checkpoint: Path) -> None:
-    source = "{{ bos_token }}{{ image_token }}"
-    file = checkpoint / "tokenizer_config.json"
-    config = json.loads(file.read_text())
-    config.pop("bos_token", None)
-    config |= {"chat_template": source, "extra_special_tokens": {"image_token": "<image>"}}
-    file.write_text(json.dumps(config))
-    (checkpoint / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>"}))
-    template = ChatTemplate.of(Checkpoint(checkpoint))
-    assert template is not None
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
-    text = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
-    assert template.render(MESSAGES) == text == "<s><image>"
-
-
 def test_a_template_that_is_given(checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "my.jinja"
     file.write_text("mine{{ bos_token }}")

@@ -111,14 +111,6 @@ def test_options_that_contradict_the_template(
         llm.chat(HELLO, GREEDY, **options)
 
 
-def test_the_last_message_is_continued(llm: LLM) -> None:
-    history = [*HELLO, {"role": "assistant", "content": "OK! "}]
-    (output,) = llm.chat(history, GREEDY, continue_final_message=True)
-    assert output.prompt == "<s><system>Be brief.</s><user>the dog</s><assistant>OK! "
-    (plain,) = llm.generate(output.prompt_token_ids, GREEDY)
-    assert output.outputs == plain.outputs
-
-
 def test_parts_and_arguments_as_clients_send_them(llm: LLM) -> None:
     template = (
         "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"

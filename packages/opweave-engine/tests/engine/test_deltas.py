@@ -21,7 +21,6 @@ from opweave_engine import (
     SamplingParams,
 )
 from opweave_engine.request import OutputAccumulator, merge_deltas
-from server.fake_engine import delta
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 TIMINGS = RequestTimings(0.0, 0.0, 0.0)
@@ -54,26 +53,42 @@ def growing(draw: st.DrawFn) -> list[RequestOutput]:
     return [*outputs, replace(outputs[-1], outputs=last, finished=True)]
 
 
-@given(growing())
-def test_deltas_add_up_to_the_outputs(outputs: list[RequestOutput]) -> None:
-    total, before = OutputAccumulator(), None
-    for output in outputs:
-        total.add(delta(before, output))
-        before = output
-        assert total.output() == output
+def delta(before: RequestOutput | None, output: RequestOutput) -> RequestOutput:
+    """Return what *output* adds to *before*, an earlier output of the same request."""
+    if before is None:
+        return output
+    pairs = list(zip(before.outputs, output.outputs, strict=True))
+    return replace(
+        output,
+        prompt=None,
+        prompt_token_ids=[],
+        prompt_logprobs=None,
+        outputs=[
+            CompletionOutput(
+                new.index,
+                new.text[len(old.text) :],
+                new.token_ids[len(old.token_ids) :],
+                new.finish_reason if old.finish_reason is None else None,
+                new.logprobs and new.logprobs[len(old.logprobs or ()) :],
+                new.stop_reason if old.finish_reason is None else None,
+            )
+            for old, new in pairs
+            if new != old
+        ],
+    )
 
 
 @given(growing(), st.data())
-def test_merged_deltas_add_up_to_the_same(
+def test_merged_deltas_add_up_to_the_outputs(
     outputs: list[RequestOutput], data: st.DataObject
 ) -> None:
     deltas = [delta(old, new) for old, new in zip([None, *outputs], outputs, strict=False)]
-    total = OutputAccumulator()
-    while deltas:
-        count = data.draw(st.integers(1, len(deltas)))
-        total.add(merge_deltas(deltas[:count]))
-        deltas = deltas[count:]
-    assert total.output() == outputs[-1]
+    total, start = OutputAccumulator(), 0
+    while start < len(deltas):
+        end = data.draw(st.integers(start + 1, len(deltas)))
+        total.add(merge_deltas(deltas[start:end]))
+        assert total.output() == outputs[end - 1]
+        start = end
 
 
 def test_an_accumulated_output_does_not_change_later() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from opweave_engine.detokenizer import Detokenizer, IncrementalDecoder
@@ -42,10 +42,11 @@ def may_still_stop(seen: str, stop: list[str]) -> int:
 def test_the_first_stop_string_cuts(text: str, stop: list[str], data: Any) -> None:
     pieces = cut(text, data)
     completion = Detokenizer(Pieces(pieces), stop)
-    seen = ""
+    seen = sent = ""
     for token, piece in enumerate(pieces):
         completion.push(token)
-        seen += piece
+        seen, sent = seen + piece, sent + completion.take()
+        assert sent == completion.text
         found = sorted((seen.index(s), -len(s), s) for s in stop if s in seen)
         assert completion.is_stopped == bool(found)
         if found:
@@ -54,7 +55,8 @@ def test_the_first_stop_string_cuts(text: str, stop: list[str], data: Any) -> No
             return
         assert completion.text == seen[: len(seen) - may_still_stop(seen, stop)]
     completion.finish()
-    assert (completion.text, completion.stopped_by) == (text, None)
+    assert sent + completion.take() == completion.text == text
+    assert (completion.stopped_by, completion.take()) == (None, "")
 
 
 @given(st.text("ab", max_size=20), STOPS, st.integers(0, 6), st.data())
@@ -98,71 +100,13 @@ def test_what_was_held_back_comes_at_the_end() -> None:
     assert (completion.text, completion.is_stopped) == ("xaa", False)
 
 
-class Texts(IncrementalDecoder):
-    """Stands for a decoder: every token is *piece*."""
-
-    def __init__(self, piece: str = "") -> None:
-        self.piece = piece
-
-    def push(self, token_id: int) -> str:
-        return self.piece
-
-    def finish(self) -> str:
-        return ""
-
-
-def until_a_stop(text: str, stops: list[str], steps: list[int]) -> str:
-    """The text before the first stop string that is complete after one of the steps."""
-    for length in accumulate([*steps, len(text)]):
-        ends = [text.find(stop, 0, length) for stop in stops if stop in text[:length]]
-        if ends:
-            return text[: min(ends)]
-    return text
-
-
-@example(text="baa", stops=["a", "baa"], steps=[2])
-@given(st.text("abc", max_size=40), STOPS, st.lists(st.integers(1, 6)))
-def test_deltas_add_up_to_the_text_before_the_stop(
-    text: str, stops: list[str], steps: list[int]
-) -> None:
-    final = until_a_stop(text, stops, steps)
-    decoder = Texts()
-    detokenizer, sent, length = Detokenizer(decoder, stops), "", 0
-    for step in [*steps, len(text)]:
-        decoder.piece = text[length : length + step]
-        length += step
-        detokenizer.push(0)
-        sent += detokenizer.take()
-        assert final.startswith(sent)
-        if detokenizer.is_stopped:
-            break
-        # Only the beginning of a stop string is held back.
-        held = text[:length][len(sent) :]
-        assert not held or any(stop.startswith(held) for stop in stops)
-    detokenizer.finish()
-    assert sent + detokenizer.take() == detokenizer.text == final
-    assert detokenizer.take() == ""
-
-
 def test_long_stop_strings_cost_no_more_than_the_text() -> None:
     size = 200_000
-    decoder = Texts("a" * 1000)
-    completion = Detokenizer(decoder, ["a" * size + "b", ("ab" * size)[:size]])
+    completion = Detokenizer(Pieces(["a" * 1000, "c"]), ["a" * size + "b", ("ab" * size)[:size]])
     started = time.process_time()
     for _ in range(1000, size + 1000, 1000):
         completion.push(0)
         assert not completion.text
-    decoder.piece = "c"
-    completion.push(0)
+    completion.push(1)
     assert completion.text == "a" * size + "c"
     assert time.process_time() - started < 5  # a quadratic search takes minutes
-
-
-def test_a_stop_string_that_does_not_stop_is_sent() -> None:
-    decoder, sent = Texts(), ""
-    detokenizer = Detokenizer(decoder, ["aba"], min_tokens=5)
-    for piece in ("a", "b", "a", "b", "x"):
-        decoder.piece = piece
-        detokenizer.push(0)
-        sent += detokenizer.take()
-    assert sent == "ababx"

@@ -190,26 +190,6 @@ def test_the_stop_token_is_shown_or_not(llm: LLM, includes: bool) -> None:
     assert found.stop_reason == ids[last]
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
-        ({"allowed_token_ids": "5"}, "allowed_token_ids='5' must be a list"),
-        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
-        ({"bad_words": [""]}, "bad_words holds an empty string"),
-        ({"bad_words": [5]}, r"bad_words=\[5\] must be"),
-        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0 must be"),
-        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens=-2 must be"),
-        ({"include_stop_str_in_output": 1}, "neither True nor False"),
-        ({"spaces_between_special_tokens": None}, "neither True nor False"),
-    ],
-)
-def test_values_that_are_out_of_range(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(SamplingParamsError, match=named) as error:
-        SamplingParams(**options)
-    assert error.value.parameter in options
-
-
 def test_options_that_leave_no_token(llm: LLM) -> None:
     with pytest.raises(SamplingParamsError, match="ids are from 0 to 2047"):
         answer(llm, allowed_token_ids=[2048])

@@ -63,13 +63,17 @@ def test_what_is_allowed(valid: dict[str, Any]) -> None:
         {"logit_bias": {1: 101}}, {"logit_bias": {1: math.nan}}, {"stop_token_ids": 3},
         {"stop_token_ids": [-1]}, {"stop_token_ids": ["a"]}, {"skip_special_tokens": 0},
         {"temperature": 10**400}, {"repetition_penalty": 10**400}, {"temperature": 10**5000},
-        {"max_tokens": -(10**5000)},
+        {"max_tokens": -(10**5000)}, {"allowed_token_ids": []}, {"allowed_token_ids": "5"},
+        {"allowed_token_ids": [-1]}, {"bad_words": [""]}, {"bad_words": [5]},
+        {"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": -2},
+        {"include_stop_str_in_output": 1}, {"spaces_between_special_tokens": None},
     ],
 )  # fmt: skip
 def test_what_is_refused_is_named(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(SamplingParamsError, match=name) as error:
         SamplingParams(**wrong)
+    assert error.value.parameter == name
     assert isinstance(error.value, EngineError)
     assert isinstance(error.value, ValueError)
 

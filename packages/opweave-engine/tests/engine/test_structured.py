@@ -29,7 +29,6 @@ from opweave_engine import (
     Checkpoint,
     EngineDeadError,
     GrammarQueueFullError,
-    MissingDependencyError,
     SamplingParams,
     SamplingParamsError,
     StructuredOutputsParams,
@@ -557,14 +556,6 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars.advance([(states[0], allowed(states[0])[0])])  # the others do not move
     assert allowed(states[1]) == allowed(started(grammars, regex="a+"))
     assert EOS not in allowed(states[1])
-
-
-def test_without_llguidance_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    grammars = GrammarCompiler(PYDOC, VOCABULARY, [EOS])
-    assert grammars.start(SamplingParams()) is None
-    with pytest.raises(MissingDependencyError, match="pip install opweave-engine"):
-        grammars.start(constrained(regex="a"))
 
 
 def test_an_answer_that_ignores_eos_goes_on_while_it_can() -> None:

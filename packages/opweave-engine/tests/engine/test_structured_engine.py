@@ -16,7 +16,6 @@ import jsonschema
 import pytest
 
 from engine.test_data_parallel import replicated
-from engine.test_structured import CRASHING, reference_chain
 from models.tiny_checkpoints import EOS
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from opweave_engine import (
@@ -172,13 +171,6 @@ def test_streams_grow_to_the_same_text(llm: LLM) -> None:
     assert all(last.startswith(text) for text in texts)
 
 
-def test_chat_and_generate_refuse_a_grammar_before_anything_runs(llm: LLM) -> None:
-    before = llm.stats().steps
-    with pytest.raises(SamplingParamsError, match="unclosed group"):
-        llm.generate(["a", "b"], [FREE, form(regex="(")])
-    assert llm.stats().steps == before
-
-
 def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,24 +204,9 @@ def test_a_grammar_without_a_next_token_leaves_the_other_requests(llm: LLM) -> N
     llm._core.check_idle()
 
 
-def test_logprobs_are_the_models_own(llm: LLM) -> None:
-    (answer,) = llm.generate("Return the", form(choice=["zebra"], logprobs=1))[0].outputs
-    assert answer.logprobs is not None
-    for token, at in zip(answer.token_ids, answer.logprobs, strict=True):
-        assert at[token].logprob < 0
-
-
 async def _texts(engine: Any, params: SamplingParams, name: str) -> list[str]:
     outputs = [o async for o in engine.generate("Return the", params, request_id=name)]
     return [answer.text for answer in outputs[-1].outputs]
-
-
-def test_a_grammar_that_ends_its_process_does_not_end_the_engine(llm: LLM) -> None:
-    with pytest.raises(SamplingParamsError, match="limit of 2000 references"):
-        llm.generate("x", form(json=reference_chain(4000)))
-    with pytest.raises(SamplingParamsError, match="too complex"):
-        llm.generate(["x", "y"], [FREE, form(json=CRASHING)])
-    assert llm.generate("x", FREE)[0].outputs[0].text
 
 
 def test_grammars_compile_outside_of_the_event_loop(
@@ -239,9 +216,9 @@ def test_grammars_compile_outside_of_the_event_loop(
     quick, loop_goes_on = engine._core.grammars._quick, threading.Event()
     real = quick.check
 
-    def waits_for_the_loop(*arguments: Any) -> None:
+    def waits_for_the_loop(*arguments: Any) -> int:
         assert loop_goes_on.wait(60)
-        real(*arguments)
+        return real(*arguments)
 
     monkeypatch.setattr(quick, "check", waits_for_the_loop)
 

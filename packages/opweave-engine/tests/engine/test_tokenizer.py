@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from models.tiny_checkpoints import BOS, EOS, VOCABULARY, write_tokenizer
 from opweave_engine import Checkpoint, CheckpointError, MissingDependencyError, Tokenizer
-from opweave_engine.detokenizer import Detokenizer, IncrementalDecoder
+from opweave_engine.detokenizer import IncrementalDecoder
 from opweave_engine.errors import TokenizerError
 from support.hypothesis_profiles import examples
 
@@ -89,14 +89,6 @@ def test_pieces_add_up(tokenizer: Tokenizer, ids: list[int], text: str) -> None:
             assert shown == known[: len(known) - incomplete(known)].decode(errors="replace")
 
 
-def test_no_piece_ends_inside_a_character(tokenizer: Tokenizer) -> None:
-    text = "🙂東é"
-    decoder = IncrementalDecoder(tokenizer)
-    pieces = [decoder.push(token) for token in tokenizer.encode(text)]
-    assert "".join(pieces) == text
-    assert all(len(piece) <= 1 for piece in pieces)
-
-
 def test_a_continuation_is_decoded_behind_its_prompt(tmp_path: Path) -> None:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
@@ -161,10 +153,6 @@ def test_end_of_text_that_is_no_token_is_told(
     assert not caplog.text
 
 
-def test_beginning_of_text(tokenizer: Tokenizer) -> None:
-    assert tokenizer.bos_token_id == BOS
-
-
 def test_missing_and_damaged_files(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"no tokenizer.json"):
         Tokenizer(Checkpoint(tmp_path))
@@ -189,17 +177,6 @@ def test_missing_dependencies(
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingDependencyError, match=r"pip install opweave-engine"):
         LLM(checkpoint("llama")[0])
-
-
-def test_a_character_that_the_prompt_began(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("x🙂", add_special_tokens=False)
-    assert len(ids) > 2
-    for count in range(2, len(ids)):
-        decoder = IncrementalDecoder(tokenizer, ids[:count])
-        assert "".join(map(decoder.push, ids[count:])) == "🙂"
-        decoder = IncrementalDecoder(tokenizer, ids[:count])
-        assert decoder.push(ids[0]) == "x"
-        assert IncrementalDecoder(tokenizer, ids[:count]).finish() == ""
 
 
 BYTES = st.binary(max_size=8)
@@ -266,14 +243,6 @@ def test_replacement_characters_and_tokens_of_one_byte(
         assert decoder.finish() == ""
 
 
-def test_a_replacement_character_is_not_held_back(tokenizer: Tokenizer) -> None:
-    completion = Detokenizer(IncrementalDecoder(tokenizer), ["\ufffd"])
-    ids = tokenizer.encode("a\ufffdb", add_special_tokens=False)
-    for token in ids[:-1]:
-        completion.push(token)
-    assert (completion.stopped_by, completion.text) == ("\ufffd", "a")
-
-
 def test_a_space_between_special_tokens(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -296,23 +265,6 @@ def test_special_tokens_are_left_out_or_not(tokenizer: Tokenizer) -> None:
         text = "".join(decoder.push(token) for token in ids) + decoder.finish()
         assert text == tokenizer.decode(ids, skip_special_tokens=skips)
     assert {BOS, EOS} <= tokenizer.special_ids
-
-
-@examples(60)
-@given(st.data())
-def test_bytes_that_are_no_text_do_not_pile_up(tokenizer: Tokenizer, data: Any) -> None:
-    # Tokens of single bytes: parts of characters, whole ones, and bytes that are not valid text.
-    of_bytes = [i for i in range(VOCABULARY) if tokenizer.decode([i]) == "\ufffd"]
-    ids = data.draw(st.lists(st.sampled_from([*of_bytes, EOS]), min_size=12, max_size=60))
-    ids += tokenizer.encode("🙂é", add_special_tokens=False)
-    decoder = IncrementalDecoder(tokenizer)
-    text = ""
-    for count, token in enumerate(ids, 1):
-        text += decoder.push(token)
-        # Two characters may be in doubt, each of up to four bytes.
-        assert len(tokenizer.decode(ids[:count])) - len(text) <= 9
-        assert tokenizer.decode(ids).startswith(text)
-    assert text + decoder.finish() == tokenizer.decode(ids)
 
 
 def test_a_long_text_is_decoded_as_a_short_one(tokenizer: Tokenizer) -> None:

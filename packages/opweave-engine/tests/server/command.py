@@ -19,7 +19,7 @@ class Command:
     """A server in a process of its own.
 
     Attributes:
-        address: what the URL that it prints looks like.
+        url: the URL that it prints.
 
     Args:
         folder: where its log is written.
@@ -27,8 +27,6 @@ class Command:
         is_leader: whether it leads a group of processes, as in a terminal.
         environment: variables that it gets.
     """
-
-    address = r"(http://127\.0\.0\.1:\d+)"
 
     def __init__(
         self, folder: Path, *arguments: str, is_leader: bool = False, **environment: str
@@ -42,11 +40,15 @@ class Command:
         )  # fmt: skip
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        found = re.fullmatch(rf"opweave serves (\S+) on {self.address}\n", line)
+        address = r"(http://127\.0\.0\.1:\d+|unix:\S+)"
+        found = re.fullmatch(rf"opweave serves (\S+) on {address}\n", line)
         assert found, self.log.read_text()
         self.name, self.url = found.groups()
-        base = self.url if self.url.startswith("http") else "http://localhost"
-        self.client = httpx.Client(base_url=base, timeout=60, verify=False, trust_env=False)
+        is_unix = self.url.startswith("unix:")
+        self.client = httpx.Client(
+            base_url="http://localhost" if is_unix else self.url, timeout=60, trust_env=False,
+            transport=httpx.HTTPTransport(uds=self.url[5:]) if is_unix else None,
+        )  # fmt: skip
 
     def cpu_seconds(self) -> float:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()

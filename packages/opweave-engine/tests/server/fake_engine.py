@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any
 
 from opweave_engine import (
@@ -25,10 +26,11 @@ from opweave_engine import (
     SamplingParams,
     Tokenizer,
 )
-from opweave_engine.detokenizer import Detokenizer, IncrementalDecoder
+from opweave_engine.detokenizer import Detokenizer
 from opweave_engine.metrics import SECONDS, TOKENS, Histogram
 from opweave_engine.outputs import FinishReason
 from opweave_engine.prompts import Prompt, split_prompt
+from opweave_engine.request import OutputAccumulator
 from support import ROOT
 
 CHECKPOINT = ROOT / "examples" / "models" / "tiny-pydoc"
@@ -79,13 +81,8 @@ class FakeEngine:
         self._first_token = Histogram(SECONDS)
         self._given_up: set[str] = set()
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
+    async def generate_deltas(
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         content, salt = split_prompt(prompt)
         ids = self.tokenizer.encode(content) if isinstance(content, str) else list(content)
@@ -109,73 +106,57 @@ class FakeEngine:
             if reason == "abort":
                 self.aborted.append(request_id)
 
-    async def generate_deltas(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
-        outputs = self.generate(prompt, params, request_id=request_id, priority=priority)
-        before = None
-        async with aclosing(outputs):
-            async for output in outputs:
-                yield delta(before, output)
-                before = output
+        total = OutputAccumulator()
+        deltas = self.generate_deltas(prompt, params, request_id=request_id, priority=priority)
+        async with aclosing(deltas):
+            async for delta in deltas:
+                total.add(delta)
+                yield total.output()
+
+    def answers(self, ids: list[int], params: SamplingParams) -> list[Answer]:
+        """Return the answers to a prompt."""
+        limit = CONTEXT - len(ids) if params.max_tokens is None else params.max_tokens
+        return [
+            Answer(self.tokenizer, params, index, islice(tokens(ids, params.seed, index), limit))
+            for index in range(params.n)
+        ]
 
     async def _steps(
         self, ids: list[int], params: SamplingParams, request_id: str
     ) -> AsyncIterator[RequestOutput]:
-        answers = [Answer(self.tokenizer, ids, params, index) for index in range(params.n)]
-        limit = CONTEXT - len(ids) if params.max_tokens is None else params.max_tokens
-        for step in range(1, limit + 1):
+        answers = self.answers(ids, params)
+        for step in count(1):
             await asyncio.sleep(self.delay)
-            self._break_if_told(step)
-            if request_id in self._given_up:
-                yield self._output(ids, params, request_id, answers, finished=True, reason="abort")
-                return
-            for answer in answers:
-                self.generated += answer.grow(is_last=step == limit)
+            if self.fails_after is not None and step > self.fails_after:
+                if self.raises is not None:
+                    raise self.raises
+                self.die(RuntimeError("a rank is gone"))
+            if not self.is_running:
+                raise EngineDeadError("The engine died.")
+            is_aborted = request_id in self._given_up
+            growing = [answer for answer in answers if answer.finish_reason is None]
+            deltas = [answer.abort() if is_aborted else answer.grow() for answer in growing]
+            self.generated += sum(len(delta.token_ids) for delta in deltas)
             finished = all(answer.finish_reason for answer in answers)
-            yield self._output(ids, params, request_id, answers, finished=finished)
+            prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
+            if step == 1 and (number := params.prompt_logprobs) is not None:
+                rest = [logprobs(self.tokenizer, token, number) for token in ids[1:]]
+                prompt_logprobs = [None, *rest]
+            yield RequestOutput(
+                request_id,
+                None,
+                ids if step == 1 else [],
+                deltas,
+                finished,
+                RequestTimings(0.0, 0.0, 0.0),
+                num_cached_tokens=min(2, len(ids)),
+                prompt_logprobs=prompt_logprobs,
+            )
             if finished:
                 return
-
-    def _break_if_told(self, step: int) -> None:
-        if self.fails_after is not None and step > self.fails_after:
-            if self.raises is None:
-                self.die(RuntimeError("a rank is gone"))
-            else:
-                raise self.raises
-        if not self.is_running:
-            raise EngineDeadError("The engine died.")
-
-    def _output(
-        self,
-        ids: list[int],
-        params: SamplingParams,
-        request_id: str,
-        answers: list[Answer],
-        *,
-        finished: bool,
-        reason: FinishReason | None = None,
-    ) -> RequestOutput:
-        prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
-        if params.prompt_logprobs is not None:
-            count = params.prompt_logprobs
-            rest = [logprobs(self.tokenizer, token, count) for token in ids[1:]]
-            prompt_logprobs = [None, *rest]
-        return RequestOutput(
-            request_id,
-            None,
-            ids,
-            [answer.output(reason) for answer in answers],
-            finished,
-            RequestTimings(0.0, 0.0, 0.0),
-            num_cached_tokens=min(2, len(ids)),
-            prompt_logprobs=prompt_logprobs,
-        )
 
     async def embed(
         self,
@@ -233,74 +214,47 @@ class FakeEngine:
 
 
 class Answer:
-    """One growing answer."""
+    """One growing answer, which ends with its last token."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams, index: int
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        index: int,
+        ids: Iterable[int],
+        reason: FinishReason = "length",
     ) -> None:
-        self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
         self._tokenizer, self._params, self._index = tokenizer, params, index
-        self._completion = Detokenizer(IncrementalDecoder(tokenizer), params.stop)
-        self._tokens = tokens(prompt, params.seed, index)
+        self._detokenizer = Detokenizer.of(tokenizer, (), params)
+        self._ids, self._reason = iter(ids), reason
+        self._next = next(self._ids, None)
 
-    def grow(self, *, is_last: bool) -> int:
-        """Add a token if there is more to come; return how many were added."""
-        if self.finish_reason is not None:
-            return 0
-        token = next(self._tokens)
-        self.token_ids.append(token)
-        self._completion.push(token)
-        if is_last or token in self._params.stop_token_ids:
-            self._completion.finish()
-        if self._completion.is_stopped:
-            self.finish_reason, self.stop_reason = "stop", self._completion.stopped_by
-        elif token in self._params.stop_token_ids:
-            self.finish_reason, self.stop_reason = "stop", token
-        elif is_last:
-            self.finish_reason = "length"
-        return 1
+    def grow(self) -> CompletionOutput:
+        """Return a delta with the next token."""
+        token, self._next = self._next, next(self._ids, None)
+        assert token is not None, "the answer has not finished"
+        self._detokenizer.push(token)
+        is_stop, stop_reason = token in self._params.stop_token_ids, None
+        if is_stop or self._next is None:
+            self._detokenizer.finish()
+            self.finish_reason = "stop" if is_stop else self._reason
+            stop_reason = token if is_stop else None
+        if self._detokenizer.is_stopped:
+            self.finish_reason, stop_reason = "stop", self._detokenizer.stopped_by
+        return self._delta([token], stop_reason)
 
-    def output(self, reason: FinishReason | None) -> CompletionOutput:
-        """Return what there is so far."""
-        count = self._params.logprobs
-        known = None
-        if count is not None:
-            known = [logprobs(self._tokenizer, token, count) for token in self.token_ids]
-        return CompletionOutput(
-            self._index,
-            self._completion.text,
-            list(self.token_ids),
-            reason or self.finish_reason,
-            known,
-            self.stop_reason,
-        )
+    def abort(self) -> CompletionOutput:
+        """Return the last delta."""
+        self.finish_reason = "abort"
+        return self._delta([])
 
-
-def delta(before: RequestOutput | None, output: RequestOutput) -> RequestOutput:
-    """Return what *output* adds to *before*, an earlier output of the same request."""
-    if before is None:
-        return output
-    pairs = list(zip(before.outputs, output.outputs, strict=True))
-    return replace(
-        output,
-        prompt=None,
-        prompt_token_ids=[],
-        prompt_logprobs=None,
-        outputs=[
-            CompletionOutput(
-                new.index,
-                new.text[len(old.text) :],
-                new.token_ids[len(old.token_ids) :],
-                new.finish_reason if old.finish_reason is None else None,
-                new.logprobs and new.logprobs[len(old.logprobs or ()) :],
-                new.stop_reason if old.finish_reason is None else None,
-            )
-            for old, new in pairs
-            if new != old
-        ],
-    )
+    def _delta(self, ids: list[int], stop_reason: int | str | None = None) -> CompletionOutput:
+        known, number = None, self._params.logprobs
+        if number is not None:
+            known = [logprobs(self._tokenizer, token, number) for token in ids]
+        text = self._detokenizer.take()
+        return CompletionOutput(self._index, text, ids, self.finish_reason, known, stop_reason)
 
 
 def tokens(prompt: Sequence[int], seed: int | None, index: int) -> Iterator[int]:

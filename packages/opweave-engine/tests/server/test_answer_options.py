@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from torch import Tensor
 
 from opweave.config import EngineConfig
 from opweave_engine import LLM, AsyncEngine, SamplingParams
-from opweave_engine.server import ServerConfig
-from server.conftest import TEMPLATE, Running, running
+from server.conftest import Running, events, running
 from server.fake_engine import CHECKPOINT
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -29,19 +26,6 @@ BODIES: dict[str, dict[str, Any]] = {
     },
 }
 both = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-
-
-@pytest.fixture(scope="module")
-def real() -> Iterator[Running]:
-    engine: Any = AsyncEngine(CHECKPOINT, dtype="float32")
-    with running(engine, ServerConfig(), TEMPLATE) as server:
-        yield server
-    engine.shutdown()
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(CHECKPOINT, dtype="float32")
 
 
 @pytest.fixture
@@ -61,13 +45,6 @@ def change_logits(real: Running) -> Iterator[Callable[[Callable[[Tensor], object
 
     yield change
     del model.compute_logits
-
-
-def events(answer: httpx.Response) -> list[dict[str, Any]]:
-    assert answer.status_code == 200, answer.text
-    lines = [line[6:] for line in answer.text.splitlines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 @both
@@ -315,15 +292,6 @@ USER = {"role": "user"}
 def test_the_echo_of_a_cut_prompt_is_what_is_left(real: Running) -> None:
     body = {**BODIES[COMPLETIONS], "truncate_prompt_tokens": 2, "echo": True, "max_tokens": 0}
     assert real.post(COMPLETIONS, body).json()["choices"][0]["text"] == " the"
-
-
-def test_special_tokens_in_a_prompt(real: Running) -> None:
-    body = {"prompt": "<s>Hi", "max_tokens": 1, "return_token_ids": True}
-    bos = real.engine.tokenizer.bos_token_id
-    for options, count in [({}, 2), ({"add_special_tokens": False}, 1)]:
-        ids = real.post(COMPLETIONS, {**body, **options}).json()["choices"][0]["prompt_token_ids"]
-        assert ids[:count] == [bos] * count
-        assert bos not in ids[count:]
 
 
 @both

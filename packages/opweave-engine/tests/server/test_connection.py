@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from opweave_engine.server import ServerConfig
-from opweave_engine.server.connection import IdleConnections, most_connections
+from opweave_engine.server.connection import most_connections
 from server.conftest import Running, Start
 from server.fake_engine import FakeEngine
 from server.test_disconnect import ask
@@ -150,7 +150,3 @@ def test_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < next(limit(4096)) < 4096 - 64
     assert next(limit(8)) == 1
     assert next(limit(-1)) > 1 << 32
-
-
-def test_a_room_without_anybody() -> None:
-    IdleConnections(1).make_room(2)  # in use, however it was obtained

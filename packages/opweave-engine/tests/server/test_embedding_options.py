@@ -88,6 +88,15 @@ def test_the_length_of_a_vector_and_its_numbers(
     assert ask(server, input=ids, **body)[0] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
+def test_other_endpoints_of_an_encoder(server: Running) -> None:
+    assert server.get("/health").status_code == 200
+    assert "opweave_num_requests_running" in server.get("/metrics").text
+    assert any(each["ran"] for each in server.get("/v1/ops").json()["data"])
+    refused = server.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 2})
+    assert refused.status_code == 400
+    assert "generates no text" in refused.text
+
+
 def test_texts_of_one_request_with_different_options(embedder: Embedder) -> None:
     texts = [[5, 6], [7, 8, 9]]
     params = [PoolingParams(8, True), PoolingParams()]

@@ -123,23 +123,12 @@ def test_wrong_items_cost_little(
     ("path", "content"),
     [
         ("/v1/completions", body("prompt", "2", first='1,"a",')),
-        ("/v1/completions", body("prompt", "{}")),
-        ("/v1/completions", body("prompt", "[{}]")),
-        ("/v1/completions", body("stop", "1", {"prompt": "x"})),
         ("/v1/chat/completions", body("messages", "{}")),
-        ("/v1/chat/completions", body("messages", "1")),
         (
             "/v1/chat/completions",
             b'{"messages": [' + body("content", "1", {"role": "user"}) + b"]}",
         ),
-        ("/v1/chat/completions", body("tools", "1", {"messages": [USER]})),
-        ("/v1/responses", body("input", "1")),
         ("/v1/responses", body("input", "{}")),
-        ("/v1/embeddings", body("input", "{}")),
-        ("/v1/embeddings", body("input", "1.5")),
-        ("/tokenize", body("messages", "[]")),
-        ("/tokenize", body("prompt", "1")),
-        ("/detokenize", body("tokens", '"a"')),
         ("/detokenize", body("tokens", "-1")),
         ("/v1/completions", b'{"prompt": ' + b"[" * SIZE + b"]" * SIZE + b"}"),
         (
@@ -314,7 +303,7 @@ def test_a_long_text_does_not_delay_short_ones(
     until(lambda: server.state.admission.active == 0)
 
 
-@pytest.mark.parametrize(("path", "content"), LONG_BODIES, ids=lambda value: str(value)[:16])
+@pytest.mark.parametrize(("path", "content"), LONG_BODIES[::3], ids=lambda value: str(value)[:16])
 def test_tokenization_has_a_deadline(
     start: Start, held: HeldTokenizer, path: str, content: dict[str, Any]
 ) -> None:
@@ -403,6 +392,7 @@ def test_many_items_of_one_turn_are_joined_at_once() -> None:
     assert chat["messages"] == [{"role": "assistant", "content": "a" * 2_000_000}]
 
 
+@pytest.mark.slow
 def test_a_server_survives_hostile_requests() -> None:
     options = ["--minutes=0.1", "--megabytes=0.5", "--json"]
     process = subprocess.run(

@@ -197,10 +197,17 @@ def test_a_connection_that_is_kept_is_fast(start: Start) -> None:
 
 def test_cors(start: Start) -> None:
     server = start(config=ServerConfig(cors_origins=("https://a.example",), api_keys=("k",)))
-    asking = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    asking = {
+        "Origin": "https://a.example",
+        "Access-Control-Request-Method": "DELETE",
+        "Access-Control-Request-Headers": "X-Odd",
+    }
     answer = server.client.options(COMPLETIONS, headers=asking)  # without a key
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
+    assert "DELETE" in answer.headers["access-control-allow-methods"]
+    assert "X-Odd" in answer.headers["access-control-allow-headers"]
+    assert "access-control-allow-credentials" not in answer.headers
     refused = server.post(COMPLETIONS, BODY, headers={"Origin": "https://a.example"})
     assert refused.status_code == 401
     assert refused.headers["access-control-allow-origin"] == "https://a.example"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 
 import pytest
 
@@ -33,16 +32,6 @@ async def counting(
 @pytest.fixture(autouse=True)
 def _nothing_closed() -> None:
     closed.clear()
-
-
-def test_a_fast_reader_gets_everything() -> None:
-    async def read() -> list[tuple[int, int]]:
-        return [item async for item in merge_streams([counting(i, 4) for i in range(3)], last)]
-
-    items = asyncio.run(read())
-    for number in range(3):
-        assert [item for n, item in items if n == number] == [0, 1, 2, 3]
-    assert sorted(closed) == [0, 1, 2]
 
 
 def test_a_slow_reader_gets_items_combined() -> None:
@@ -74,20 +63,3 @@ def test_an_error_ends_all() -> None:
     with pytest.raises(ValueError, match="0"):
         asyncio.run(read())
     assert sorted(closed) == [0, 1]
-
-
-def test_closing_closes_all() -> None:
-    async def read() -> None:
-        async with aclosing(merge_streams([counting(i, 9999) for i in range(3)], last)) as items:
-            async for _ in items:
-                break
-        assert sorted(closed) == [0, 1, 2]
-
-    asyncio.run(read())
-
-
-def test_streams_without_items() -> None:
-    async def read() -> list[tuple[int, int]]:
-        return [item async for item in merge_streams([counting(0, 0), counting(1, 1)], last)]
-
-    assert asyncio.run(read()) == [(1, 0)]

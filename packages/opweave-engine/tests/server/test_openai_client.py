@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from opweave_engine import SamplingParams
-from server.conftest import Running, Start
+from server.conftest import Running, Start, texts_of
 from server.fake_engine import SPECIAL, VOCABULARY, FakeEngine, tokens
 
 MODEL = "tiny-pydoc"
@@ -65,14 +65,11 @@ def test_all_forms_of_prompts(client: OpenAI, server: Running, stream: bool) -> 
         (ids, [ids]),
         ([ids, [5, 6, 7]], [ids, [5, 6, 7]]),
     ]:
-        texts = [""] * len(parts) * 2
         answers: Any = client.completions.create(
             model=MODEL, prompt=prompt, max_tokens=4, n=2, stream=stream
         )
-        for answer in answers if stream else [answers]:
-            for choice in answer.choices:
-                texts[choice.index] += choice.text
-        assert texts == [expected_text(server, part, 4, i) for part in parts for i in range(2)]
+        wanted = [expected_text(server, part, 4, i) for part in parts for i in range(2)]
+        assert texts_of(answers, stream=stream) == wanted
 
 
 def test_completion_stream(client: OpenAI, server: Running) -> None:

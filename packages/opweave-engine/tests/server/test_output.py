@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import chat_templates
-from opweave_engine import ChatTemplate
+from opweave_engine import ChatTemplate, CompletionOutput
 from opweave_engine.server.output_parser import (
     AnswerParser,
     ArgumentsDelta,
@@ -30,7 +30,8 @@ from opweave_engine.server.output_parser import (
 
 FORMATS: list[type[CallFormat]] = [Hermes, LlamaJson, Mistral, DeepSeek]
 NAMES = ("get_weather", "add")
-TEMPLATES = ["", "```json", "[ARGS]"]
+# A format, and a part of a chat template that changes its layout.
+LAYOUTS = [*((format_, "") for format_ in FORMATS), (Mistral, "[ARGS]"), (DeepSeek, "```json")]
 Found = tuple[str, str, list[list[str]]]  # content, reasoning, and calls with their arguments
 
 
@@ -43,19 +44,26 @@ def collected(events: Sequence[Event]) -> Found:
                 content += text
             case ReasoningDelta(text):
                 reasoning += text
-            case CallStart(name):
+            case CallStart(name, _):
                 calls.append([name, ""])
             case ArgumentsDelta(text):
                 calls[-1][1] += text
     return content, reasoning, calls
 
 
+def delta(text: str, reason: Any = None) -> CompletionOutput:
+    return CompletionOutput(0, text, [], reason)
+
+
 def parsed(text: str, format_: type[CallFormat] | None, size: int = 0, **options: Any) -> Found:
     parser = AnswerParser(format_, names=NAMES, **options)
     events: list[Event] = []
     for start in range(0, len(text), size or max(1, len(text))):
-        events += parser.push(text[start : start + (size or len(text))])
-    return collected([*events, *parser.finish()])
+        events += parser.push(delta(text[start : start + (size or len(text))]))
+    parts = collected([*events, *parser.push(delta("", "stop"))])
+    calls = [[call.name, call.arguments] for call in parser.calls]
+    assert parts == (parser.content, parser.reasoning, calls)
+    return parts
 
 
 def pieces(format_: type[CallFormat]) -> st.SearchStrategy[str]:
@@ -85,9 +93,9 @@ def test_pieces_of_any_size_give_the_same(format_: type[CallFormat], data: st.Da
     parser, events, rest = AnswerParser(format_, names=NAMES, **options), list[Event](), text
     while rest:
         size = data.draw(st.integers(1, len(rest)))
-        events += parser.push(rest[:size])
+        events += parser.push(delta(rest[:size]))
         rest = rest[size:]
-    assert collected([*events, *parser.finish()]) == whole
+    assert collected([*events, *parser.push(delta("", "stop"))]) == whole
 
 
 @pytest.mark.parametrize("format_", FORMATS)
@@ -106,8 +114,7 @@ VALUES = st.recursive(
 ARGUMENTS = st.dictionaries(st.text(max_size=4), VALUES, max_size=3)
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize(("format_", "template"), LAYOUTS)
 @given(
     st.sampled_from(["", "Let me see.", "é {"]),
     st.lists(st.tuples(st.sampled_from(NAMES), ARGUMENTS), min_size=1, max_size=3),
@@ -209,10 +216,10 @@ def test_reasoning(text: str, is_thinking: bool, found: tuple[str, str]) -> None
 
 def test_a_marker_is_held_back_only_until_it_is_decided() -> None:
     parser = AnswerParser(Hermes)
-    assert collected(parser.push("Hello <tool"))[0] == "Hello"
-    assert collected(parser.push("box> "))[0] == " <toolbox>"
+    assert collected(parser.push(delta("Hello <tool")))[0] == "Hello"
+    assert collected(parser.push(delta("box> ")))[0] == " <toolbox>"
     parser = AnswerParser(Hermes)
-    events = parser.push('<tool_call>{"name": "f", "arguments": {"text": "one')
+    events = parser.push(delta('<tool_call>{"name": "f", "arguments": {"text": "one'))
     assert collected(events) == ("", "", [["f", '{"text": "one']])
 
 

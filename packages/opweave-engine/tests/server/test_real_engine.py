@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +12,17 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from models.layer_checkpoints import write_checkpoint
-from models.tiny_checkpoints import write_tokenizer
 from opweave.plugins import loader
 from opweave.plugins.discovery import PluginPolicy
 from opweave.plugins.loader import Loader
-from opweave_engine import LLM, AsyncEngine, Embedder, SamplingParams, open_engine
-from opweave_engine.server import ServerConfig
+from opweave_engine import LLM, SamplingParams
 from plugins import helpers
-from server.conftest import TEMPLATE, Running, running
+from server.conftest import Running, events, texts_of
 from server.fake_engine import CHECKPOINT
 from server.test_limits import until
 from server.test_openai_client import EXTENSIONS, OPTIONS
 
 PATH = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def real() -> Iterator[Running]:
-    engine: Any = AsyncEngine(CHECKPOINT, dtype="float32")
-    with running(engine, ServerConfig(), TEMPLATE) as server:
-        yield server
-    engine.shutdown()
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(CHECKPOINT, dtype="float32")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -62,15 +45,7 @@ def test_answers_with_every_option_are_those_of_the_library(
     create: Any = client.chat.completions if kind == "chat" else client.completions
     extra = {name: options.pop(name) for name in EXTENSIONS}
     answers = create.create(model="tiny-pydoc", extra_body=extra, **options)
-    texts = [""] * len(expected)
-    for answer in answers if stream else [answers]:
-        for choice in answer.choices:
-            if kind == "completions":
-                texts[choice.index] += choice.text
-            else:
-                part = choice.delta if stream else choice.message
-                texts[choice.index] += part.content or ""
-    assert texts == expected
+    assert texts_of(answers, stream=stream) == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -109,13 +84,12 @@ def test_places_of_tokens_are_those_in_the_text(real: Running, prompt: Any) -> N
         "seed": 4, "stop": ["e not", "~"], "n": 2, "ignore_eos": True,
     }  # fmt: skip
     plain = real.post(PATH, body).json()["choices"]
-    lines = real.post(PATH, {**body, "stream": True}).text.splitlines()
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    chunks = events(real.post(PATH, {**body, "stream": True}))
     for choice in plain:
         found, text = choice["logprobs"], choice["text"]
         pieces = [
             each["choices"][0]["logprobs"]
-            for each in events
+            for each in chunks
             if each["choices"][0]["index"] == choice["index"] and each["choices"][0]["logprobs"]
         ]
         for name in ("tokens", "text_offset"):
@@ -210,25 +184,3 @@ def test_the_metrics_and_what_ran(
         if sample.name == "opweave_op_calls"
     }
     assert calls["silu_and_mul", "1"] == layers
-
-
-def test_vectors_of_an_encoder(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, "bert")
-    write_tokenizer(tmp_path)
-    prompts = [[5, 6, 7], [8], list(range(5, 40))]
-    expected = [output.embedding for output in Embedder(tmp_path).embed(prompts)]
-    engine: Any = open_engine(tmp_path)
-    with running(engine, template=None) as server:
-        name = server.get("/v1/models").json()["data"][0]["id"]
-        answer = server.openai().embeddings.create(model=name, input=prompts)
-        assert [each.embedding for each in answer.data] == [
-            pytest.approx(vector, abs=1e-6) for vector in expected
-        ]
-        assert answer.usage.prompt_tokens == 39
-        assert server.get("/health").status_code == 200
-        assert "opweave_num_requests_running" in server.get("/metrics").text
-        assert any(each["ran"] for each in server.get("/v1/ops").json()["data"])
-        refused = server.post(PATH, {"prompt": [5, 6], "max_tokens": 2})
-        assert refused.status_code == 400
-        assert "generates no text" in refused.text
-    engine.shutdown()

@@ -64,12 +64,15 @@ def test_the_schema_has_every_endpoint() -> None:
     assert set(operations()) == PATHS
 
 
-@pytest.mark.parametrize("path", sorted(PATHS))
+TWICE = {"/rerank", "/score", "/ping"}  # other paths of the same routes
+
+
+@pytest.mark.parametrize("path", sorted(PATHS - TWICE))
 def test_requests_after_the_schema(path: str) -> None:
     check(path, GenerationMode.POSITIVE)
 
 
-@pytest.mark.parametrize("path", sorted(WITH_BODY))
+@pytest.mark.parametrize("path", sorted(WITH_BODY - TWICE))
 def test_requests_that_break_the_schema(path: str) -> None:
     check(path, GenerationMode.NEGATIVE)
 

@@ -16,31 +16,47 @@ import pytest
 from opweave.cli import main
 from opweave.cli.app import app
 from opweave.platforms import Platform
-from opweave_engine.cli.serve import REPLACEMENTS, serve_app
+from opweave_engine.cli.serve import REPLACEMENTS, _check_utilization, serve_app
 from opweave_engine.sampling.params import MAX_LOGPROBS
 from opweave_engine.server import (
     AddressError,
     ServerConfig,
     ServerConfigError,
     create_app,
+    listen,
     listen_unix,
 )
 from opweave_engine.server.app import request_fields
 from opweave_engine.server.connection import check_certificate
-from server.command import Command
 from server.conftest import running
 from server.fake_engine import CHECKPOINT, FakeEngine
 from support import ROOT
 
-ARGUMENTS = [str(CHECKPOINT), "--dtype=float32", "--log-level=WARNING"]
 HOW_TO = ROOT / "docs" / "how-to"
 BODY = {"prompt": "Return the", "max_tokens": 3, "temperature": 0}
 
 
-class Started(Command):
-    """A server that may listen anywhere."""
+def test_two_servers_that_start_together() -> None:
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(AddressError, match=rf"port {port}: Address already in use.*--port 0"):
+            listen("127.0.0.1", port)
 
-    address = r"(https?://127\.0\.0\.1:\d+|unix:\S+)"
+
+def test_clients_may_come_before_the_server_runs() -> None:
+    with listen("127.0.0.1", 0) as bound, socket.create_connection(bound.getsockname(), 60):
+        pass
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "999.1.1.1", "", "no such host", "a" * 64 + ".b"])
+def test_hosts_that_are_wrong(host: str) -> None:
+    with pytest.raises(AddressError) as found:
+        listen(host, 0)
+    message = str(found.value)
+    assert repr(host) in message
+    assert "--host" in message
+    assert "--port" not in message
+    assert "Errno" not in message
 
 
 @pytest.fixture
@@ -57,23 +73,6 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     return key, file
 
 
-def test_a_unix_domain_socket(tmp_path: Path) -> None:
-    path = tmp_path / "opweave.sock"
-    server = Started(tmp_path, *ARGUMENTS, f"--uds={path}")
-    assert server.url == f"unix:{path}"
-    with httpx.Client(
-        transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost", timeout=60
-    ) as client:
-        answer = client.post("/v1/completions", json=BODY)
-        assert answer.status_code == 200, answer.text
-        stream = client.post("/v1/completions", json={**BODY, "stream": True})
-        assert stream.text.endswith("data: [DONE]\n\n")
-    with pytest.raises(AddressError, match="in use"):
-        listen_unix(str(path))
-    assert server.close() == 0
-    assert not path.exists()
-
-
 def test_the_socket_of_a_server_that_died_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "opweave.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
@@ -88,19 +87,17 @@ def test_the_socket_of_a_server_that_died_is_replaced(tmp_path: Path) -> None:
     assert other.read_text() == "kept"
 
 
-def test_https(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
-    key, file = certificate
-    server = Started(
-        tmp_path, "--model", *ARGUMENTS, "--port=0", f"--ssl-keyfile={key}",
-        f"--ssl-certfile={file}",
-    )  # fmt: skip
-    assert server.url.startswith("https://")
-    context = ssl.create_default_context(cafile=str(file))
-    with httpx.Client(base_url=server.url, verify=context, timeout=60, trust_env=False) as client:
-        answer = client.post("/v1/completions", json=BODY)
-        assert answer.status_code == 200, answer.text
-        assert client.post("/v1/completions", json={**BODY, "stream": True}).status_code == 200
-    assert server.close() == 0
+def test_https(certificate: tuple[Path, Path]) -> None:
+    key, file = map(str, certificate)
+    context = ssl.create_default_context(cafile=file)
+    with (
+        running(config=ServerConfig(ssl_keyfile=key, ssl_certfile=file)) as server,
+        httpx.Client(base_url=server.url, verify=context, timeout=60, trust_env=False) as client,
+    ):
+        assert server.url.startswith("https://")
+        for stream in (False, True):
+            answer = client.post("/v1/completions", json={**BODY, "stream": stream})
+            assert answer.status_code == 200, answer.text
 
 
 def test_certificates_that_cannot_be_used(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
@@ -188,33 +185,11 @@ def test_replacements_deny_only_features_without_a_page() -> None:
         assert not [page for page in pages if stem in page], f"{feature} has a page"
 
 
-def test_replacements_are_right_about_keys_and_origins() -> None:
-    config = ServerConfig(api_keys=("secret",), cors_origins=("https://one.example",))
-    key = {"Authorization": "Bearer secret"}
-    with running(FakeEngine(), config) as server, httpx.Client(base_url=server.url) as client:
-        assert "needs an API key" in REPLACEMENTS["--disable-fastapi-docs"]
-        assert client.get("/docs").status_code == 401
-        assert client.get("/docs", headers=key).status_code == 200
-        assert client.get("/metrics").status_code == 200
-        preflight = client.options(
-            "/v1/completions",
-            headers={
-                "Origin": "https://one.example",
-                "Access-Control-Request-Method": "DELETE",
-                "Access-Control-Request-Headers": "X-Odd",
-            },
-        )
-        assert preflight.status_code == 200
-        assert "DELETE" in preflight.headers["access-control-allow-methods"]
-        assert "X-Odd" in preflight.headers["access-control-allow-headers"]
-        assert "access-control-allow-credentials" not in preflight.headers
-        assert "does not allow cookies" in REPLACEMENTS["--allow-credentials"]
-
-
-def test_a_share_of_memory_that_means_nothing_here_is_told(tmp_path: Path) -> None:
-    server = Started(tmp_path, *ARGUMENTS, "--port=0", "--gpu-memory-utilization=0.5")
-    assert server.close() == 0
-    assert "--gpu-memory-utilization has no effect" in server.log.read_text()
+def test_a_share_of_memory_that_means_nothing_here_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _check_utilization()
+    assert "--gpu-memory-utilization has no effect" in caplog.text
 
 
 def test_a_share_of_memory_reaches_the_engine(error: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -20,10 +19,13 @@ from opweave.cli import main
 from opweave.config import environment
 from opweave_engine import LLM, SamplingParams
 from opweave_engine.cli.serve import serve_app
+from opweave_engine.server import AddressError, listen_unix
 from server.command import ROOT, Command
+from server.conftest import texts_of
 from server.fake_engine import CHECKPOINT
 from server.test_limits import until
 from server.test_schema import PATHS
+from support.fixtures import FreshPython
 
 START_BUDGET = 5.0  # seconds of processor time; on an idle machine those are seconds
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
@@ -78,11 +80,9 @@ def test_answers_are_those_of_the_library(client: openai.OpenAI, llm: LLM, strea
     answers: Any = client.completions.create(
         model="pydoc", prompt=["Return the", "If the"], max_tokens=20, temperature=0, stream=stream
     )
-    texts = ["", ""]
-    for answer in answers if stream else [answers]:
-        for choice in answer.choices:
-            texts[choice.index] += choice.text
-    assert texts == [expected(llm, prompt, 20) for prompt in ("Return the", "If the")]
+    assert texts_of(answers, stream=stream) == [
+        expected(llm, prompt, 20) for prompt in ("Return the", "If the")
+    ]
 
 
 def test_chat_with_the_template_that_was_given(client: openai.OpenAI) -> None:
@@ -147,11 +147,14 @@ def test_the_log(command: Command, client: openai.OpenAI) -> None:
 
 
 def test_it_ends_well(tmp_path: Path) -> None:
+    socket_file = tmp_path / "opweave.sock"
     command = Command(
-        tmp_path, str(CHECKPOINT), "--port=0", "--log-prompts", "--host=127.0.0.1",
+        tmp_path, "--model", str(CHECKPOINT), f"--uds={socket_file}", "--log-prompts",
         "--max-model-len=40", "--api-key=secret", "--enforce-eager", "--cpu-threads=2",
     )  # fmt: skip
-    assert command.name == "tiny-pydoc"
+    assert (command.name, command.url) == ("tiny-pydoc", f"unix:{socket_file}")
+    with pytest.raises(AddressError, match="in use"):
+        listen_unix(str(socket_file))
     headers = {"Authorization": "Bearer secret"}
     body = {"prompt": "Return the", "max_tokens": 50}
     answer = command.client.post("/v1/completions", json=body, headers=headers)
@@ -163,6 +166,7 @@ def test_it_ends_well(tmp_path: Path) -> None:
     assert events[-2] == "data: [DONE]"
     assert json.loads(events[-3][6:])["choices"][0]["finish_reason"] == "length"
     assert command.close() == 0
+    assert not socket_file.exists()
     log = command.log.read_text()
     assert "option --api-key: *** (command line)" in log
     assert "option --cpu-threads: 2 (command line)" in log
@@ -170,17 +174,6 @@ def test_it_ends_well(tmp_path: Path) -> None:
     assert "secret" not in log
     assert "prompts ['Return the']" in log
     assert "Traceback" not in log
-
-
-def test_dummy_weights(tmp_path: Path) -> None:
-    folder = tmp_path / "dummy"
-    folder.mkdir()
-    shutil.copy(CHECKPOINT / "config.json", folder)
-    command = Command(tmp_path, str(folder), "--port=0", "--load-format=dummy")
-    body = {"prompt": [5, 6], "max_tokens": 4, "ignore_eos": True}
-    answer = command.client.post("/v1/completions", json=body)
-    assert command.close() == 0
-    assert re.fullmatch(r"(<\d+>){4}", answer.json()["choices"][0]["text"])
 
 
 @pytest.fixture
@@ -325,3 +318,32 @@ def test_every_endpoint_is_in_the_guide() -> None:
     cells = re.findall(r"^\| (`(?:GET|POST) /.*?) \|", page, re.MULTILINE)
     documented = set(re.findall(r"`(?:\w+ )?(/[^`]*)`", " ".join(cells)))
     assert documented == PATHS
+
+
+def test_threads_share_one_arena(fresh_python: FreshPython) -> None:
+    code = """
+    import ctypes, os, tempfile, threading
+    from concurrent.futures import ThreadPoolExecutor
+    from opweave_engine.cli.serve import limit_arenas
+
+    def arenas():
+        libc = ctypes.CDLL(None)
+        libc.fdopen.restype = ctypes.c_void_p
+        with tempfile.TemporaryFile() as file:
+            stream = ctypes.c_void_p(libc.fdopen(os.dup(file.fileno()), b"w"))
+            libc.malloc_info(0, stream)
+            libc.fclose(stream)
+            file.seek(0)
+            return file.read().count(b"<heap nr=")
+
+    def allocate_together(count):
+        barrier = threading.Barrier(count)
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(lambda _: (bytearray(5000), barrier.wait()), range(count)))
+        return arenas()
+
+    limit_arenas()
+    print(arenas(), allocate_together(7))
+    """
+    before, after = fresh_python(code, warm=False).stdout.split()
+    assert before == after

@@ -17,9 +17,8 @@ import pytest
 from pydantic import BaseModel
 
 from engine.test_structured import CHOICE_OF_30_000, CRASHING, reference_chain, rule_chain
-from opweave_engine import AsyncEngine
 from server.command import Command
-from server.conftest import TEMPLATE, Running, running
+from server.conftest import Running, texts_of
 from server.fake_engine import CHECKPOINT
 
 MODEL = "tiny-pydoc"
@@ -41,25 +40,12 @@ class Book(BaseModel):
     is_long: bool
 
 
-@pytest.fixture(scope="module")
-def real() -> Iterator[Running]:
-    engine: Any = AsyncEngine(CHECKPOINT, dtype="float32")
-    with running(engine, None, TEMPLATE) as server:
-        yield server
-    engine.shutdown()
-
-
 def chat(real: Running, stream: bool, **options: Any) -> list[str]:
     """The texts of the answers, with n of 2."""
     answers: Any = real.openai().chat.completions.create(
         model=MODEL, messages=MESSAGES, n=2, seed=3, max_tokens=150, stream=stream, **options
     )
-    texts = ["", ""]
-    for answer in answers if stream else [answers]:
-        for choice in answer.choices:
-            part = choice.delta if stream else choice.message
-            texts[choice.index] += part.content or ""
-    return texts
+    return texts_of(answers, stream=stream)
 
 
 # Without a bound, a model as small as this one may write whitespace for ever.
@@ -240,17 +226,16 @@ def grammar_bodies(grammar: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield CHAT, "guided_grammar", {"messages": MESSAGES, "guided_grammar": grammar}
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", [*SCHEMAS, *LARK])
-def test_no_constraint_ends_the_server(command: Command, kind: str, stream: bool) -> None:
+def test_no_constraint_ends_the_server(command: Command, kind: str) -> None:
     if kind in SCHEMAS:
         schema, message = SCHEMAS[kind]
         bodies = list(schema_bodies(schema))
     else:
         grammar, message = LARK[kind]
         bodies = list(grammar_bodies(grammar))
-    for path, param, body in bodies:
-        answer = command.client.post(path, json={**body, "stream": stream})
+    for number, (path, param, body) in enumerate(bodies):
+        answer = command.client.post(path, json={**body, "stream": number % 2 == 0})
         assert answer.status_code == 400, (path, param, answer.text[:300])
         error = answer.json()["error"]
         assert re.search(message, error["message"]), (param, error)
@@ -299,7 +284,7 @@ def test_a_signal_ends_a_server_that_compiles(command: Command) -> None:
             answer = await asking
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
             await asyncio.to_thread(command.process.wait, 60)
-            assert time.perf_counter() - began < 4.0  # the drain time is one second
+            assert time.perf_counter() - began < 8.0  # the drain time is one second
             assert command.process.returncode == 0
 
     asyncio.run(work())

@@ -210,6 +210,9 @@ def real(request: pytest.FixtureRequest) -> Iterator[Running]:
     engine.shutdown()
 
 
+with_hermes = pytest.mark.parametrize("real", ["hermes"], indirect=True)
+
+
 def checked(message: Any) -> list[str]:
     calls = calls_of(message)
     for name, given in calls:
@@ -219,12 +222,12 @@ def checked(message: Any) -> list[str]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_that_the_model_must_make(real: Running, stream: bool) -> None:
-    options = {"n": 3, "seed": 4, "max_tokens": 200, "temperature": 1.0}
+    options = {"n": 2, "seed": 4, "max_tokens": 200, "temperature": 1.0}
     for message in ask(real, stream, tool_choice="required", parallel_tool_calls=False, **options):
         assert len(checked(message)) == 1
         assert message["finish"] == "tool_calls"
         assert "content" not in message
-    for message in ask(real, stream, tool_choice="required", **options):
+    for message in ask(real, stream, tool_choice="required", **{**options, "max_tokens": 80}):
         names = checked(message) if message["finish"] == "tool_calls" else ["cut off"]
         assert len(names) >= 1
     named: Any = {"type": "function", "function": {"name": "wait"}}
@@ -233,6 +236,7 @@ def test_calls_that_the_model_must_make(real: Running, stream: bool) -> None:
         assert message["finish"] == "tool_calls"
 
 
+@with_hermes
 @pytest.mark.parametrize("parameters", [{}, {"parameters": None}, {"parameters": {}}])
 def test_a_function_without_parameters(real: Running, parameters: Any) -> None:
     tools = [{"type": "function", "function": {"name": "now", **parameters}}]
@@ -250,6 +254,7 @@ def test_the_model_may_leave_out_the_arguments(start: Start) -> None:
     assert calls_of(ask(server, False, tools=tools)[0]) == [("now", {})]
 
 
+@with_hermes
 def test_schemas_of_parameters_may_have_keywords_without_an_effect(real: Running) -> None:
     schema = {**WEATHER, "propertyNames": True, "patternProperties": {"^city$": True}}
     tools = [{"type": "function", "function": {"name": "get_weather", "parameters": schema}}]
@@ -258,6 +263,7 @@ def test_schemas_of_parameters_may_have_keywords_without_an_effect(real: Running
     assert checked(message) == ["get_weather"]
 
 
+@with_hermes
 @pytest.mark.parametrize(
     ("options", "param", "message"),
     [
@@ -282,15 +288,8 @@ def test_schemas_of_parameters_may_have_keywords_without_an_effect(real: Running
         ),
     ],
 )
-def test_choices_that_are_wrong(start: Start, options: Any, param: str, message: str) -> None:
-    engine: Any = AsyncEngine(CHECKPOINT, dtype="float32")
-    try:
-        server = start(engine, None, template("<tool_call>"))
-        answer = server.post(
-            "/v1/chat/completions", {"messages": MESSAGES, "tools": TOOLS, **options}
-        )
-    finally:
-        engine.shutdown()
+def test_choices_that_are_wrong(real: Running, options: Any, param: str, message: str) -> None:
+    answer = real.post("/v1/chat/completions", {"messages": MESSAGES, "tools": TOOLS, **options})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param
@@ -311,9 +310,9 @@ def test_forms_hold_after_reasoning_and_beside_calls(stream: bool, end: str) -> 
     bias = {"29": -100.0}
     with running(engine, None, template("<tool_call></think>", end)) as server:
         options = {
-            "n": 4,
+            "n": 3,
             "seed": 2,
-            "max_tokens": 200,
+            "max_tokens": 120,
             "extra_body": {"guided_choice": ["A", "B"]},
         }
         for message in ask(server, stream, tools=openai.omit, **options):

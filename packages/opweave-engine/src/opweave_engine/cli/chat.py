@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING, Any
 from unicodedata import category
 
 from opweave.cli.options import (
-    CompilationOption,
     Flag,
-    PluginOption,
-    PriorityOption,
-    TuningFileOption,
-    apply_compilation,
-    apply_plugins,
-    apply_priorities,
-    apply_tuning,
+    RunOptions,
     check_utf8,
 )
 from opweave.cli.output import CliError, err, print_json_line, print_text, show_error
-from opweave_engine.cli.options import ModelOptions, SamplingOptions, TemplateVariables, loading_bar
+from opweave_engine.cli.options import (
+    ModelOptions,
+    SamplingOptions,
+    TemplateVariables,
+    loading_bar,
+)
 
 if TYPE_CHECKING:
     from opweave_engine import LLM, RequestOutput, SamplingParams
@@ -58,7 +56,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 # The command.
 
 
-_SAMPLING, _RUNNING = SamplingOptions(), ModelOptions()
+_SAMPLING, _RUNNING, _OPTIONS = SamplingOptions(), ModelOptions(), RunOptions()
 _HELP = "/reset clears the conversation; /exit or Ctrl-D quits; Ctrl-C stops an answer."
 
 
@@ -73,10 +71,7 @@ def chat(
     temperature: float | None = None,
     sampling: SamplingOptions = _SAMPLING,
     running: ModelOptions = _RUNNING,
-    ir_op_priority: PriorityOption = None,
-    tuning_file: TuningFileOption = None,
-    compilation_config: CompilationOption = None,
-    plugin: PluginOption = None,
+    options: RunOptions = _OPTIONS,
     json: Flag = False,
 ) -> None:
     """Chat with the model in a directory; answers are streamed.
@@ -108,10 +103,7 @@ def chat(
 
     defaults = running.defaults(model, max_tokens=None, temperature=0.7)
     params = sampling.params(defaults, max_tokens=max_tokens, temperature=temperature)
-    apply_plugins(plugin)
-    apply_priorities(ir_op_priority)
-    apply_tuning(tuning_file)
-    apply_compilation(compilation_config)
+    options.apply()
     # Checked first: loading the model takes longer.
     template = template_for(Checkpoint(model), chat_template)
     variables = checked_variables(chat_template_kwargs)

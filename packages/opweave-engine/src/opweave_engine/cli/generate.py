@@ -13,15 +13,8 @@ from cyclopts import Parameter
 from opweave import ir
 from opweave.cli.explain import selection_table, selections
 from opweave.cli.options import (
-    CompilationOption,
     Flag,
-    PluginOption,
-    PriorityOption,
-    TuningFileOption,
-    apply_compilation_like_eager,
-    apply_plugins,
-    apply_priorities,
-    apply_tuning,
+    RunOptions,
     check_utf8,
 )
 from opweave.cli.output import CliError, out, print_json, print_text, progress_bar
@@ -30,7 +23,7 @@ from opweave_engine.cli.options import ModelOptions, SamplingOptions, loading_ba
 if TYPE_CHECKING:
     from opweave_engine import RequestOutput
 
-_SAMPLING, _RUNNING = SamplingOptions(), ModelOptions()
+_SAMPLING, _RUNNING, _OPTIONS = SamplingOptions(), ModelOptions(), RunOptions()
 
 
 def generate(
@@ -45,10 +38,7 @@ def generate(
     add_special_tokens: bool = True,
     sampling: SamplingOptions = _SAMPLING,
     running: ModelOptions = _RUNNING,
-    ir_op_priority: PriorityOption = None,
-    tuning_file: TuningFileOption = None,
-    compilation_config: CompilationOption = None,
-    plugin: PluginOption = None,
+    options: RunOptions = _OPTIONS,
     explain: Flag = False,
     json: Flag = False,
 ) -> None:
@@ -81,10 +71,7 @@ def generate(
     prompts = _prompts(prompt, prompt_file, prompt_token_ids)
     defaults = running.defaults(model, max_tokens=64, temperature=0.0)
     params = sampling.params(defaults, max_tokens=max_tokens, temperature=temperature)
-    apply_plugins(plugin)
-    apply_priorities(ir_op_priority)
-    apply_tuning(tuning_file)
-    apply_compilation_like_eager(compilation_config)
+    options.apply_like_eager()
     config = running.config()
     with loading_bar(config) as loading:
         llm = LLM(model, config=config, progress=loading)

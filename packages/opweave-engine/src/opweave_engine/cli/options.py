@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter, Token
 
-from opweave.cli.options import Flag, by_key
+from opweave.cli.options import (
+    Flag,
+    by_key,
+)
 from opweave.cli.output import CliError, progress_bar
 from opweave.config import EngineConfig, ParallelConfig
 from opweave.config.engine import LoadFormat, ModelImpl

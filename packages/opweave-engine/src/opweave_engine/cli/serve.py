@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -16,15 +17,8 @@ from cyclopts import App, Argument, ArgumentCollection
 from cyclopts.config import Dict
 
 from opweave.cli.options import (
-    CompilationOption,
     Flag,
-    PluginOption,
-    PriorityOption,
-    TuningFileOption,
-    apply_compilation,
-    apply_plugins,
-    apply_priorities,
-    apply_tuning,
+    RunOptions,
 )
 from opweave.cli.output import CliError, print_text, show_error
 from opweave.config import CacheConfig, SchedulerConfig, environment
@@ -37,6 +31,7 @@ from opweave_engine.server.state import ServerConfig
 
 
 _SECRET = ("--api-key",)
+_M_ARENA_MAX = -8  # of glibc's malloc.h
 _KINDS = ".yaml, .yml, .json or .toml"
 
 
@@ -242,7 +237,7 @@ _PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
 
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
-_SERVER, _RUNNING = ServerConfig(), ModelOptions()
+_SERVER, _RUNNING, _OPTIONS = ServerConfig(), ModelOptions(), RunOptions()
 _sources = OptionSources()
 serve_app = App(name="serve", config=_sources, help_format="plaintext")
 
@@ -275,10 +270,7 @@ def serve(
     log_level: Level | None = None,
     log_format: Literal["text", "json"] = "text",
     config: Path | None = None,
-    ir_op_priority: PriorityOption = None,
-    tuning_file: TuningFileOption = None,
-    compilation_config: CompilationOption = None,
-    plugin: PluginOption = None,
+    options: RunOptions = _OPTIONS,
 ) -> None:
     """Serve a model with an OpenAI-compatible HTTP API.
 
@@ -336,6 +328,7 @@ def serve(
     """
     level = log_level or environment.logging_level() or "INFO"
     choose_log(level, as_json=log_format == "json", others={"uvicorn": "WARNING"})
+    limit_arenas()
     from opweave_engine import ChatTemplate, Checkpoint, open_engine
     from opweave_engine.errors import require
     from opweave_engine.parallel.rank import launch_of
@@ -355,15 +348,11 @@ def serve(
     if not settings.api_keys:
         settings = replace(settings, api_keys=tuple(environment.api_keys()))
     check_certificate(settings)
-    apply_plugins(plugin)
-    apply_priorities(ir_op_priority)
-    apply_tuning(tuning_file)
-    apply_compilation(
-        {
-            **(compilation_config or {}),
-            **({"mode": "0", "cudagraph_capture_sizes": ()} if enforce_eager else {}),
-        }
-    )
+    if enforce_eager:
+        eager = {"mode": "0", "cudagraph_capture_sizes": ()}
+        compilation = {**(options.compilation_config or {}), **eager}
+        options = replace(options, compilation_config=compilation)
+    options.apply()
     engine_config = running.config(
         {
             "data_parallel_size": data_parallel_size,
@@ -439,6 +428,16 @@ def _check_utilization() -> None:
             "--kv-cache-memory BYTES",
             platform.name,
         )
+
+
+def limit_arenas() -> None:
+    """Let all threads of this process allocate from one arena, where glibc is the C library.
+
+    Each further arena keeps what the largest request of a thread freed, for that thread only.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def _log_options() -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from opweave_engine import CompletionOutput, MissingDependencyError, SamplingParams, Tokenizer
+from opweave_engine import MissingDependencyError, SamplingParams, Tokenizer
 from opweave_engine.server.errors import ApiError
 from opweave_engine.server.output_parser import (
     BEGIN,
     END,
     AnswerParser,
-    ArgumentsDelta,
     CallFormat,
-    CallStart,
-    ContentDelta,
-    Event,
     OutputStyle,
-    ReasoningDelta,
     answer_grammar,
     is_thinking,
 )
@@ -107,53 +102,3 @@ class AnswerPlan:
         markers |= {BEGIN, END} if self.has_reasoning else set()
         named = {tokenizer.token(token): token for token in tokenizer.special_ids if markers}
         return {name: token for name, token in named.items() if name in markers}
-
-
-# Parses one output while it grows.
-
-
-@dataclass
-class ParsedCall:
-    """A function call so far."""
-
-    id: str
-    name: str
-    arguments: str = ""
-
-
-class ParsedAnswer:
-    """Parses the deltas of one output, and accumulates its parts.
-
-    Args:
-        plan: the formats of the output.
-
-    Attributes:
-        content: the text for the user.
-        reasoning: the reasoning before the content.
-        calls: function calls, in order.
-    """
-
-    def __init__(self, plan: AnswerPlan) -> None:
-        self.content, self.reasoning, self.calls = "", "", list[ParsedCall]()
-        self._plan, self._parser = plan, plan.parser()
-
-    def add(self, delta: CompletionOutput) -> Sequence[Event]:
-        """Parse a delta, and return its events."""
-        events = self._parser.push(delta.text)
-        if delta.finish_reason is not None:
-            events += self._parser.finish()
-        for event in events:
-            self._note(event)
-        return events
-
-    def _note(self, event: Event) -> None:
-        match event:
-            case ContentDelta(text):
-                self.content += text
-            case ReasoningDelta(text):
-                self.reasoning += text
-            case CallStart(name):
-                assert self._plan.calls is not None, "calls have a format"
-                self.calls.append(ParsedCall(self._plan.calls.new_id(), name))
-            case ArgumentsDelta(text):
-                self.calls[-1].arguments += text

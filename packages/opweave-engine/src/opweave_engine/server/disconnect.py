@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 # Merges several streams into one.
@@ -94,7 +94,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await cancelled([working, hanging_up])
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """A response of server-sent events. Closes their source as soon as the client disconnects.
 
     Args:
@@ -113,8 +113,8 @@ class EventStream(Response):
         *,
         deadline: float,
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers)
         self._events, self._source, self._deadline = events, source, deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,7 +123,7 @@ class EventStream(Response):
         Raises:
             ClientGoneError: the client did not read them in time.
         """
-        sending = asyncio.create_task(self._send(send))
+        sending = asyncio.create_task(self.stream_response(send))
         hanging_up = asyncio.create_task(_disconnected(receive))
         left = self._deadline - asyncio.get_running_loop().time()
         try:
@@ -141,19 +141,6 @@ class EventStream(Response):
             await cancelled([sending, hanging_up])
             await self._events.aclose()
             await close(self._source)
-
-    async def _send(self, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
-        )
-        async for event in self._events:
-            body = event.encode("utf-8")
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _disconnected(receive: Receive) -> None:

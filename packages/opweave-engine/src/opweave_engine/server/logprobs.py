@@ -21,29 +21,12 @@ class Offsets:
     position of the next token.
 
     Args:
-        tokenizer: the tokenizer.
-        prompt: the tokens of the prompt.
+        decoder: decodes the answer.
         start: the length of the text before the answer.
-        skip_special_tokens: whether special tokens are skipped.
-        spaces_between_special_tokens: whether the space between special tokens is kept.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int] = (),
-        *,
-        start: int = 0,
-        skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,
-    ) -> None:
-        self._decoder = IncrementalDecoder(
-            tokenizer,
-            prompt,
-            skip_special_tokens=skip_special_tokens,
-            spaces_between_special_tokens=spaces_between_special_tokens,
-        )
-        self._place = start
+    def __init__(self, decoder: IncrementalDecoder, start: int = 0) -> None:
+        self._decoder, self._place = decoder, start
 
     def add(self, token_ids: Iterable[int]) -> list[int]:
         """Return the positions of the next tokens."""

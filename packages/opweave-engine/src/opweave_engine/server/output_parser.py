@@ -7,11 +7,11 @@ import logging
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
-from opweave_engine import StructuredOutputsParams
+from opweave_engine import CompletionOutput, StructuredOutputsParams
 from opweave_engine.structured.grammar_text import enforceable, grammar_text
 
 # The formats in which a model writes tool calls and reasoning.
@@ -45,6 +45,7 @@ class CallStart:
     """A call of a function begins."""
 
     name: str
+    id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +324,7 @@ class CallFormat(ABC):
     def _start(self, name: str) -> None:
         self._spaces, self._resume = "", None
         self._calls += 1
-        self._emit(CallStart(name))
+        self._emit(CallStart(name, self.new_id()))
 
     def _arguments(self, text: str) -> None:
         if text:
@@ -785,58 +786,71 @@ def _literal(text: str, special: Mapping[str, int]) -> str:
 # Parses an output incrementally.
 
 
+@dataclass
+class ParsedCall:
+    """A function call so far."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
 class AnswerParser:
-    """Turns the growing text of one output into events.
+    """Turns the growing text of one output into events, and accumulates its parts.
 
     The events do not depend on how the text was split into deltas.
 
     Args:
-        calls: the format of tool calls; None: tool calls are not parsed.
+        call_format: the format of tool calls; None: tool calls are not parsed.
         names: of the functions that may be called.
         has_reasoning: whether the answer may begin with reasoning.
         is_thinking: whether the prompt has begun the reasoning.
         is_parallel: whether calls after the first one are kept.
+
+    Attributes:
+        content: the text for the user.
+        reasoning: the reasoning before the content.
+        calls: function calls, in order.
     """
 
     def __init__(
         self,
-        calls: type[CallFormat] | None = None,
+        call_format: type[CallFormat] | None = None,
         *,
         names: Collection[str] = (),
         has_reasoning: bool = False,
         is_thinking: bool = False,
         is_parallel: bool = True,
     ) -> None:
+        self.content, self.reasoning, self.calls = "", "", list[ParsedCall]()
         self._events: list[Event] = []
         self._answer, self._text = TextSource(), TextSource()
-        self._is_parallel, self._calls = is_parallel, 0
+        self._is_parallel, self._num_calls = is_parallel, 0
         self._reading: Steps[None] | None = None
         if has_reasoning:
             self._reading = split_reasoning(
                 self._text, self._events.append, self._add, is_inside=is_thinking
             )
         self._calling: Steps[None] | None = None
-        if calls is not None:
-            self._calling = calls(self._answer, self._events.append, names).parse()
+        if call_format is not None:
+            self._calling = call_format(self._answer, self._events.append, names).parse()
 
-    def push(self, text: str) -> list[Event]:
-        """Return the events that *text* adds."""
+    def push(self, delta: CompletionOutput) -> list[Event]:
+        """Return the events that a delta of the output adds."""
+        is_complete = delta.finish_reason is not None
         if self._reading is None:
-            self._add(text)
+            self._add(delta.text)
         else:
-            self._text.text += text
+            self._text.text += delta.text
             next(self._reading, None)
-        return self._take()
-
-    def finish(self) -> list[Event]:
-        """Return the events that were held back, because the text is complete."""
-        if self._reading is not None:
+        if is_complete and self._reading is not None:
             self._text.is_complete = True
             next(self._reading, None)
-        if self._calling is not None:
+        if is_complete and self._calling is not None:
             self._answer.is_complete = True
             next(self._calling, None)
-        return self._take()
+        events, self._events[:] = list(self._events), []
+        return [event for event in events if self._accept(event)]
 
     def _add(self, text: str) -> None:
         if self._calling is None:
@@ -845,13 +859,19 @@ class AnswerParser:
             self._answer.text += text
             next(self._calling, None)
 
-    def _take(self) -> list[Event]:
-        events, self._events[:] = list(self._events), []
-        return list(self._allowed(events))
-
-    def _allowed(self, events: Iterable[Event]) -> Iterable[Event]:
-        for event in events:
-            self._calls += isinstance(event, CallStart)
-            is_call = isinstance(event, CallStart | ArgumentsDelta)
-            if self._is_parallel or self._calls < 2 or not is_call:
-                yield event
+    def _accept(self, event: Event) -> bool:
+        """Add an event to the parts; return False if it belongs to a call that is not kept."""
+        self._num_calls += isinstance(event, CallStart)
+        is_kept = self._is_parallel or self._num_calls < 2
+        match event:
+            case ContentDelta(text):
+                self.content += text
+                return True
+            case ReasoningDelta(text):
+                self.reasoning += text
+                return True
+            case CallStart(name, call_id) if is_kept:
+                self.calls.append(ParsedCall(call_id, name))
+            case ArgumentsDelta(text) if is_kept:
+                self.calls[-1].arguments += text
+        return is_kept

@@ -79,7 +79,7 @@ class Prompt:
 
 
 async def read_prompts(
-    given: Input,
+    content: Input,
     call: ServerCall,
     *,
     n: int = 1,
@@ -90,7 +90,7 @@ async def read_prompts(
     """Return the prompts of a request, in order.
 
     Args:
-        given: one prompt or several.
+        content: one prompt or several.
         call: the request.
         n: the number of answers per prompt.
         at_once: the maximum number of prompts that the engine gets at one time; None: all.
@@ -102,16 +102,16 @@ async def read_prompts(
             of :func:`read_all`.
         PromptError: a text contains half of a surrogate pair.
     """
-    several, param, server = _as_list(given), call.param, call.server
-    if not several:
+    sent, param, server = _as_list(content), call.param, call.server
+    if not sent:
         raise ApiError(f"{param} is empty; it must hold at least one prompt.", param=param)
-    count = len(several) if at_once is None else min(len(several), at_once)
+    count = len(sent) if at_once is None else min(len(sent), at_once)
     server.admission.check(count * n, param=param if n == 1 else "n")
-    for text in several:
+    for text in sent:
         if isinstance(text, str):
             check_length(text, call, reading)
     encode = partial(reading.prompt, tokenizer=server.engine.tokenizer)
-    prompts = await read_all(encode, several, call, size=_text_size)
+    prompts = await read_all(encode, sent, call, size=_text_size)
     return [replace(prompt, cache_salt=cache_salt) for prompt in prompts]
 
 
@@ -170,28 +170,29 @@ def _render(conversation: Conversation, server: ServerState) -> tuple[str, list[
     return text, [f"chat_template_kwargs.{name}" for name in sorted(unread)]
 
 
-def _template(given: str | None, server: ServerState) -> ChatTemplate:
+def _template(source: str | None, server: ServerState) -> ChatTemplate:
     """Return the template for a request, which may give a name or a template."""
-    own = server.chat_template
-    if given is not None and own is not None and (named := own.by_name(given)) is not None:
+    default = server.chat_template
+    if source is None:
+        if default is None:
+            raise ApiError(
+                "The model has no chat template: its checkpoint brings none. Start the server with "
+                "--chat-template FILE, or use /v1/completions.",
+                code="no_chat_template",
+            )
+        return default
+    if default is not None and (named := default.by_name(source)) is not None:
         return named
-    if given is not None and not server.config.trust_request_chat_template:
-        names = f" Names of templates: {', '.join(own.named)}." if own and own.named else ""
+    if not server.config.trust_request_chat_template:
+        names = "" if default is None else ", ".join(default.named)
         raise ApiError(
             "chat_template: templates in requests are not supported by this server, since they "
-            f"are programs; start it with --trust-request-chat-template.{names}",
+            "are programs; start it with --trust-request-chat-template."
+            + (f" Names of templates: {names}." if names else ""),
             param="chat_template",
             code="unsupported",
         )
-    if given is not None:
-        return ChatTemplate(given, "of the request", server.special_tokens)
-    if own is None:
-        raise ApiError(
-            "The model has no chat template: its checkpoint brings none. Start the server with "
-            "--chat-template FILE, or use /v1/completions.",
-            code="no_chat_template",
-        )
-    return own
+    return ChatTemplate(source, "of the request", server.special_tokens)
 
 
 async def detokenize(ids: Sequence[int], call: ServerCall) -> str:
@@ -333,6 +334,6 @@ def check_context(
             )
 
 
-def _as_list(given: Input) -> list[str | list[int]]:
-    is_one = isinstance(given, str) or (given and isinstance(given[0], int))
-    return cast("list[str | list[int]]", [given] if is_one else given)
+def _as_list(content: Input) -> list[str | list[int]]:
+    is_one = isinstance(content, str) or (content and isinstance(content[0], int))
+    return cast("list[str | list[int]]", [content] if is_one else content)

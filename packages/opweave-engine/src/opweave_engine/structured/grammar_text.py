@@ -17,53 +17,25 @@ from opweave_engine.structured.params import MAX_DEPTH, StructuredOutputsParams,
 _DATA = {"const", "enum", "default", "examples", "dependentRequired"}
 # Values of these keywords map names to schemas.
 _NAMED = {
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-    "dependentSchemas",
-    "dependencies",
-}
+    "properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies",
+}  # fmt: skip
 # Keywords that llguidance may refuse, by the type of the values that they apply to.
 _KEYWORDS_OF_TYPE = {
     "array": ("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems"),
     "object": (
-        "propertyNames",
-        "minProperties",
-        "maxProperties",
-        "dependentRequired",
-        "dependentSchemas",
-        "dependencies",
-        "unevaluatedProperties",
+        "propertyNames", "minProperties", "maxProperties", "dependentRequired", "dependentSchemas",
+        "dependencies", "unevaluatedProperties",
     ),
     "string": ("format",),
-}
+}  # fmt: skip
 # Keywords that evaluate properties or items by schemas of their own.
 _EVALUATING = {
-    "$ref",
-    "$dynamicRef",
-    "$recursiveRef",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "not",
-    "if",
-    "dependentSchemas",
-    "dependencies",
-    "contains",
-}
+    "$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if",
+    "dependentSchemas", "dependencies", "contains",
+}  # fmt: skip
 _ENFORCED_FORMATS = {
-    "date-time",
-    "date",
-    "time",
-    "duration",
-    "email",
-    "hostname",
-    "ipv4",
-    "ipv6",
-    "uri",
-    "uuid",
-}
+    "date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid",
+}  # fmt: skip
 _LITERAL = r"(?:[\w <>@#%&=:;,~/'\"!-]|\\[^\w|\\])+"  # no escape such as \d, which is a class
 _LISTED_NAMES = re.compile(
     rf"\^(?P<group>\((?:\?:)?)?(?P<names>{_LITERAL}(?(group)(?:\|{_LITERAL})*))(?(group)\))\$"
@@ -71,15 +43,9 @@ _LISTED_NAMES = re.compile(
 _MAX_COPIED_CHARACTERS = 1024  # of a schema for several names; nested patterns multiply
 _COUNTS = ("minContains", "maxContains", "minItems", "maxItems")
 _ANNOTATIONS = {
-    "$comment",
-    "title",
-    "description",
-    "default",
-    "deprecated",
-    "readOnly",
-    "writeOnly",
+    "$comment", "title", "description", "default", "deprecated", "readOnly", "writeOnly",
     "examples",
-}
+}  # fmt: skip
 
 
 def enforceable(schema: Any, *, is_closed: bool = False) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +24,7 @@ from pydantic import (
 )
 from pydantic.json_schema import SkipJsonSchema
 
+from opweave.errors import shown
 from opweave_engine import RequestOutput
 from opweave_engine.server.errors import ApiError, unsupported
 
@@ -243,7 +243,7 @@ def _check(
             if not model.is_open and len(unknown) < _MAX_UNKNOWN:
                 unknown.add(path)
         elif row.status == "refused" and not row.is_off(value):
-            raise unsupported(path, f"{path}={reprlib.repr(value)}", row.note)
+            raise unsupported(path, f"{path}={shown(value)}", row.note)
         elif row.parts is not None:
             for part in value if isinstance(value, list) else [value]:
                 if isinstance(part, dict):
@@ -287,16 +287,6 @@ class Usage(ResponseBody):
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
-    @classmethod
-    def of(cls, prompt: int, completion: int, cached: int) -> Usage:
-        """Return the usage for numbers of prompt, generated and cached prompt tokens."""
-        return cls(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-        )
-
 
 class UsageCounter:
     """Counts the tokens of a request, from deltas or from complete outputs.
@@ -319,7 +309,12 @@ class UsageCounter:
     def usage(self) -> Usage:
         """Return the usage so far."""
         completion = self._completion * self._counts_completion
-        return Usage.of(self._prompt, completion, sum(self._cached.values()))
+        return Usage(
+            prompt_tokens=self._prompt,
+            completion_tokens=completion,
+            total_tokens=self._prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached.values())),
+        )
 
 
 # Parts of responses that completions and chat completions share.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from opweave_engine import PoolingParams
+from opweave_engine import EmbeddingOutput, PoolingParams
 from opweave_engine.sampling.params import check_truncation
 from opweave_engine.server.errors import ApiError
 from opweave_engine.server.protocol.base import (
@@ -116,6 +117,12 @@ class EmbeddingUsage(ResponseBody):
 
     prompt_tokens: int
     total_tokens: int
+
+    @classmethod
+    def of(cls, outputs: Sequence[EmbeddingOutput]) -> EmbeddingUsage:
+        """Return the usage of a request with these outputs."""
+        tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        return cls(prompt_tokens=tokens, total_tokens=tokens)
 
 
 class EmbeddingResponse(ResponseBody):

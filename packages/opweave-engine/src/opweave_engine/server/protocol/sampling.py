@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -33,14 +33,7 @@ from opweave_engine.server.protocol.base import (
 
 
 Schema = dict[str, Any] | bool
-_GUIDED = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
-
-
+_GUIDED = ("json", "regex", "choice", "grammar")
 _NO_TAGS = "Structural tags are not supported; use a grammar."
 
 
@@ -140,21 +133,15 @@ class FormFields(RequestBody):
 
     def _forms(self) -> Iterator[tuple[str, dict[str, Any]]]:
         spaces = {"whitespace_pattern": self.guided_whitespace_pattern}
-        if self.response_format is not None and (form := _of(self.response_format)):
-            yield "response_format", {**form, **spaces}
-        if self.structured_outputs is not None:
-            fields = type(self.structured_outputs).model_fields.items()
-            yield (
-                "structured_outputs",
-                {
-                    info.alias or name: getattr(self.structured_outputs, name)
-                    for name, info in fields
-                    if info.annotation is not Any  # the others have no effect
-                },
-            )
-        for field, kind in _GUIDED.items():
-            if (value := getattr(self, field)) is not None:
-                yield field, {kind: value, **spaces}
+        if self.response_format is not None and (options := _of(self.response_format)):
+            yield "response_format", {**options, **spaces}
+        if (form := self.structured_outputs) is not None:
+            names = [parameter.name for parameter in fields(StructuredOutputsParams)]
+            values = {n: getattr(form, "json_" if n == "json" else n) for n in names}
+            yield "structured_outputs", values
+        for kind in _GUIDED:
+            if (value := getattr(self, f"guided_{kind}")) is not None:
+                yield f"guided_{kind}", {kind: value, **spaces}
 
 
 def form_error(error: Exception, field: str) -> ApiError:
@@ -199,12 +186,6 @@ _NO_BEAMS = "There is no beam search; use n with a temperature."
 _NO_REPETITION = "Repeated text does not end an answer; use repetition_penalty."
 SALT_NOTE = "Cached prefixes are shared only with the same salt."
 PRIORITY_NOTE = "With --scheduling-policy priority, a lower number goes first."
-_SAME = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "n", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos",
-    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
-    "allowed_token_ids", "bad_words", "truncate_prompt_tokens",
-)  # fmt: skip
 _HOTTEST = 2.0  # as in OpenAI's API; SamplingParams has no limit
 
 
@@ -337,10 +318,12 @@ class SamplingFields(FormFields):
         if self.temperature is not None and _HOTTEST < self.temperature < math.inf:
             message = f"temperature={self.temperature:g} must be at most {_HOTTEST:g}."
             raise SamplingParamsError(message, "temperature")
-        values = {**{name: getattr(self, name) for name in _SAME}, **others}
-        values["structured_outputs"] = self.form()
-        given = {name: value for name, value in values.items() if value is not None}
-        return SamplingParams(**{**defaults, "max_tokens": max_tokens, **given})
+        parameters = {parameter.name for parameter in fields(SamplingParams)} - {"max_tokens"}
+        names = parameters & SamplingFields.model_fields.keys()
+        same = {name: getattr(self, name) for name in names}
+        values = {**same, **others, "structured_outputs": self.form()}
+        sent = {name: value for name, value in values.items() if value is not None}
+        return SamplingParams(**{**defaults, "max_tokens": max_tokens, **sent})
 
 
 # Tool use: the functions that a model may or must call.

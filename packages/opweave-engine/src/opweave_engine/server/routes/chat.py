@@ -9,10 +9,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from opweave_engine import CompletionOutput, FinishReason, RequestOutput
-from opweave_engine.server.answer_plan import AnswerPlan, ParsedAnswer
+from opweave_engine.server.answer_plan import AnswerPlan
 from opweave_engine.server.generation import Deltas, GenerationJob, chat_generation
 from opweave_engine.server.logprobs import chat_logprobs, prompt_logprobs
 from opweave_engine.server.output_parser import (
+    AnswerParser,
     ArgumentsDelta,
     CallStart,
     ContentDelta,
@@ -72,14 +73,14 @@ class _ChatWriter:
         )
 
     async def events(self, deltas: Deltas) -> AsyncGenerator[str, None]:
-        parsed: dict[int, ParsedAnswer] = {}
+        parsed: dict[int, AnswerParser] = {}
         counter = UsageCounter()
         async for _, delta in deltas:
             counter.add(delta)
             usage = counter.usage() if self.body.repeats_usage else None
             for output in delta.outputs:
                 if output.index not in parsed:
-                    is_first, parsed[output.index] = not parsed, ParsedAnswer(self.plan)
+                    is_first, parsed[output.index] = not parsed, self.plan.parser()
                     begin = {"role": "assistant", "content": ""}
                     chunk = self._chunk([ChatChunkChoice(index=output.index, delta=begin)], usage)
                     if is_first and self.body.return_token_ids:
@@ -91,8 +92,8 @@ class _ChatWriter:
             yield self._chunk([], counter.usage()).event()
 
     def _choice(self, answer: CompletionOutput) -> ChatChoice:
-        parsed = ParsedAnswer(self.plan)
-        parsed.add(answer)
+        parsed = self.plan.parser()
+        parsed.push(answer)
         reasoning = parsed.reasoning if self._shows_reasoning and parsed.reasoning else None
         is_text = not (parsed.calls or parsed.reasoning)
         message = AnswerMessage(
@@ -117,12 +118,12 @@ class _ChatWriter:
             token_ids=answer.token_ids if self.body.return_token_ids else None,
         )
 
-    def _choices(self, parsed: ParsedAnswer, output: CompletionOutput) -> Iterator[ChatChunkChoice]:
+    def _choices(self, parsed: AnswerParser, output: CompletionOutput) -> Iterator[ChatChunkChoice]:
         calls = len(parsed.calls)
         deltas = []
-        for event in parsed.add(output):
+        for event in parsed.push(output):
             calls += isinstance(event, CallStart)
-            deltas += self._delta(event, parsed, calls - 1)
+            deltas += self._delta(event, calls - 1)
         ids = output.token_ids if self.body.return_token_ids else None
         if (output.logprobs or ids) and not deltas:
             deltas = [{"content": ""}]  # tokens whose text is held back, or is part of a format
@@ -138,17 +139,16 @@ class _ChatWriter:
                 stop_reason=output.stop_reason,
             )
 
-    def _delta(self, event: Event, parsed: ParsedAnswer, index: int) -> list[dict[str, Any]]:
+    def _delta(self, event: Event, index: int) -> list[dict[str, Any]]:
         match event:
             case ContentDelta(text):
                 return [{"content": text}]
             case ReasoningDelta(text):
                 shown = {"reasoning_content": text, "reasoning": text}
                 return [shown] if self._shows_reasoning else []
-            case CallStart(name):
-                call = {"id": parsed.calls[index].id, "type": "function"}
-                function = {"name": name, "arguments": ""}
-                return [{"tool_calls": [{"index": index, **call, "function": function}]}]
+            case CallStart(name, call_id):
+                call = {"index": index, "id": call_id, "type": "function"}
+                return [{"tool_calls": [{**call, "function": {"name": name, "arguments": ""}}]}]
             case ArgumentsDelta(text):
                 return [{"tool_calls": [{"index": index, "function": {"arguments": text}}]}]
 
@@ -170,5 +170,5 @@ class _ChatWriter:
         return ChatChunk(**self.generation.header, choices=choices, usage=usage)
 
 
-def _finish_reason(reason: FinishReason | None, parsed: ParsedAnswer) -> ChatFinishReason | None:
+def _finish_reason(reason: FinishReason | None, parsed: AnswerParser) -> ChatFinishReason | None:
     return "tool_calls" if reason == "stop" and parsed.calls else reason

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fastapi import APIRouter, Request, Response
 
 from opweave_engine import CompletionOutput, RequestOutput
+from opweave_engine.detokenizer import IncrementalDecoder
 from opweave_engine.server.errors import engine_error
 from opweave_engine.server.generation import Deltas, GenerationJob
 from opweave_engine.server.logprobs import (
@@ -152,13 +153,8 @@ class _CompletionsWriter:
         return joined(prompt, generated)
 
     def _offsets(self, first: RequestOutput, start: int) -> Offsets:
-        return Offsets(
-            self.generation.server.engine.tokenizer,
-            first.prompt_token_ids,
-            start=start,
-            skip_special_tokens=self.generation.params.skip_special_tokens,
-            spaces_between_special_tokens=self.generation.params.spaces_between_special_tokens,
-        )
+        tokenizer, params = self.generation.server.engine.tokenizer, self.generation.params
+        return Offsets(IncrementalDecoder.of(tokenizer, first.prompt_token_ids, params), start)
 
     def _prompt_text(self, number: int) -> str:
         prompt = self.generation.prompts[number]

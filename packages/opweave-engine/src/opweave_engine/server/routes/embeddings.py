@@ -105,27 +105,26 @@ async def embeddings(body: EmbeddingBody, request: Request, server: Server) -> R
         body.truncation_side or "right",
     )
     if isinstance(body, EmbeddingRequest):
-        given = body.input
-        if isinstance(given, list) and len(given) > _MAX_INPUTS and not isinstance(given[0], int):
+        texts = body.input
+        if isinstance(texts, list) and len(texts) > _MAX_INPUTS and not isinstance(texts[0], int):
             raise ApiError(
-                f"input has {len(given)} entries, but a request may have at most {_MAX_INPUTS}. "
+                f"input has {len(texts)} entries, but a request may have at most {_MAX_INPUTS}. "
                 "Send several requests.",
                 param="input",
                 code="too_many_inputs",
             )
     else:
-        given = await call.unless_gone(render(body, call))
+        texts = await call.unless_gone(render(body, call))
     at_once = embeddings_at_once(_MAX_INPUTS, server)
-    prompts = await call.unless_gone(read_prompts(given, call, at_once=at_once, reading=reading))
+    prompts = await call.unless_gone(read_prompts(texts, call, at_once=at_once, reading=reading))
     outputs = await call.unless_gone(embed(prompts, call, [params] * len(prompts)))
     _check_dimensions(body.dimensions, outputs)
     check_finite(outputs, code="non_finite_embedding")
-    tokens = sum(len(output.prompt_token_ids) for output in outputs)
     data = [
         Embedding(index=index, embedding=_encoded(output.embedding, body.encoding_format))
         for index, output in enumerate(outputs)
     ]
-    usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
+    usage = EmbeddingUsage.of(outputs)
     return json_response(EmbeddingResponse(model=server.model_names[0], data=data, usage=usage))
 
 

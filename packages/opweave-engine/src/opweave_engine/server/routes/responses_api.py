@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from opweave_engine import EngineError, FinishReason, RequestOutput
-from opweave_engine.server.answer_plan import AnswerPlan, ParsedAnswer
+from opweave_engine.server.answer_plan import AnswerPlan
 from opweave_engine.server.errors import ApiError, api_error
 from opweave_engine.server.generation import Deltas, GenerationJob, chat_generation
 from opweave_engine.server.output_parser import (
@@ -47,11 +47,8 @@ class ResponseItems:
         self.items: list[Item] = []
         self._is_open = False
 
-    def add(self, event: Event, call_id: str | None) -> Iterator[Item]:
-        """Process an event, and yield OpenAI's events for it, without sequence numbers.
-
-        *call_id* is the id of the call if one begins.
-        """
+    def add(self, event: Event) -> Iterator[Item]:
+        """Process an event, and yield OpenAI's events for it, without sequence numbers."""
         match event:
             case ReasoningDelta(text):
                 yield from self._need("reasoning", "reasoning_text")
@@ -59,7 +56,7 @@ class ResponseItems:
             case ContentDelta(text):
                 yield from self._need("message", "output_text")
                 yield from self._text("response.output_text.delta", text)
-            case CallStart(name):
+            case CallStart(name, call_id):
                 yield from self.close()
                 yield from self._open(
                     "function_call", "fc", call_id=call_id, name=name, arguments=""
@@ -191,7 +188,7 @@ class _ResponsesWriter:
     numbers: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
-        self._parsed, self._counter = ParsedAnswer(self.plan), UsageCounter()
+        self._parsed, self._counter = self.plan.parser(), UsageCounter()
         self._reason: FinishReason | None = None
 
     def response(self, output: RequestOutput) -> Item:
@@ -214,11 +211,8 @@ class _ResponsesWriter:
     def _new(self, delta: RequestOutput) -> Iterator[Item]:
         self._counter.add(delta)
         for output in delta.outputs:
-            index = len(self._parsed.calls)
-            for event in self._parsed.add(output):
-                call_id = self._parsed.calls[index].id if isinstance(event, CallStart) else None
-                index += isinstance(event, CallStart)
-                yield from self.items.add(event, call_id)
+            for event in self._parsed.push(output):
+                yield from self.items.add(event)
             if output.finish_reason is not None:
                 self._reason = output.finish_reason
                 is_complete = output.finish_reason == "stop"

@@ -48,7 +48,7 @@ async def rerank(body: RerankRequest, request: Request, server: Server) -> Respo
         id=f"rerank-{uuid.uuid4().hex}",
         model=server.model_names[0],
         results=results[: body.top_n or None],
-        usage=_usage(outputs),
+        usage=EmbeddingUsage.of(outputs),
     )
     return json_response(response, exclude_none=True)
 
@@ -69,7 +69,7 @@ async def score(body: ScoreRequest, request: Request, server: Server) -> Respons
         created=int(time.time()),
         model=server.model_names[0],
         data=data,
-        usage=_usage(outputs),
+        usage=EmbeddingUsage.of(outputs),
     )
     return json_response(response)
 
@@ -87,8 +87,3 @@ async def _outputs(
     outputs = await call.unless_gone(embed(prompts, call, params))
     check_finite(outputs, code="non_finite_score")
     return outputs
-
-
-def _usage(outputs: list[EmbeddingOutput]) -> EmbeddingUsage:
-    tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    return EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
