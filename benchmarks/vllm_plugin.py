@@ -1,7 +1,7 @@
 """Throughput of an unpatched vLLM with opweave's kernels against vLLM alone.
 
     make test-vllm                                          makes the environment
-    .venv-vllm/bin/python benchmarks/vllm_plugin.py         a table, for the default seams
+    .venv-vllm/bin/python benchmarks/vllm_plugin.py         a table, for linear,attention
     .venv-vllm/bin/python benchmarks/vllm_plugin.py --json  one object
     ... --seams none linear linear,attention all            several choices of seams
     ... --size tiny --rounds 1                              to try it: the figures mean little
@@ -51,7 +51,7 @@ SIZES: dict[str, dict[str, int]] = {
     },
 }
 ALONE = "none"
-DEFAULT = "default"
+DEFAULT = "linear,attention"
 
 
 def started(seams: str, options: dict[str, Any], cache: str) -> Worker:
@@ -63,10 +63,8 @@ def started(seams: str, options: dict[str, Any], cache: str) -> Worker:
         "VLLM_CACHE_ROOT": cache,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
+        "OPWEAVE_VLLM_SEAMS": seams,
     }
-    env.pop("OPWEAVE_VLLM_SEAMS", None)
-    if seams != DEFAULT:
-        env["OPWEAVE_VLLM_SEAMS"] = seams
     command = [sys.executable, str(WORKER), json.dumps(options)]
     return Worker(command, env, f"vLLM with OPWEAVE_VLLM_SEAMS={seams}")
 

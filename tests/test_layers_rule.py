@@ -54,7 +54,7 @@ NEEDS = {
 OUTSIDE = {"__init__", "__main__", "_first_use", "_custom_ops", "_C_ops"}
 FILES = sorted(file for name, (root, _) in PACKAGES.items() for file in (root / name).rglob("*.py"))
 # Names of engine modules in strings of the kernel layer, to be taken out.
-UPWARD_NAMES = {"conformance/platform/checks.py", "platforms/base.py"}
+UPWARD_NAMES = {"conformance/platform/checks.py"}
 
 
 def package_of(module: str) -> str:

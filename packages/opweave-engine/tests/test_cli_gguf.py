@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -60,21 +59,7 @@ def test_generate(run: Run, built: tuple[Path, Any]) -> None:
 
 
 def test_errors_are_one_line(run: Run, built: tuple[Path, Any], tmp_path: Path) -> None:
-    options = ("--prompt", PROMPT, "--max-tokens", "1")
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(built[0].read_bytes()[:-1000])
-    assert_one_line_error(run("generate", broken, *options), "broken.gguf is damaged, cut short")
-    empty = tmp_path / "empty.gguf"
-    empty.write_bytes(b"")
-    assert_one_line_error(run("generate", empty, *options), "empty.gguf is damaged")
-    missing = tmp_path / "missing.gguf"
-    assert_one_line_error(run("generate", missing, *options), "missing.gguf' is not a directory")
-    assert_one_line_error(run("generate", tmp_path, *options), "Give the GGUF file itself")
-    other = tmp_path / "other.gguf"
-    writer = GGUFWriter(other, "rwkv7")
-    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    assert_one_line_error(run("generate", other, *options), "'rwkv7', which is not supported")
+    done = run("generate", broken, "--prompt", PROMPT, "--max-tokens", "1")
+    assert_one_line_error(done, "broken.gguf is damaged, cut short")

@@ -46,6 +46,15 @@ def windows() -> Tensor:
     return torch.cat((bos, torch.tensor(ids[: count * size]).view(count, size)), 1)
 
 
+@pytest.fixture(scope="module")
+def expected(model: LlamaForCausalLM, windows: Tensor) -> float:
+    """The perplexity of few windows, since one provider works row by row."""
+    with ir.record() as record:
+        perplexity = math.exp(mean_loss(model, windows[:4]))
+    assert tuple(sorted(record.selected_impls)) == USED
+    return perplexity
+
+
 def mean_loss(model: LlamaForCausalLM, windows: Tensor) -> float:
     """Return the mean negative log likelihood of every token but the first of each window."""
     return sum(losses(model, windows)) / len(windows)
@@ -67,14 +76,10 @@ def test_recorded_perplexity(model: LlamaForCausalLM, windows: Tensor) -> None:
 
 @pytest.mark.parametrize(("op", "provider"), FORCED)
 def test_no_provider_moves_it(
-    model: LlamaForCausalLM, windows: Tensor, op: str, provider: str
+    model: LlamaForCausalLM, windows: Tensor, expected: float, op: str, provider: str
 ) -> None:
-    few = windows[:4]  # one provider works row by row
-    with ir.record() as record:
-        expected = math.exp(mean_loss(model, few))
-    assert tuple(sorted(record.selected_impls)) == USED
     with ir.priority({op: [f"{provider}!"]}), ir.record() as record:
-        found = math.exp(mean_loss(model, few))
+        found = math.exp(mean_loss(model, windows[:4]))
     assert list(record.selected_impls[op]) == [provider]
     assert found == pytest.approx(expected, rel=ALLOWED)
 
@@ -86,7 +91,9 @@ def test_bfloat16_moves_it_little(model: LlamaForCausalLM, windows: Tensor) -> N
     assert found == pytest.approx(expected, rel=0.02)  # of the rounding of activations
 
 
-def test_a_wrong_kernel_is_caught(model: LlamaForCausalLM, windows: Tensor) -> None:
+def test_a_wrong_kernel_is_caught(
+    model: LlamaForCausalLM, windows: Tensor, expected: float
+) -> None:
     from opweave.ir.testing import restored
 
     with restored(ir.ops.rms_norm):
@@ -99,8 +106,6 @@ def test_a_wrong_kernel_is_caught(model: LlamaForCausalLM, windows: Tensor) -> N
             y[..., -1] = 0  # forgets the last column
             return y
 
-        few = windows[:4]
-        expected = math.exp(mean_loss(model, few))
         with ir.priority(rms_norm=["wrong"], fused_add_rms_norm=["native"]):
-            found = math.exp(mean_loss(model, few))
+            found = math.exp(mean_loss(model, windows[:4]))
     assert found != pytest.approx(expected, rel=ALLOWED)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from opweave.cli.options import apply_compilation, apply_compilation_like_eager
+from opweave.cli.options import RunOptions
 from opweave.config import CompilationConfig, current_compilation_config
 from opweave.config.compilation import _of_process
 from opweave.layers import CustomOp, op_registry
@@ -129,10 +129,10 @@ def test_generate_compiles_like_eager_unless_told_otherwise(
     given: dict[str, object], custom_ops: tuple[str, ...], options: dict[str, object]
 ) -> None:
     try:
-        apply_compilation_like_eager(given)
+        RunOptions(compilation_config=given).apply_like_eager()
         config = current_compilation_config()
     finally:
-        apply_compilation(None)
+        RunOptions().apply()
     assert tuple(config.custom_ops) == custom_ops
     assert config.options == options
 

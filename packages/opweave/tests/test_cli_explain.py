@@ -187,8 +187,10 @@ def test_fusions_and_several_graphs(capsys: pytest.CaptureFixture[str]) -> None:
         assert said in shown
 
 
-def test_profile_times_every_kernel(run: Run) -> None:
-    found = json.loads(run("explain", CHECKPOINT, "--profile", "--json", "-").stdout)
+def test_profile_times_every_kernel(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    assert "of limit" in run("explain", CHECKPOINT, "--profile", "--json", file).stdout
+    found = json.loads(file.read_text(encoding="utf-8"))
     ran = {(each["op"], each["chosen"]) for each in found["selections"]}
     assert {(each["op"], each["provider"]) for each in found["timings"]} == ran
     for each in found["timings"]:
@@ -198,12 +200,11 @@ def test_profile_times_every_kernel(run: Run) -> None:
     shape, (hidden,) = (json.loads(part) for part in norm["shapes"].split())
     assert norm["bytes"] == (2 * shape[0] * hidden + hidden) * BFLOAT16_BYTES
     assert norm["gb_per_second"] == pytest.approx(norm["bytes"] / norm["microseconds"] / 1e3)
-    assert "of limit" in run("explain", CHECKPOINT, "--profile").stdout
     assert_one_line_error(run("explain", CHECKPOINT, "--profile", "--compile"), "--profile")
 
 
-def test_compiled_calls_name_their_modules(run: Run) -> None:
-    [report] = json.loads(run("explain", CHECKPOINT, "--compile", "--json", "-").stdout)["reports"]
+def test_compiled_calls_name_their_modules(compiled: Compiled) -> None:
+    [report] = compiled.found[0]["reports"]
     modules = {node["module"] for node in report["nodes"] if node["op"] == "linear"}
     assert "model.layers.0.mlp.down_proj" in modules
     assert all(node["bytes"] for node in report["nodes"] if node["op"] == "linear")

@@ -18,6 +18,8 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,10 +28,26 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from runs.families.architectures import names
-from runs.families.compare import compare
+from runs.families.compare import Result, compare
 from runs.families.isolated import compare_all
 from runs.families.models import compile_model, optimize
-from runs.families.table import row, summary
+
+
+def row(result: Result, width: int) -> str:
+    """Return a result as one line, with the name in *width* characters."""
+    line = f"{result.name:<{width}}  {result.ran:<10}  {result.seconds:4.1f} s  {result.status}"
+    return f"{line}: {result.detail}" if result.detail else line
+
+
+def summary(results: Sequence[Result]) -> str:
+    """Return how many results have each status, and how the equal ones ran."""
+    ways = Counter(result.ran for result in results if result.status == "equal" and result.ran)
+    statuses = Counter(result.status for result in results)
+    return "\n".join(
+        ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+        for counts in (statuses, ways)
+        if counts
+    )
 
 
 def main() -> int:

@@ -10,11 +10,86 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile.programs import Ops, declare
 from opweave import ir
+from opweave.ir import rules
 
 PROVIDERS = ("native", "functional", "inplace", "crossed", "opaque", "both_forms", "library")
+SAME = rules.same_dtype("x", "x_residual")  # as kernels that reuse memory need
 _fresh = itertools.count()
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The ops of the programs, each with kernels of every kind."""
+
+    norm: ir.IrOp
+    add_norm: ir.IrOp
+    halves: ir.IrOp
+
+
+def declare() -> Ops:
+    """Declare the ops in the current registry."""
+
+    @ir.register_op
+    def norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+        return y if weight is None else y * weight
+
+    @ir.register_op(allow_inplace=True, composite=True)
+    def add_norm(
+        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + x_residual
+        return norm(total, weight, epsilon), total
+
+    @ir.register_op(allow_inplace=True)
+    def halves(x: Tensor, factor: float = 0.5, *, shift: float = 0.0) -> Tensor:
+        return x * factor + shift
+
+    @norm.register_impl("functional")
+    def _(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, epsilon)
+
+    @norm.register_impl("opaque")
+    def _(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+        if type(x) is not Tensor:
+            raise RuntimeError("a kernel that looks at pointers")
+        return norm.native(x, weight, epsilon)
+
+    @add_norm.register_impl("inplace", inplace=True, supports_args=SAME)
+    def _(
+        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        x_residual.add_(x)
+        x.copy_(norm.native(x_residual, weight, epsilon))
+        return x, x_residual
+
+    @add_norm.register_impl("crossed", inplace=True, supports_args=SAME)
+    def _(
+        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        x.add_(x_residual)
+        x_residual.copy_(norm.native(x, weight, epsilon))
+        return x_residual, x
+
+    @add_norm.register_impl("functional", inplace=True, supports_args=SAME)
+    def _(
+        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        scratch = torch.empty_like(x)  # writes to memory of its own, and to one activation
+        torch.add(x, x_residual, out=scratch)
+        x_residual.copy_(scratch)
+        return norm.native(scratch, weight, epsilon), x_residual
+
+    @halves.register_impl("inplace", inplace=True)
+    def _(x: Tensor, factor: float = 0.5, *, shift: float = 0.0) -> Tensor:
+        return x.mul_(factor).add_(shift)
+
+    @halves.register_impl("functional")
+    def _(x: Tensor, factor: float = 0.5, *, shift: float = 0.0) -> Tensor:
+        return torch.empty_like(x).copy_(x).mul_(factor).add_(shift)
+
+    return Ops(norm, add_norm, halves)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from opweave import ir
 from opweave.compile.compat import fake_mode_of
 from opweave.compile.fuse import fuse
 from opweave.compile.graph import GraphInfo, computed_fake, fake_of, tensors_of
+from opweave.compile.match import Pattern, derivation
 from opweave.compile.options import CompileOptions
 from opweave.compile.passes import eliminate_noops
-from opweave.compile.patterns import Pattern, derivation
 from opweave.compile.plan import Context, Plan
 from opweave.compile.recognize import DTYPES, recognize
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from acme_device.ops import acme_tiled_linear, tile
 from opweave.layers import RMSNorm, RowParallelLinear
-from opweave.layers.linear import UnquantizedLinearMethod
+from opweave.layers.linear_methods import UnquantizedLinearMethod
 
 
 @RMSNorm.register_oot

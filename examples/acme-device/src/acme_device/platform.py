@@ -70,9 +70,9 @@ class AcmePlatform(Platform):
     def get_sampler_cls(self, config: EngineConfig) -> str:
         return "acme_device.engine.sampler.AcmeSampler"
 
-    def get_attn_backend_cls(self, spec: AttentionSpec) -> str:
+    def get_attn_backend_cls(self, spec: AttentionSpec) -> str | None:
         if spec.is_latent:  # there is no kernel for it: opweave's own
-            return super().get_attn_backend_cls(spec)
+            return None
         return "acme_device.engine.attention.AcmeAttention"
 
     def get_device_communicator_cls(self) -> str:

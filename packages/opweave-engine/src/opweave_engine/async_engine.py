@@ -28,14 +28,13 @@ from opweave_engine.outputs import EmbeddingOutput, PoolingParams, RequestOutput
 from opweave_engine.prompts import Prompt
 from opweave_engine.request import ActiveRequest
 from opweave_engine.sampling.params import SamplingParams
-from opweave_engine.tokenizer import Tokenizer
 
 # An engine for asyncio, which runs in a thread of its own.
 
 
 _log = logging.getLogger(__name__)
 
-_ENDING = 5.0  # seconds to wait for the current step when the engine shuts down
+_STOP_SECONDS = 5.0  # for the current step to finish when the engine shuts down
 
 
 class AsyncEngine(StreamingClient):
@@ -77,35 +76,17 @@ class AsyncEngine(StreamingClient):
             config=config,
             progress=progress,
         )
+        core = self._core
+        self.tokenizer, self.sampling_defaults = core.tokenizer, core.sampling_defaults
+        self.vocab_size, self.max_model_len = core.vocab_size, core.max_model_len
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         # A worker in another process may die while the engine is idle.
-        self._core.executor.watch(partial(self._commands.put, self._core.executor.check))
+        core.executor.watch(partial(self._commands.put, core.executor.check))
         self._thread = threading.Thread(target=self._run, name="opweave-engine", daemon=True)
         self._thread.start()
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._core.tokenizer
-
-    @property
-    def sampling_defaults(self) -> Mapping[str, Any]:
-        return self._core.sampling_defaults
-
-    @property
-    def vocab_size(self) -> int:
-        return self._core.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._core.max_model_len
-
     def generate_deltas(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         def prepare() -> Callable[[], None]:
             request = self._core.prepare(request_id, prompt, params, priority=priority, deltas=True)
@@ -116,11 +97,7 @@ class AsyncEngine(StreamingClient):
         return self._outputs(request_id, prepare, compiled)
 
     async def embed(
-        self,
-        prompt: Prompt,
-        params: PoolingParams | None = None,
-        *,
-        request_id: str,
+        self, prompt: Prompt, params: PoolingParams | None = None, *, request_id: str
     ) -> EmbeddingOutput:
         is_pair = params is not None and params.token_type_ids is not None
         lacks = "scores no pairs of texts" if is_pair else "makes no embeddings"
@@ -138,7 +115,7 @@ class AsyncEngine(StreamingClient):
         self._commands.put(None)
         if threading.current_thread() is self._thread:
             return
-        self._thread.join(_ENDING)
+        self._thread.join(_STOP_SECONDS)
         if self._thread.is_alive():
             self._core.executor.interrupt()
             self._thread.join()
@@ -218,35 +195,18 @@ class AsyncEmbedder(AsyncClient):
         self._embedder = Embedder(
             model, dtype=dtype, ir_op_priority=ir_op_priority, config=config, progress=progress
         )
+        self.tokenizer = self._embedder.tokenizer
+        self.sampling_defaults: Mapping[str, Any] = {}
+        self.vocab_size = self._embedder.vocab_size
+        self.max_model_len = self._embedder.max_model_len
         self._waiting: dict[str, _Waiting] = {}
         self._running: dict[str, _Waiting] = {}
         self._work: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="opweave-embedder")
         self._counter = StatCounter()
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._embedder.tokenizer
-
-    @property
-    def sampling_defaults(self) -> Mapping[str, Any]:
-        return {}
-
-    @property
-    def vocab_size(self) -> int:
-        return self._embedder.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._embedder.max_model_len
-
     async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
         makes = "scores pairs of texts" if self._embedder.is_cross_encoder else "makes embeddings"
         raise InvalidArgumentError(f"The model {self.model_name!r} {makes}; it generates no text.")
@@ -255,11 +215,7 @@ class AsyncEmbedder(AsyncClient):
     generate_deltas = generate
 
     async def embed(
-        self,
-        prompt: Prompt,
-        params: PoolingParams | None = None,
-        *,
-        request_id: str,
+        self, prompt: Prompt, params: PoolingParams | None = None, *, request_id: str
     ) -> EmbeddingOutput:
         self._enter_loop()
         if request_id in self._waiting or request_id in self._running:
@@ -280,23 +236,14 @@ class AsyncEmbedder(AsyncClient):
             self._waiting.pop(request_id, None)
 
     async def abort(self, request_id: str) -> None:
-        if (found := self._waiting.get(request_id)) is not None:
-            found.vector.cancel()
+        if (waiting := self._waiting.get(request_id)) is not None:
+            waiting.vector.cancel()
 
     def stats(self) -> EngineStats:
-        counter = self._counter
-        return EngineStats(
+        return replace(
+            self._counter.stats(),
             running=len(self._running),
             waiting=len(self._waiting),
-            kv_usage=0.0,
-            prefix_queries=0,
-            prefix_hits=0,
-            preemptions=0,
-            prompt_tokens=counter.prompt_tokens,
-            generation_tokens=0,
-            steps=counter.steps,
-            finished=dict(counter.finished),
-            histograms=counter.histograms(),
             replicas=int(self._dead_with is None),
             kernels=self._embedder.selection_report.kernels,
         )

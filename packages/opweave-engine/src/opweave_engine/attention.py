@@ -17,7 +17,6 @@ from opweave.layers.mamba_states import StateCache, StatefulLayer, state_dtype
 from opweave.layers.registry import DuplicateLayerError
 from opweave.platforms import Platform
 from opweave.platforms.base import AttentionSpec
-from opweave.plugins import resolve_obj_by_qualname
 from opweave_engine.errors import UnsupportedCacheError
 from opweave_engine.kv_cache import (
     NULL_BLOCK,
@@ -29,6 +28,7 @@ from opweave_engine.kv_cache import (
 )
 from opweave_engine.load import loader
 from opweave_engine.models.blocks import Attention, LatentAttention
+from opweave_engine.parts import part
 
 # Cache specifications: the state that each layer keeps of computed tokens.
 
@@ -528,7 +528,5 @@ def _backend(
         soft_cap=module.soft_cap if isinstance(module, Attention) else None,
         is_latent=isinstance(module, LatentAttention),
     )
-    backend: type[AttentionBackend] = resolve_obj_by_qualname(
-        platform.get_attn_backend_cls(attention)
-    )
+    backend: type[AttentionBackend] = part(platform, "get_attn_backend_cls", attention)
     return backend

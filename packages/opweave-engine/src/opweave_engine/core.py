@@ -13,7 +13,6 @@ from pathlib import Path
 from opweave import ir, platforms
 from opweave.config import EngineConfig
 from opweave.platforms import Platform
-from opweave.plugins import resolve_obj_by_qualname
 from opweave_engine.decode_graphs import SequenceStep
 from opweave_engine.errors import EngineError, InvalidArgumentError, NonFiniteLogitsError
 from opweave_engine.kv_cache import CacheGroup, KVCacheManager, plan_cache
@@ -21,6 +20,7 @@ from opweave_engine.load.checkpoint import Checkpoint, Progress, log_defaults, s
 from opweave_engine.metrics import EngineStats, SelectionReport, StatCounter, stat_loggers
 from opweave_engine.outputs import RequestOutput
 from opweave_engine.parallel.executor import Executor
+from opweave_engine.parts import part
 from opweave_engine.prompts import PromptReader
 from opweave_engine.request import ActiveRequest, DetokenizedOutput, Request, RequestFactory
 from opweave_engine.runner import check_backend
@@ -35,7 +35,7 @@ from opweave_engine.tokenizer import tokenizer_of
 PriorityLists = Mapping[str, str | Iterable[str]]
 
 
-def engine_priorities(given: PriorityLists | None, config: EngineConfig) -> ir.IrOpPriorityConfig:
+def engine_priorities(lists: PriorityLists | None, config: EngineConfig) -> ir.IrOpPriorityConfig:
     """Merge the ``ir_op_priority`` argument of an engine with the priorities in its configuration.
 
     Raises:
@@ -43,7 +43,7 @@ def engine_priorities(given: PriorityLists | None, config: EngineConfig) -> ir.I
         IrError: an op or provider, here or in any setting of the process, is unknown; or a list is
             malformed.
     """
-    direct = ir.IrOpPriorityConfig(given)
+    direct = ir.IrOpPriorityConfig(lists)
     configured = ir.IrOpPriorityConfig(config.kernel_config.ir_op_priority)
     twice = sorted(direct.keys() & configured.keys())
     if twice:
@@ -129,7 +129,7 @@ class EngineCore:
         self.tokenizer = tokenizer_of(checkpoint, config)
         self.sampling_defaults = sampling_defaults(checkpoint, config.generation_config)
         log_defaults(checkpoint, config.generation_config, self.sampling_defaults)
-        executor: type[Executor] = resolve_obj_by_qualname(self.platform.get_executor_cls(config))
+        executor: type[Executor] = part(self.platform, "get_executor_cls", config)
         self.executor = executor(model, config, self.platform, progress)
         try:
             self._start()
@@ -157,9 +157,7 @@ class EngineCore:
             plan.block_size,
             enable_prefix_caching=config.cache.enable_prefix_caching,
         )
-        scheduler: type[Scheduler] = resolve_obj_by_qualname(
-            self.platform.get_scheduler_cls(config)
-        )
+        scheduler: type[Scheduler] = part(self.platform, "get_scheduler_cls", config)
         limits = config.scheduler
         if facts.needs_whole_prompts:
             budget = max(limits.max_num_batched_tokens, self.max_model_len)
@@ -243,9 +241,11 @@ class EngineCore:
                 request = self._outputs[item.request.request_id][0]
                 self._lose(request, _failure(request, error))
                 return [request.next_output()]
-        asking = [item for item, step in zip(scheduled, steps, strict=True) if step.sampling]
-        complete = [item.is_complete for item in asking]
-        starts = [item.request.num_computed_tokens for item in asking]
+        asking = [
+            (item.request, item.request.num_computed_tokens, item.is_complete)
+            for item, step in zip(scheduled, steps, strict=True)
+            if step.sampling
+        ]
         began = time.perf_counter()
         try:
             with self._selections.watch(sum(item.num_tokens for item in scheduled)):
@@ -253,19 +253,21 @@ class EngineCore:
         except Exception as error:
             self.scheduler.undo(scheduled)
             if isinstance(error, NonFiniteLogitsError) and error.rows:
-                return self._fail([asking[row].request for row in error.rows], error)
+                return self._fail([asking[row][0] for row in error.rows], error)
             raise  # also if the rows are unknown
         self.scheduler.update(scheduled)
-        outputs = [self._outputs[item.request.request_id][1] for item in asking]
+        results = [
+            (*self._outputs[sequence.request_id], start, is_complete, token)
+            for (sequence, start, is_complete), token in zip(asking, sampled, strict=True)
+        ]
         self.grammars.advance(
             (output.grammar, token.token_id)
-            for output, is_complete, token in zip(outputs, complete, sampled, strict=True)
+            for _, output, _, is_complete, token in results
             if is_complete and not output.ends_at(token.token_id)
         )
         changed: dict[str, ActiveRequest] = {}
         failures: dict[str, EngineError] = {}
-        for item, start, is_complete, token in zip(asking, starts, complete, sampled, strict=True):
-            request, output = self._outputs[item.request.request_id]
+        for request, output, start, is_complete, token in results:
             try:
                 scores = [named(logprobs, self.tokenizer) for logprobs in token.prompt_logprobs]
                 request.score_prompt(start, scores)
@@ -289,19 +291,15 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return the statistics since the engine started."""
-        scheduler, counter = self.scheduler, self._counter
-        return EngineStats(
+        scheduler = self.scheduler
+        return replace(
+            self._counter.stats(),
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             kv_usage=scheduler.cache.usage,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.num_preemptions,
-            prompt_tokens=counter.prompt_tokens,
-            generation_tokens=counter.generation_tokens,
-            steps=counter.steps,
-            finished=dict(counter.finished),
-            histograms=counter.histograms(),
             kernels=self._selections.kernels,
             compile_seconds=self._selections.compile_seconds,
         )

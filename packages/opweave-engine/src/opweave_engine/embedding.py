@@ -27,7 +27,7 @@ from opweave_engine.prompts import IOProcessors, Prompt, PromptReader, as_list, 
 from opweave_engine.runner import cpu_threads
 from opweave_engine.sampling.params import check_truncation
 from opweave_engine.tokenizer import tokenizer_of
-from opweave_engine.transformers import TransformersCrossEncoder
+from opweave_engine.transformers.encoder import TransformersCrossEncoder
 
 # Settings of sentence-transformers that decide which tokens a text becomes.
 
@@ -79,7 +79,14 @@ class SentenceConfig:
         check_keys(
             settings, checkpoint.path / text, _TEXT_KEYS, _LENGTH, "modality_config", *_HARMLESS
         )
-        _check_text_forward(settings.get("modality_config"), checkpoint.path / text)
+        if (modalities := settings.get("modality_config")) is not None:
+            # The vectors of tokens must be the model's last hidden states.
+            read = modalities.get("text") if isinstance(modalities, Mapping) else None
+            if read != _TEXT_FORWARD:
+                raise CheckpointError(
+                    f"{checkpoint.path / text} has modality_config={modalities!r:.200}, which is "
+                    f"not supported. Supported for 'text': {_TEXT_FORWARD}."
+                )
         longest = _length(settings, _LENGTH, checkpoint.path / text)
         if longest is None:
             tokenizer = checkpoint.json(_TOKENIZER) or {}
@@ -123,18 +130,6 @@ def check_keys(
                 f"{file} has {key}={value!r:.100}, which is not supported. Supported: {accepted}."
             )
     Fields(settings, str(file)).warn_unread(*supported, *read)
-
-
-def _check_text_forward(modalities: object, file: Path) -> None:
-    """Check that the vectors of tokens are the model's last hidden states."""
-    if modalities is None:
-        return
-    text = modalities.get("text") if isinstance(modalities, Mapping) else None
-    if text != _TEXT_FORWARD:
-        raise CheckpointError(
-            f"{file} has modality_config={modalities!r:.200}, which is not supported. Supported "
-            f"for 'text': {_TEXT_FORWARD}."
-        )
 
 
 def _length(settings: Mapping[str, Any], key: str, file: Path) -> int | None:
@@ -249,9 +244,9 @@ def _modes(checkpoint: Checkpoint, name: str) -> tuple[str, ...]:
             "pooled, too",
             checkpoint.path / name,
         )
-    given = config.get("pooling_mode")
-    if given is not None:
-        modes = given if isinstance(given, list) else [given]
+    configured = config.get("pooling_mode")
+    if configured is not None:
+        modes = configured if isinstance(configured, list) else [configured]
     else:
         by_flag = {flag: mode for mode, flag in _MODES.items()}
         names = [key.removeprefix(_PREFIX) for key in flags if config[key] is True]
@@ -301,7 +296,9 @@ class Embedder:
 
     Attributes:
         tokenizer: the checkpoint's tokenizer.
+        vocab_size: the size of the vocabulary: token ids are below it.
         max_model_len: the maximum number of tokens of a prompt.
+        is_cross_encoder: whether the model scores pairs of texts, and does not make embeddings.
         config: the configuration after the platform's changes.
         selection_report: the kernels that its forward passes run.
 
@@ -340,7 +337,7 @@ class Embedder:
         self._pooling, sentences = Pooling.of(checkpoint), SentenceConfig.of(checkpoint)
         if sentences.lowercases:
             self.tokenizer.lowercase()
-        self._given = checkpoint.config()
+        self._config = checkpoint.config()
         self._processors = IOProcessors(checkpoint, self.config)
         platform.set_device(0)
         self._device = torch.device(platform.device_type)
@@ -354,23 +351,15 @@ class Embedder:
         platform.post_load_model(loaded.to(self._device))
         self._model, self._names = loaded, count()
         self._scorer = loaded if isinstance(loaded, TransformersCrossEncoder) else None
-        self._is_sigmoid = self._scorer is not None and _is_sigmoid(self._given)
+        self.is_cross_encoder = self._scorer is not None
+        self._is_sigmoid = self._scorer is not None and _is_sigmoid(self._config)
         self.selection_report = SelectionReport()
         longest = loaded.max_positions
         self.max_model_len = min(longest, sentences.max_seq_length or longest)
+        self.vocab_size = loaded.vocab_size
         self._prompts = PromptReader(
-            self.tokenizer, loaded.vocab_size, self.max_model_len, answers=False
+            self.tokenizer, self.vocab_size, self.max_model_len, answers=False
         )
-
-    @property
-    def is_cross_encoder(self) -> bool:
-        """Whether the model scores pairs of texts, and does not make embeddings."""
-        return self._scorer is not None
-
-    @property
-    def vocab_size(self) -> int:
-        """The size of the vocabulary: token ids are below it."""
-        return self._prompts.vocab_size
 
     def tokens(
         self,
@@ -379,17 +368,14 @@ class Embedder:
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
     ) -> list[int]:
-        """Return the tokens of one prompt.
+        """Return the tokens of one prompt; the arguments are those of :meth:`embed`.
 
         Raises:
             PromptError: the prompt is empty, too long, or has token ids outside the vocabulary.
+            SamplingParamsError: *truncate_prompt_tokens* is out of range.
         """
-        keep = truncate_prompt_tokens
-        return self._prompts.tokens(
-            prompt,
-            add_special_tokens=add_special_tokens,
-            keep=self.max_model_len if keep == -1 else keep,
-        )
+        keep = self._limit(truncate_prompt_tokens)
+        return self._prompts.tokens(prompt, add_special_tokens=add_special_tokens, keep=keep)
 
     def embed(
         self,
@@ -415,7 +401,7 @@ class Embedder:
                 *truncate_prompt_tokens* is out of range.
             InvalidArgumentError: the model is a cross-encoder.
         """
-        check_truncation(truncate_prompt_tokens)
+        self._limit(truncate_prompt_tokens)  # also without any prompt
         self._check_task(scores=False)
         params = self.check_params(params)
         tokens = [
@@ -453,9 +439,8 @@ class Embedder:
             SamplingParamsError: *truncate_prompt_tokens* is out of range.
             InvalidArgumentError: the model is not a cross-encoder.
         """
-        check_truncation(truncate_prompt_tokens)
+        keep = self._limit(truncate_prompt_tokens)
         self._check_task(scores=True)
-        keep = self.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
         pairs = [
             self.tokenizer.encode_pair(first, second, keep=keep)
             for first, second in as_pairs(text_1, text_2)
@@ -469,6 +454,11 @@ class Embedder:
             ScoreOutput(str(next(self._names)), ids, score)
             for ids, (score,) in zip(tokens, scores, strict=True)
         ]
+
+    def _limit(self, truncate_prompt_tokens: int | None) -> int | None:
+        """Return the number of tokens to truncate to; None: do not truncate."""
+        check_truncation(truncate_prompt_tokens)
+        return self.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
 
     def check_params(self, params: PoolingParams | None, length: int = 0) -> PoolingParams:
         """Return *params*, or the defaults.
@@ -496,16 +486,16 @@ class Embedder:
                 )
         params.check_dimensions(
             1 if self._scorer is not None else self._model.hidden_size * len(self._pooling.modes),
-            self._given.get("matryoshka_dimensions"),
-            any_size=self._given.get("is_matryoshka") is True,
+            self._config.get("matryoshka_dimensions"),
+            any_size=self._config.get("is_matryoshka") is True,
         )
         return params
 
     def _check_task(self, *, scores: bool) -> None:
         """Raise InvalidArgumentError unless the model scores pairs, or makes embeddings."""
-        if scores == (self._scorer is not None):
+        if scores == self.is_cross_encoder:
             return
-        name = ", ".join(Fields(self._given).texts("architectures"))
+        name = ", ".join(Fields(self._config).texts("architectures"))
         if scores:
             raise InvalidArgumentError(
                 f"The model is an encoder ({name}), which makes embeddings; it scores no pairs of "
@@ -531,7 +521,7 @@ class Embedder:
         self, texts: Sequence[Sequence[int]], params: Sequence[PoolingParams]
     ) -> list[list[float]]:
         """Return the embeddings of tokenized texts, several per forward pass."""
-        found: list[list[float]] = []
+        vectors: list[list[float]] = []
         limit = self.config.scheduler.max_num_batched_tokens
         with private_context(self._priorities) as context, cpu_threads(self.config.cpu_threads):
             start = 0
@@ -540,9 +530,9 @@ class Embedder:
                 while end < len(texts) and size + len(texts[end]) <= limit:
                     size += len(texts[end])
                     end += 1
-                found += context.run(self._forward, texts[start:end], params[start:end])
+                vectors += context.run(self._forward, texts[start:end], params[start:end])
                 start = end
-        return found
+        return vectors
 
     def _forward(
         self, texts: Sequence[Sequence[int]], params: Sequence[PoolingParams]
@@ -564,12 +554,10 @@ class Embedder:
             )
             if self._scorer is not None:
                 logits = hidden.float()[:, None]
-                scores: list[list[float]] = (
-                    logits.sigmoid() if self._is_sigmoid else logits
-                ).tolist()
-                return scores
+                scores = logits.sigmoid() if self._is_sigmoid else logits
+                return [list(row) for row in scores.tolist()]
             states = hidden.split_with_sizes(lengths)
-            pooled = [self._pooling(*each) for each in zip(states, params, strict=True)]
+            pooled = [self._pooling(*item) for item in zip(states, params, strict=True)]
             # One copy to the host for all, which may have several lengths.
             numbers: list[float] = torch.cat(pooled).tolist()
         ends = list(accumulate(len(vector) for vector in pooled))

@@ -265,22 +265,19 @@ class LLM:
         )
         try:
             self._add([request])
+            num_done, is_finished = 0, False
             with private_context(self._priorities) as context:
-                yield from self._outputs(request, context)
+                while not is_finished:
+                    with self._turns.take():
+                        is_finished = self._step([request], context)
+                        is_new = is_finished or request.num_done > num_done
+                        num_done, output = request.num_done, request.output()
+                    if output.error is not None:
+                        raise output.error
+                    if is_new:
+                        yield output
         finally:
             self._give_up([request])
-
-    def _outputs(self, request: ActiveRequest, context: Context) -> Iterator[RequestOutput]:
-        known, is_finished = 0, False
-        while not is_finished:
-            with self._turns.take():
-                is_finished = self._step([request], context)
-                is_new = is_finished or request.num_done > known
-                known, output = request.num_done, request.output()
-            if output.error is not None:
-                raise output.error
-            if is_new:
-                yield output
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """Return the default sampling parameters.
@@ -318,14 +315,10 @@ class LLM:
 
     def _step(self, requests: Sequence[ActiveRequest], context: Context) -> bool:
         """Compute a step unless *requests* have finished; return whether they have."""
-        if not _are_finished(requests):
+        if not all(request.is_finished for request in requests):
             context.run(self._core.step)
-        return _are_finished(requests)
+        return all(request.is_finished for request in requests)
 
     def _give_up(self, requests: Sequence[ActiveRequest]) -> None:
         names = [request.request_id for request in requests]
         self._turns.soon(partial(self._core.abort, names))
-
-
-def _are_finished(requests: Sequence[ActiveRequest]) -> bool:
-    return all(request.is_finished for request in requests)

@@ -207,9 +207,21 @@ class StatCounter:
         ):
             self._histograms[name].add(seconds)
 
-    def histograms(self) -> dict[str, HistogramCounts]:
-        """Return all distributions, by name."""
-        return {name: histogram.counts() for name, histogram in self._histograms.items()}
+    def stats(self) -> EngineStats:
+        """Return the statistics of an engine with these counters, which runs nothing."""
+        return EngineStats(
+            running=0,
+            waiting=0,
+            kv_usage=0.0,
+            prefix_queries=0,
+            prefix_hits=0,
+            preemptions=0,
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+            steps=self.steps,
+            finished=dict(self.finished),
+            histograms={name: values.counts() for name, values in self._histograms.items()},
+        )
 
 
 _HISTOGRAMS = (
@@ -276,7 +288,7 @@ def _sum(one: HistogramCounts, other: HistogramCounts) -> HistogramCounts:
     return HistogramCounts(one.bounds, counts, one.total + other.total)
 
 
-NOTHING = replace(merged([]), histograms=StatCounter().histograms())
+NOTHING = replace(StatCounter().stats(), replicas=0)
 """The statistics of an engine that has not started."""
 
 

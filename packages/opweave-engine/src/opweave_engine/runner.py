@@ -37,6 +37,7 @@ from opweave_engine.kv_cache import CachePlan, LayerGroup
 from opweave_engine.load.checkpoint import Progress
 from opweave_engine.load.loader import as_language_model, load_model
 from opweave_engine.models import ForwardContext, LanguageModel, forward_context
+from opweave_engine.parts import part
 from opweave_engine.sampling.sampler import (
     Sampled,
     Sampler,
@@ -196,7 +197,7 @@ class ModelRunner:
         self._caches: LayerCaches | None = None
         self._max_model_len = 0
         self._graphs: DecodeGraphs | None = None
-        sampler: type[Sampler] = resolve_obj_by_qualname(platform.get_sampler_cls(config))
+        sampler: type[Sampler] = part(platform, "get_sampler_cls", config)
         self._sampler = sampler()
 
     def allocate(self, plan: CachePlan) -> None:
@@ -333,8 +334,8 @@ class ModelRunner:
                 num_decodes=decodes,
             )
         states = None
-        if caches.states is not None and (group := caches.state_group) is not None:
-            slots = [step.tables[group][0] if keeps else -1 for step in steps]
+        if caches.states is not None and caches.state_group is not None:
+            slots = [step.tables[caches.state_group][0] if keeps else -1 for step in steps]
             first = [step.start for step in steps]
             states = SequenceStates.of(counts, first, slots, caches.states, self.device)
         return ForwardContext(caches.step(batches), states)
@@ -436,9 +437,7 @@ class Worker:
         warn_of_unused_replacements()
         model = as_language_model(loaded).to(self.device)
         self.platform.post_load_model(model)
-        runner: type[ModelRunner] = resolve_obj_by_qualname(
-            self.platform.get_model_runner_cls(self.config)
-        )
+        runner: type[ModelRunner] = part(self.platform, "get_model_runner_cls", self.config)
         self.runner = runner(model, self.config, self.platform, self.device)
         self.runner.progress = progress
 

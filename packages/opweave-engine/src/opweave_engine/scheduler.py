@@ -41,10 +41,6 @@ class _StepPlan:
         self.counts[request] = count
         self.budget -= count
 
-    def drop(self, request: Request) -> None:
-        self.budget += self.counts.pop(request, 0)
-        self.dropped.add(request)
-
 
 class Scheduler:
     """Continuous batching: fills every step up to a token budget.
@@ -156,7 +152,8 @@ class Scheduler:
             self._take_back(self._running[-1], plan)
 
     def _take_back(self, request: Request, plan: _StepPlan) -> None:
-        plan.drop(request)
+        plan.budget += plan.counts.pop(request, 0)
+        plan.dropped.add(request)
         self._preempt(request)
 
     def _preempt(self, request: Request) -> None:

@@ -20,10 +20,6 @@ from opweave_engine.parallel.communicators import (
 )
 
 RANKS = 3
-KINDS: dict[str, type[TorchCommunicator]] = {
-    "shared": SharedMemoryCommunicator,
-    "torch": TorchCommunicator,
-}
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (5, 7), (3, 0, 2), (2, 3, 4)]
 LARGE = (2, SLOT + 3)  # of more than two slots in any dtype, and not of whole pieces
 REDUCED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64]
@@ -62,16 +58,18 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*bits)
 
 
-def run_rank(rank: int, kind: str, folder: Path) -> None:
+def run_rank(rank: int, folder: Path) -> None:
     """Check every collective of one rank, and save what went wrong."""
     torch.set_num_threads(1)
     wrong = _fails_to_join() if rank == 0 else []  # which does not keep it from the next group
-    store = FileStore(f"{folder}/store", RANKS)
-    group = RankGroup(rank, RANKS, torch.device("cpu"), "gloo", store, 60.0)
-    communicator = KINDS[kind](group)
-    for check in (_all_reduce, _all_gather, _broadcast, _barrier, _difference, _waiting):
-        wrong += [f"{check.__name__}: {each}" for each in check(communicator)]
-    communicator.close()
+    for kind in (SharedMemoryCommunicator, TorchCommunicator):
+        store = FileStore(f"{folder}/{kind.__name__}", RANKS)
+        group = RankGroup(rank, RANKS, torch.device("cpu"), "gloo", store, 60.0)
+        communicator = kind(group)
+        for check in (_all_reduce, _all_gather, _broadcast, _barrier, _difference, _waiting):
+            name = f"{kind.__name__}: {check.__name__}"
+            wrong += [f"{name}: {failure}" for failure in check(communicator)]
+        communicator.close()
     (folder / f"{rank}.txt").write_text("\n".join(wrong), encoding="utf-8")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from models.running import on_ranks, whole
+from models.running import compiled, on_ranks, whole
 from models.tiny_checkpoints import random_ids
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave_engine import load_model
@@ -19,6 +19,14 @@ def logits(path: Path) -> torch.Tensor:
     model = load_model(path, dtype="float32")
     with torch.inference_mode():
         return model.compute_logits(model(IDS, torch.arange(len(IDS))))
+
+
+def compiled_logits(path: Path) -> torch.Tensor:
+    """Return the logits of the model as one compiled graph."""
+    model = load_model(path, dtype="float32")
+    run = compiled(model, codegen=False)
+    with torch.inference_mode():
+        return model.compute_logits(run(IDS, torch.arange(len(IDS))))
 
 
 def theirs(model: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFValueType as Type
 from gguf import GGUFWriter
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
@@ -78,11 +79,31 @@ def write(
         exponents = torch.arange(0, _head_dim(config), 2) / _head_dim(config)
         plain = config.rope_parameters["rope_theta"] ** -exponents
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
+    finish(writer)
+    return path
+
+
+def finish(writer: GGUFWriter) -> None:
+    """Write what was added."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+
+
+def put(writer: GGUFWriter, key: str, value: Any) -> None:
+    """Add the key, or give it another value; None removes it."""
+    values = writer.kv_data[0]
+    values.pop(key, None)
+    if value is None:
+        return
+    if isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
+    else:
+        kinds = {bool: Type.BOOL, int: Type.UINT32, float: Type.FLOAT32}
+        writer.add_key_value(key, value, kinds[type(value)])
 
 
 def _encoded(matrix: Tensor, kind: Kind) -> tuple[NDArray[Any], Tensor]:

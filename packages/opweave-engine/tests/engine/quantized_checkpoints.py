@@ -262,3 +262,57 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
         "transform_config": {},
         "version": "0.12.2",
     }
+
+
+# Not those of nf4: the file says what the codes stand for.
+VALUES = np.sort(np.random.default_rng(0).uniform(-1, 1, 16)).astype(np.float32)
+NESTED = np.sort(np.random.default_rng(1).uniform(-1, 1, 256)).astype(np.float32)
+
+
+def of_4_bits(kind: str, *, nested: bool, size: int = 64) -> Packer:
+    """One number at a time, as the format is published."""
+
+    def pack(weight: Array) -> tuple[dict[str, Tensor], Array]:
+        blocks = weight.reshape(-1, size)
+        factors = np.abs(blocks).max(1)
+        state = {"quant_type": kind, "blocksize": size, "dtype": "float32",
+                 "shape": [*weight.shape]}  # fmt: skip
+        tensors: dict[str, Tensor] = {"weight.quant_map": torch.from_numpy(VALUES.copy())}
+        if nested:
+            offset = float(factors.mean())
+            padded = np.zeros(-(-len(factors) // 256) * 256, np.float32)
+            padded[: len(factors)] = factors - offset
+            largest = np.abs(padded.reshape(-1, 256)).max(1)
+            codes = np.abs(
+                padded.reshape(-1, 256, 1) / largest[:, None, None] - NESTED[None, None]
+            ).argmin(-1)
+            factors = (NESTED[codes] * largest[:, None]).reshape(-1)[: len(factors)] + offset
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+            flat = codes.astype(np.uint8).reshape(-1)[: len(factors)]
+            tensors |= {
+                "weight.absmax": torch.from_numpy(flat.copy()),
+                "weight.nested_absmax": torch.from_numpy(largest),
+                "weight.nested_quant_map": torch.from_numpy(NESTED.copy()),
+            }
+        else:
+            tensors["weight.absmax"] = torch.from_numpy(factors)
+        found = np.abs(blocks[..., None] / factors[:, None, None] - VALUES).argmin(-1)
+        flat = found.reshape(-1).astype(np.uint8)
+        tensors["weight"] = torch.from_numpy(flat[::2] * 16 + flat[1::2])[:, None]
+        tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.frombuffer(
+            bytearray(json.dumps(state).encode()), dtype=torch.uint8
+        )
+        return tensors, (VALUES[found] * factors[:, None]).reshape(weight.shape)
+
+    return pack
+
+
+def llm_int8(weight: Array) -> tuple[dict[str, Tensor], Array]:
+    largest = np.abs(weight).max(1)
+    codes = np.round(weight / largest[:, None] * 127).astype(np.int8)
+    tensors = {
+        "weight": torch.from_numpy(codes),
+        "SCB": torch.from_numpy(largest),
+        "weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+    return tensors, codes * (largest[:, None] / 127)

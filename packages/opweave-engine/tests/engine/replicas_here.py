@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from opweave_engine import EngineClient, ReplicaFailedError
-from opweave_engine.parallel.replicas import LoadOrder, Method, News, Replica, ReplicaLocation
+from opweave_engine.parallel.ray import LoadOrder, Method, News, Replica, ReplicaLocation
 
 Make = Callable[[int], EngineClient]
 

@@ -32,12 +32,13 @@ def test_a_token_has_the_same_bits_in_any_batch(
     """Chunks, steps, and prefixes that are recomputed or found give a token the same bits."""
     path, params = checkpoint(kind)[0], replace(GREEDY, logprobs=1)
 
-    def scores(prompts: list[list[int]], **options: Any) -> list[Any]:
-        answers = LLM(path, dtype=dtype, config=config(**options)).generate(prompts, params)
+    def scores(*batches: list[list[int]], **options: Any) -> list[Any]:
+        llm = LLM(path, dtype=dtype, config=config(**options))
+        answers = [answer for batch in batches for answer in llm.generate(batch, params)]
         return [answer.outputs[0].logprobs for answer in answers]
 
     with ir.require("batch_invariant"):
-        alone = [scores([prompt])[0] for prompt in PROMPTS]
+        alone = scores(*([prompt] for prompt in PROMPTS), prefix=False)
         assert scores(PROMPTS) == alone
         assert scores(PROMPTS, max_num_seqs=3, max_num_batched_tokens=5) == alone
         assert scores(PROMPTS, blocks=4, prefix=False) == alone

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from models.tiny_checkpoints import write_cross_encoder
-from opweave.config import EngineConfig, SchedulerConfig
+from opweave.config import EngineConfig
 from opweave_engine import (
     AsyncEmbedder,
     CheckpointError,
@@ -161,14 +161,6 @@ def test_pairs_that_are_too_long(tmp_path: Path) -> None:
     assert output.score == pytest.approx(float(expected), abs=2e-5)
     with pytest.raises(SamplingParamsError, match="truncate_prompt_tokens"):
         embedder.score(QUERY, text, truncate_prompt_tokens=0)
-
-
-def test_forwards_are_limited(tmp_path: Path) -> None:
-    write_cross_encoder(tmp_path, "bert")
-    limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=9)
-    actual = Embedder(tmp_path, config=EngineConfig(scheduler=limits)).score(QUERY, TEXTS)
-    expected = scores(tmp_path, QUERY, TEXTS)
-    torch.testing.assert_close(torch.tensor([one.score for one in actual]), expected)
 
 
 def test_models_that_cannot(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from models.tiny_checkpoints import random_ids, write_tokenizer
 from opweave.config import EngineConfig, SchedulerConfig
 from opweave_engine import (
     AsyncEmbedder,
-    AsyncEngine,
     CheckpointError,
     Embedder,
     EmbeddingOutput,
@@ -35,6 +34,12 @@ from opweave_engine.models import UnsupportedModelError
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 PROMPTS = [random_ids(seed, count) for seed, count in enumerate([1, 7, 23, 2, 96])]
+
+
+def assert_near(embedding: list[float], expected: Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(embedding), expected, rtol=0, atol=2e-5)
+
+
 POOLING: dict[str, Callable[[Tensor], Tensor]] = {
     "cls": lambda h: h[0],
     "max": lambda h: h.max(0).values,
@@ -70,8 +75,7 @@ def test_the_mean_of_the_tokens(checkpoint: Checkpoints) -> None:
     outputs = Embedder(path).embed(PROMPTS)
     assert [output.prompt_token_ids for output in outputs] == PROMPTS
     for prompt, output in zip(PROMPTS, outputs, strict=True):
-        found, wanted = torch.tensor(output.embedding), states(model, prompt).mean(0)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+        assert_near(output.embedding, states(model, prompt).mean(0))
 
 
 def test_forwards_are_limited(checkpoint: Checkpoints) -> None:
@@ -79,9 +83,7 @@ def test_forwards_are_limited(checkpoint: Checkpoints) -> None:
     limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=9)
     found = Embedder(path, config=EngineConfig(scheduler=limits)).embed(PROMPTS)
     for one, other in zip(found, Embedder(path).embed(PROMPTS), strict=True):
-        torch.testing.assert_close(
-            torch.tensor(one.embedding), torch.tensor(other.embedding), rtol=0, atol=2e-5
-        )
+        assert_near(one.embedding, torch.tensor(other.embedding))
 
 
 @pytest.mark.parametrize("mode", POOLING)
@@ -96,9 +98,8 @@ def test_pooling_of_sentence_transformers(
     config = {"word_embedding_dimension": 64, **(flags if as_flags else {"pooling_mode": mode})}
     copy = pooled(path, tmp_path, config, "Normalize")
     for prompt, output in zip(PROMPTS, Embedder(copy).embed(PROMPTS), strict=True):
-        wanted = POOLING[mode](states(model, prompt))
-        found = torch.tensor(output.embedding)
-        torch.testing.assert_close(found, wanted / wanted.norm(), rtol=0, atol=2e-5)
+        expected = POOLING[mode](states(model, prompt))
+        assert_near(output.embedding, expected / expected.norm())
 
 
 def test_several_ways_of_pooling_are_joined(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -106,8 +107,8 @@ def test_several_ways_of_pooling_are_joined(checkpoint: Checkpoints, tmp_path: P
     flags = {f"pooling_mode_{each}": True for each in ("mean_tokens", "max_tokens", "cls_token")}
     (output,) = Embedder(pooled(path, tmp_path, flags)).embed(PROMPTS[1])
     hidden = states(model, PROMPTS[1])
-    wanted = torch.cat([POOLING[mode](hidden) for mode in ("cls", "max", "mean")])
-    torch.testing.assert_close(torch.tensor(output.embedding), wanted, rtol=0, atol=2e-5)
+    expected = torch.cat([POOLING[mode](hidden) for mode in ("cls", "max", "mean")])
+    assert_near(output.embedding, expected)
 
 
 def test_wrong_prompts_and_checkpoints(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -143,16 +144,6 @@ def test_dummy_weights(checkpoint: Checkpoints, tmp_path: Path) -> None:
     assert len(found[0].embedding) == 64
 
 
-def test_the_length_that_the_checkpoint_names(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(checkpoint("bert")[0], tmp_path / "bert"))
-    (copy / "sentence_bert_config.json").write_text('{"max_seq_length": 20}')
-    embedder = Embedder(copy)
-    assert embedder.max_model_len == 20
-    embedder.embed([5] * 20)
-    with pytest.raises(PromptError, match="Shorten it by 1"):
-        embedder.embed([5] * 21)
-
-
 @pytest.mark.parametrize(
     ("tokenizer", "sentence", "longest"),
     [
@@ -178,7 +169,11 @@ def test_the_length_that_the_tokenizer_names(
     (copy / "tokenizer_config.json").write_text(json.dumps(settings))
     if sentence is not None:
         (copy / "sentence_roberta_config.json").write_text(json.dumps(sentence))
-    assert Embedder(copy).max_model_len == longest
+    embedder = Embedder(copy)
+    assert embedder.max_model_len == longest
+    embedder.embed([5] * longest)
+    with pytest.raises(PromptError, match="Shorten it by 1"):
+        embedder.embed([5] * (longest + 1))
     settings["model_max_length"] = "20"
     (copy / "tokenizer_config.json").write_text(json.dumps(settings))
     if sentence != {"max_seq_length": 30}:
@@ -255,14 +250,6 @@ def test_files_of_sentence_transformers_are_read_strictly(
     ]
 
 
-def test_a_prompt_that_is_not_to_be_pooled(
-    checkpoint: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = {"pooling_mode": "cls", "include_prompt": False}
-    Embedder(pooled(checkpoint("bert")[0], tmp_path, config))
-    assert "include_prompt=False is not followed" in caplog.text
-
-
 @pytest.mark.parametrize("kind", ["silu", "masked", "masked with a pooler", "prefixed"])
 def test_other_checkpoints_of_bert(kind: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
     config = BertConfig.from_pretrained(checkpoint("bert")[0])
@@ -286,8 +273,7 @@ def test_other_checkpoints_of_bert(kind: str, checkpoint: Checkpoints, tmp_path:
     model = AutoModel.from_pretrained(tmp_path, attn_implementation="eager").eval()
     write_tokenizer(tmp_path)
     for prompt, output in zip(PROMPTS, Embedder(tmp_path).embed(PROMPTS), strict=True):
-        found, wanted = torch.tensor(output.embedding), states(model, prompt).mean(0)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+        assert_near(output.embedding, states(model, prompt).mean(0))
     if kind == "masked":
         loaded = load_model(tmp_path)
         engine = open_engine(tmp_path)
@@ -310,8 +296,15 @@ def test_settings_of_sentence_transformers(
     assert not caplog.text
     prompts = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
     (copy / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    (copy / "modules.json").write_text(
+        '[{"path": "pooling", "type": "sentence_transformers.models.Pooling"}]'
+    )
+    (copy / "pooling").mkdir()
+    config = {"pooling_mode": "cls", "include_prompt": False}
+    (copy / "pooling" / "config.json").write_text(json.dumps(config))
     Embedder(copy)
     assert "default_prompt_name='query' is not followed" in caplog.text
+    assert "include_prompt=False is not followed" in caplog.text
     for value in (0, "256", True):
         settings = json.dumps({"max_seq_length": value})
         (copy / "sentence_bert_config.json").write_text(settings)
@@ -339,8 +332,7 @@ def test_many_at_once_from_asyncio(checkpoint: Checkpoints) -> None:
     wanted = [output.embedding for output in Embedder(path).embed(PROMPTS)]
     for i, output in enumerate(asyncio.run(run())):
         assert output.request_id == str(i)
-        found = torch.tensor(output.embedding)
-        torch.testing.assert_close(found, torch.tensor(wanted[i % 5]), rtol=0, atol=2e-5)
+        assert_near(output.embedding, torch.tensor(wanted[i % 5]))
     stats = engine.stats()
     assert stats.finished == {"stop": 40}
     assert stats.prompt_tokens == 8 * sum(map(len, PROMPTS))
@@ -364,22 +356,6 @@ def test_a_cancelled_request_harms_nobody(checkpoint: Checkpoints) -> None:
     engine.shutdown()
 
 
-def test_a_second_loop_at_the_same_time_is_refused(checkpoint: Checkpoints) -> None:
-    engine = AsyncEmbedder(checkpoint("bert")[0])
-
-    def elsewhere() -> None:
-        with pytest.raises(InvalidArgumentError, match="runs in another thread"):
-            asyncio.run(asyncio.wait_for(engine.embed(PROMPTS[1], request_id="b"), 60))
-
-    async def run() -> None:
-        await engine.embed(PROMPTS[1], request_id="a")
-        await asyncio.to_thread(elsewhere)
-
-    asyncio.run(run())
-    assert asyncio.run(engine.embed(PROMPTS[1], request_id="b")).embedding
-    engine.shutdown()
-
-
 def test_a_dead_encoder_tells_everybody(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,11 +375,4 @@ def test_a_dead_encoder_tells_everybody(
     assert not engine.is_running
     assert isinstance(engine.dead_with, RuntimeError)
     assert engine.stats().replicas == 0
-    engine.shutdown()
-
-
-def test_other_checkpoints_generate(checkpoint: Checkpoints) -> None:
-    engine = open_engine(checkpoint("llama")[0], model_name="tiny")
-    assert isinstance(engine, AsyncEngine)
-    assert engine.model_name == "tiny"
     engine.shutdown()

@@ -15,6 +15,7 @@ from gguf import GGUFWriter
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
+from engine.gguf_files import finish, put
 from opweave_engine import CheckpointError, TokenizerError
 from opweave_engine.load.checkpoint import Checkpoint
 from opweave_engine.tokenizer import Tokenizer as Ours
@@ -79,10 +80,7 @@ def write(path: Path, add: Callable[[GGUFWriter], None], architecture: str = "ll
     writer.add_sliding_window(4)
     for name in ("token_embd", "blk.0.attn_q", "blk.0.attn_k", "blk.0.ffn_down"):
         writer.add_tensor(f"{name}.weight", np.zeros((4, 4), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -100,7 +98,7 @@ def add_bpe(writer: GGUFWriter, kind: str, tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bpe_of_bytes(kind: str, tmp_path: Path) -> None:
+def test_bpe_of_bytes(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     theirs = trained(kind)
 
     def add(writer: GGUFWriter) -> None:
@@ -114,6 +112,7 @@ def test_bpe_of_bytes(kind: str, tmp_path: Path) -> None:
         assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, False)
     assert ours.special_ids == {0, 1}
     assert (ours.bos_token_id, ours.eos_token_ids) == (0, {1})
+    assert "pre-tokenizer" not in caplog.text
 
 
 # llama.cpp's LLAMA_VOCAB_PRE_TYPE_DEFAULT, each applied to the parts that the ones before left.
@@ -150,12 +149,6 @@ def test_files_that_do_not_name_the_splits(
         assert ours.encode(text) == [*itertools.chain(*expected)], text
     (warning,) = [r.getMessage() for r in caplog.records if "pre-tokenizer" in r.msg]
     assert "tokens may differ from those of the model's training" in warning
-
-
-def test_files_that_name_the_splits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write(tmp_path / "model.gguf", lambda w: add_bpe(w, "gpt-2", trained("gpt-2")))
-    assert Ours(Checkpoint(path)).encode("1234567") == trained("gpt-2").encode("1234567").ids
-    assert "pre-tokenizer" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -236,84 +229,33 @@ def test_every_end_of_an_answer(tmp_path: Path) -> None:
     assert Ours(checkpoint).eos_token_ids == {0, 1, 2, 3}
 
 
+TOKENS = {"tokens": ["a", "b"]}
+BPE = {"model": "gpt2", **TOKENS, "merges": ["a b"]}
+PIECE = {"model": "llama", **TOKENS, "scores": [0.0, 1.0]}
+
+
 @pytest.mark.parametrize(
-    ("add", "message"),
+    ("values", "message"),
     [
-        (lambda w: w.add_tokenizer_model("t5"), r"tokenizer.ggml.model='t5', which is not supp"),
-        (
-            lambda w: (w.add_tokenizer_model("gpt2"), w.add_token_merges(["a b"])),
-            r"has no list of texts tokenizer.ggml.tokens",
-        ),
-        (
-            lambda w: (w.add_tokenizer_model("gpt2"), w.add_token_list(["a", "b"])),
-            "has no list tokenizer.ggml.merges",
-        ),
-        (
-            lambda w: w.add_array("tokenizer.ggml.model", [1, 2]),
-            "tokenizer.ggml.model='.1 2.'; it must be a text",
-        ),
-        (
-            lambda w: (w.add_tokenizer_model("llama"), w.add_token_list(["a", "b"])),
-            "has no tokenizer.ggml.scores",
-        ),
-        (
-            lambda w: (
-                w.add_tokenizer_model("gpt2"),
-                w.add_token_list(["a", "b"]),
-                w.add_token_merges(["a b"]),
-                w.add_tokenizer_pre("chameleon"),
-            ),
-            r"tokenizer.ggml.pre='chameleon', which is not supported. Supported: default, gpt-2",
-        ),
-        (
-            lambda w: (
-                w.add_tokenizer_model("gpt2"),
-                w.add_token_list(["a", "b"]),
-                w.add_token_merges(["a b"]),
-                w.add_bos_token_id(2),
-            ),
-            r"bos_token_id=2, but 2 tokens",
-        ),
-        (
-            lambda w: (
-                w.add_tokenizer_model("gpt2"),
-                w.add_token_list([1, 2]),
-                w.add_token_merges(["a b"]),
-            ),
-            r"has no list of texts tokenizer.ggml.tokens",
-        ),
-        (
-            lambda w: (
-                w.add_tokenizer_model("llama"),
-                w.add_token_list(["a", "b"]),
-                w.add_token_scores([0.0, 1.0]),
-                w.add_token_types([1, 1, 1]),
-            ),
-            "has no tokenizer.ggml.token_type with a number for each of the 2 tokens",
-        ),
-        (
-            lambda w: (
-                w.add_tokenizer_model("llama"),
-                w.add_token_list(["a", "b"]),
-                w.add_token_scores([0.0, 1.0]),
-                w.add_array("tokenizer.ggml.add_space_prefix", [1, 2]),
-            ),
-            "add_space_prefix='.1 2.'; it must be a boolean",
-        ),
-        (
-            lambda w: (
-                w.add_tokenizer_model("llama"),
-                w.add_token_list(["a", "b"]),
-                w.add_token_scores([0.0, 1.0]),
-                w.add_array("tokenizer.ggml.bos_token_id", [1, 2]),
-            ),
-            "bos_token_id='.1 2.'; it must be an integer",
-        ),
+        ({"model": "t5"}, "tokenizer.ggml.model='t5', which is not supp"),
+        ({"model": [1, 2]}, "tokenizer.ggml.model='.1 2.'; it must be a text"),
+        ({"model": "gpt2", "merges": ["a b"]}, "has no list of texts tokenizer.ggml.tokens"),
+        ({**BPE, "tokens": [1, 2]}, "has no list of texts tokenizer.ggml.tokens"),
+        ({"model": "gpt2", **TOKENS}, "has no list tokenizer.ggml.merges"),
+        ({**BPE, "merges": ["a b", "ab"]}, "has the merge 'ab', which is not a pair"),
+        ({"model": "llama", **TOKENS}, "has no tokenizer.ggml.scores"),
+        ({**BPE, "pre": "chameleon"}, "pre='chameleon', which is not supported. Supported: def"),
+        ({**BPE, "bos_token_id": 2}, "bos_token_id=2, but 2 tokens"),
+        ({**PIECE, "token_type": [1] * 3}, "no tokenizer.ggml.token_type with a number for each"),
+        ({**PIECE, "add_space_prefix": [1, 2]}, "add_space_prefix='.1 2.'; it must be a boolean"),
+        ({**PIECE, "bos_token_id": [1, 2]}, "bos_token_id='.1 2.'; it must be an integer"),
     ],
 )
-def test_damaged_and_unsupported(
-    add: Callable[[GGUFWriter], None], message: str, tmp_path: Path
-) -> None:
+def test_damaged_and_unsupported(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    def add(writer: GGUFWriter) -> None:
+        for key, value in values.items():
+            put(writer, f"tokenizer.ggml.{key}", value)
+
     with pytest.raises((TokenizerError, CheckpointError), match=message) as raised:
         Ours(Checkpoint(write(tmp_path / "model.gguf", add)))
     assert "\n" not in str(raised.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ from engine.test_equality import FAMILIES
 from models.tiny_checkpoints import random_ids
 from opweave import ir
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig
+from opweave.ir.errors import UnknownProviderError
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave.layers.registry import ShardingError
 from opweave.platforms import CpuPlatform
@@ -37,7 +39,7 @@ from opweave_engine import (
 from opweave_engine.errors import InvalidArgumentError
 from opweave_engine.load.loader import load_model
 from opweave_engine.parallel.executor import HOST, Process, RankedExecutor
-from opweave_engine.parallel.rank import AGREED, Agreement, Launch, Start, launch_of
+from opweave_engine.parallel.rank import AGREED, Agreement, Launch, Start, follow, launch_of
 from support.fixtures import FreshPython
 from support.processes import is_alive, wait_until
 
@@ -147,7 +149,7 @@ def test_a_rank_that_hangs_and_one_that_dies_while_nothing_is_computed(
 def test_an_engine_shuts_down_while_a_rank_hangs(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opweave_engine.async_engine._ENDING", 0.1)
+    monkeypatch.setattr("opweave_engine.async_engine._STOP_SECONDS", 0.1)
     monkeypatch.setattr("opweave_engine.client._ABORTED_WITHIN", 0.1)
     engine = AsyncEngine(checkpoint("one_layer")[0], config=two_ranks())
     pid = pid_of(engine)
@@ -198,7 +200,10 @@ ENDING = """
 """
 
 
-@pytest.mark.parametrize(("signal_", "code"), [("SIGKILL", -9), ("SIGINT", -2)])
+@pytest.mark.parametrize(
+    ("signal_", "code"),
+    [("SIGKILL", -9), pytest.param("SIGINT", -2, marks=pytest.mark.slow)],
+)
 def test_no_rank_outlives_the_engine(
     signal_: str, code: int, checkpoint: Checkpoints, fresh_python: FreshPython
 ) -> None:
@@ -209,22 +214,22 @@ def test_no_rank_outlives_the_engine(
     wait_until(lambda: not is_alive(pid), SOON)
 
 
-@pytest.mark.parametrize("has_begun", [False, True])
-def test_a_rank_that_never_met_its_engine_does_not_outlive_it(
-    has_begun: bool, tmp_path: Path
-) -> None:
+def test_a_rank_that_never_met_its_engine_does_not_outlive_it(tmp_path: Path) -> None:
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
     process = Process(port)  # where nobody is any more
     try:
-        if has_begun:
-            process.connection.send_bytes(Agreement.here().to_json().encode())
-            assert process.connection.recv_bytes() == AGREED
-            process.connection.send(Start(1, 2, 0, tmp_path, two_ranks(), 60.0, None))
+        process.connection.send_bytes(Agreement.here().to_json().encode())
+        assert process.connection.recv_bytes() == AGREED
+        process.connection.send(Start(1, 2, 0, tmp_path, two_ranks(), 60.0, None))
         process.connection.close()
         assert process.end(6 * SOON) == "exited with code 1"
     finally:
         process.kill()
+    ours, its = multiprocessing.Pipe()
+    ours.close()  # before the agreement
+    with ThreadPoolExecutor(1) as thread:  # a main thread would ignore Ctrl-C from then on
+        assert thread.submit(follow, its, HashStore).result() == 1
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, path: Path, **changes: Any) -> str:
@@ -250,15 +255,6 @@ def test_a_rank_that_would_be_on_another_platform_refuses(
     )
 
 
-def test_a_rank_that_would_choose_other_kernels_refuses(
-    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lists = {**Agreement.here().priorities, "rms_norm": ["absent", "native"]}
-    error = refused(monkeypatch, checkpoint("one_layer")[0], priorities=lists)
-    assert "rank 1 refused to start: UnknownProviderError" in error
-    assert "'absent'" in error
-
-
 def test_what_ranks_agree_on() -> None:
     with ir.priority(rms_norm=["native", "aten"]), ir.require("batch_invariant"):
         agreement = Agreement.from_json(Agreement.here().to_json())
@@ -273,6 +269,12 @@ def test_what_ranks_agree_on() -> None:
     lists = {op: names for op, names in agreement.priorities.items() if op != "rms_norm"}
     with (
         pytest.raises(RankFailedError, match=r"tries none for op 'rms_norm'; this process tries"),
+        replace(agreement, priorities=lists).selection(),
+    ):
+        pass
+    lists = {**agreement.priorities, "rms_norm": ["absent", "native"]}
+    with (
+        pytest.raises(UnknownProviderError, match="'absent'"),
         replace(agreement, priorities=lists).selection(),
     ):
         pass

@@ -11,9 +11,8 @@ import torch
 from torch import multiprocessing
 from torch.distributed import HashStore
 
-from engine.communicating import KINDS, RANKS, run_rank
+from engine.communicating import RANKS, run_rank
 from opweave.platforms import CpuPlatform, CudaPlatform
-from opweave.plugins import resolve_obj_by_qualname
 from opweave_engine.errors import CommunicatorError
 from opweave_engine.parallel.communicators import (
     RankGroup,
@@ -21,12 +20,12 @@ from opweave_engine.parallel.communicators import (
     SharedMemoryCommunicator,
     TorchCommunicator,
 )
+from opweave_engine.parts import part
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_collectives_between_three_processes(kind: str, tmp_path: Path) -> None:
+def test_collectives_between_three_processes(tmp_path: Path) -> None:
     spawn: Any = multiprocessing.spawn  # type: ignore[attr-defined]
-    spawn(run_rank, (kind, tmp_path), nprocs=RANKS)
+    spawn(run_rank, (tmp_path,), nprocs=RANKS)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(RANKS)] == [""] * RANKS
 
 
@@ -69,9 +68,11 @@ def test_a_segment_of_another_machine_is_not_opened(tmp_path: Path) -> None:
 
 
 def test_platforms_name_their_communicators() -> None:
-    names = {p: p().get_device_communicator_cls() for p in (CpuPlatform, CudaPlatform)}
-    found = {platform: resolve_obj_by_qualname(name) for platform, name in names.items()}
-    assert found == {CpuPlatform: SharedMemoryCommunicator, CudaPlatform: TorchCommunicator}
+    for platform, expected in (
+        (CpuPlatform, SharedMemoryCommunicator),
+        (CudaPlatform, TorchCommunicator),
+    ):
+        assert part(platform(), "get_device_communicator_cls") is expected
     assert CudaPlatform.dist_backend == "nccl"
 
 

@@ -16,7 +16,7 @@ from models.tiny_checkpoints import random_ids
 from opweave_engine import LLM, CheckpointError, SamplingParams, load_model
 from opweave_engine.load.loader import check_ranks
 from opweave_engine.load.writer import quantize_checkpoint
-from opweave_engine.models import LlamaConfig, UnsupportedModelError
+from opweave_engine.models import UnsupportedModelError
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 Tensors = dict[str, torch.Tensor]
@@ -47,56 +47,56 @@ def tokens(path: Path) -> list[int]:
     return LLM(path, dtype="float32").generate(random_ids(3, 9), params)[0].outputs[0].token_ids
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
-        {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {}}},
-        {"compression_config": {"quant_method": "compressed-tensors"}},
-        {"quantization_config": "awq"},
-    ],
-)
-def test_a_configuration_over_plain_weights(
-    config: dict[str, Any], path: Path, caplog: pytest.LogCaptureFixture
+IGNORED = "is ignored: no weight is quantized"
+ATTENTION = LAYER.rpartition(".")[0]
+SCALES = {f"{name}_scale": torch.tensor(0.5) for name in (f"{ATTENTION}.k", f"{ATTENTION}.v",
+                                                          f"{LAYER}.k")}  # fmt: skip
+CACHE = {"num_bits": 8, "type": "float", "dynamic": False}
+# A file, what it says, further tensors, and the warning.
+PLAIN: list[tuple[str, dict[str, Any], Tensors, str]] = [
+    *(
+        ("config.json", config, {}, IGNORED)
+        for config in (
+            {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+            {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {}}},
+            {"compression_config": {"quant_method": "compressed-tensors"}},
+            {"quantization_config": "awq"},
+        )
+    ),
+    ("config.json", {"quantization_config": {}}, {}, ""),
+    ("quantize_config.json", {"bits": 4}, {}, f"quantize_config.json {IGNORED}"),
+    ("hf_quant_config.json", {"bits": 4}, {}, f"hf_quant_config.json {IGNORED}"),
+    *(
+        (
+            "config.json",
+            {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": CACHE}},
+            tensors,
+            message,
+        )
+        for tensors, message in (
+            (SCALES, "3 scales of a quantized KV cache are ignored"),
+            ({}, "kv_cache_scheme is ignored: the cache is not quantized"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "values", "tensors", "message"), PLAIN)
+def test_plain_weights(
+    file: str,
+    values: dict[str, Any],
+    tensors: Tensors,
+    message: str,
+    path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain = tokens(path)
-    edit(path, **config)
+    edit_tensors(path, tensors)
+    edit(path, file, **values)
     assert tokens(path) == plain
-    assert "is ignored: no weight is quantized" in caplog.text
+    assert message in caplog.text
+    assert message or not caplog.text
     check_ranks(path, 2)
-
-
-def test_an_empty_configuration(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    plain = tokens(path)
-    edit(path, quantization_config={})
-    assert tokens(path) == plain
-    assert not caplog.text
-    assert LlamaConfig.from_hf(json.loads((path / "config.json").read_text()))
-
-
-@pytest.mark.parametrize("file", ["quantize_config.json", "hf_quant_config.json"])
-def test_a_file_over_plain_weights(file: str, path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    edit(path, file, bits=4)
-    load_model(path)
-    assert f"{file} is ignored: no weight is quantized" in caplog.text
-
-
-def test_scales_of_a_cache(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    plain = tokens(path)
-    scales = {f"{LAYER.rpartition('.')[0]}.{kind}_scale": torch.tensor(0.5) for kind in "kv"}
-    scales |= {f"{LAYER}.k_scale": torch.tensor(0.5)}
-    edit_tensors(path, scales)
-    edit(path, quantization_config={"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}})
-    assert tokens(path) == plain
-    assert "3 scales of a quantized KV cache are ignored" in caplog.text
-
-
-def test_a_scheme_of_a_cache_without_scales(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    plain = tokens(path)
-    scheme = {"num_bits": 8, "type": "float", "dynamic": False}
-    edit(path, quantization_config={"quant_method": "fp8", "kv_cache_scheme": scheme})
-    assert tokens(path) == plain
-    assert "kv_cache_scheme is ignored: the cache is not quantized" in caplog.text
 
 
 PACKED: dict[str, Tensors] = {

@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from engine import compared_logits
 from engine import quantized_checkpoints as q
-from engine.compared_logits import IDS, close, theirs
+from engine.compared_logits import close, compiled_logits, theirs
 from opweave import ir
 from opweave_engine import CheckpointError, load_model
 from opweave_engine.load.loader import check_ranks
+from opweave_engine.load.quantized import BitsAndBytes
 from opweave_engine.models import UnsupportedModelError
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
@@ -23,6 +24,11 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 INT8 = {"num_bits": 8, "strategy": "channel", "group_size": None}
 BLOCK = {"num_bits": 8, "type": "float", "strategy": "block", "group_size": None}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "_load_in_4bit": True,
+       "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+       "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8",
+       "llm_int8_skip_modules": ["lm_head"], "llm_int8_threshold": 6.0}  # fmt: skip
+LLM_INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
 Case = tuple[dict[str, Any], q.Packer]
 
 CASES: dict[str, Case] = {
@@ -65,13 +71,20 @@ CASES: dict[str, Case] = {
         q.fp8("tensor"),
     ),
 }
+CASES |= {
+    "nf4": (BNB, q.of_4_bits("nf4", nested=False)),
+    "nf4_nested": (BNB, q.of_4_bits("nf4", nested=True)),
+    "nf4_128": (BNB, q.of_4_bits("nf4", nested=True, size=128)),
+    "fp4": ({**BNB, "bnb_4bit_quant_type": "fp4"}, q.of_4_bits("fp4", nested=True)),
+    "llm_int8": (LLM_INT8, q.llm_int8),
+}
 # With quantized activations: their values are tested in test_quantized_activations.py.
 FP8_CASES: dict[str, Case] = {
     "fp8_tensor": (FP8, q.fp8("tensor")),
     "fp8_block": ({**FP8, "weight_block_size": [128, 128]}, q.fp8("block")),
 }
 # Kept as 4 or 8 bits for each weight; others have no kernel.
-DENSE = {"gptq_8_bits", "gptq_8_bits_act_order"}
+DENSE = {"gptq_8_bits", "gptq_8_bits_act_order", "nf4", "nf4_nested", "nf4_128", "fp4"}
 
 
 def logits(path: Path) -> torch.Tensor:
@@ -90,6 +103,7 @@ def test_formats(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     narrow = {torch.uint8, torch.int8, torch.float8_e4m3fn}
     assert weights <= ({torch.float32} if name in DENSE else narrow)
     assert ("14 weights are dequantized while they are loaded" in caplog.text) == (name in DENSE)
+    assert ("LLM.int8() quantizes them" in caplog.text) == (name == "llm_int8")
 
 
 @pytest.mark.parametrize("kind", ["biases", "tied", "qwen2", "qwen3"])
@@ -167,6 +181,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**q.compressed("pack-quantized"), "sparsity_config": {"format": "sparse-24-bitmask"}},
         r"sparsity_config\) has format='sparse-24-bitmask'",
     ),
+    "bnb_type": ({**BNB, "bnb_4bit_quant_type": "int4"}, r"has bnb_4bit_quant_type='int4'"),
+    "bnb_storage": ({**BNB, "bnb_4bit_quant_storage": "bfloat16"}, r"quant_storage='bfloat16'"),
+    "bnb_key": ({**BNB, "bnb_2bit": True}, r"\(bitsandbytes\) has the key 'bnb_2bit'"),
     "method": ({"quant_method": "hqq"}, r"quant_method 'hqq'.*Supported, by"),
 }
 
@@ -174,7 +191,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_configurations_that_are_not_supported(name: str, tmp_path: Path) -> None:
     config, message = REFUSED[name]
-    q.write(tmp_path, config, lambda _: q.gptq())
+    q.write(tmp_path, config, lambda _: CASES["nf4"][1] if name.startswith("bnb") else q.gptq())
     with pytest.raises(UnsupportedModelError, match=message) as raised:
         load_model(tmp_path)
     assert "\n" not in str(raised.value)
@@ -197,7 +214,14 @@ def changed(leaf: str, change: Callable[[torch.Tensor], torch.Tensor] | None) ->
     return edit
 
 
-DAMAGED = {
+STATE = "weight.quant_state.bitsandbytes__nf4"
+STATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "short state": lambda t: t[:-5],
+    "no offset": lambda t: t.new_tensor([*bytes(t.tolist()).replace(b"nested_offset", b"other")]),
+    "list": lambda t: t.new_tensor([*b"[]"]),
+    "shape as text": lambda t: t.new_tensor([*b'{"shape": "2x2", "blocksize": 64}']),
+}
+DAMAGED: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor] | None, str]] = {
     "no scales": ("gptq", "scales", None, r"o_proj is quantized, but the checkpoint has no scal"),
     "no zeros": ("gptq", "qzeros", None, r"no qzeros"),
     "short": ("gptq", "qweight", lambda t: t[:-4], r"o_proj.*(g_idx|qweight)"),
@@ -229,6 +253,15 @@ DAMAGED = {
     "4 bits": ("int8_packed", "weight_packed", lambda t: t[:, ::2], "4 bits for each weight inst"),
     "int8": ("float8", "weight", lambda t: t.to(torch.int8), "not of the type 'float'"),
     "float8": ("int8", "weight", lambda t: t.to(torch.float8_e4m3fn), "not of the type 'int'"),
+    "short of nf4": ("nf4_nested", "weight", lambda t: t[:-1], r"uint8 .* bytes for \(256, 256\)"),
+    "no factors": ("nf4_nested", "weight.absmax", None, "no weight.absmax for it"),
+    "few factors": ("nf4_nested", "weight.absmax", lambda t: t[1:], "absmax is uint8"),
+    "few nested": ("nf4_nested", "weight.nested_absmax", lambda t: t[1:], "absmax is float32"),
+    "few values": ("nf4_nested", "weight.quant_map", lambda t: t[:8], "quant_map is float32"),
+    **{
+        name: ("nf4_nested", STATE, change, "quant_state is not a description of a 4-bit matrix")
+        for name, change in STATES.items()
+    },
 }
 
 
@@ -256,7 +289,9 @@ def test_ranks_are_checked(tmp_path: Path) -> None:
     check_ranks(tmp_path, 2)
 
 
-@pytest.mark.parametrize("name", ["gptq_act_order_asymmetric", "mixed", "int8"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("gptq_act_order_asymmetric", marks=pytest.mark.slow), "mixed"]
+)
 def test_compiled_models(name: str, tmp_path: Path) -> None:
     config, packer = CASES["gptq"] if name == "mixed" else CASES[name]
     mixed = {"k_proj": q.gptq(64, symmetric=False), "up_proj": None}
@@ -265,11 +300,8 @@ def test_compiled_models(name: str, tmp_path: Path) -> None:
         return mixed.get(module.rpartition(".")[2], packer) if name == "mixed" else packer
 
     reference = q.write(tmp_path, config, chosen)
-    model = load_model(tmp_path, dtype="float32")
-    run = torch.compile(model, backend="opweave", fullgraph=True, dynamic=True)
-    with torch.inference_mode(), ir.priority(linear_w4a16=["native"], linear_w8a16=["native"]):
-        found = model.compute_logits(run(IDS, torch.arange(len(IDS))))
-    assert close(found, theirs(reference))
+    with ir.priority(linear_w4a16=["native"], linear_w8a16=["native"]):
+        assert close(compiled_logits(tmp_path), theirs(reference))
 
 
 def test_an_output_matrix(tmp_path: Path) -> None:
@@ -277,3 +309,32 @@ def test_an_output_matrix(tmp_path: Path) -> None:
     model = q.write(tmp_path, config, lambda _: packer, quantizes_head=True)
     assert close(logits(tmp_path), theirs(model))
     assert load_model(tmp_path).lm_head.weight.dtype is torch.uint8
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_values_of_bitsandbytes(kind: str, nested: bool) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = torch.randn(48, 128).bfloat16()
+    packed, state = functional.quantize_4bit(weight, quant_type=kind, compress_statistics=nested)
+    tensors = {f"weight.{leaf}": part for leaf, part in state.as_dict(packed=True).items()}
+    form = BitsAndBytes({**BNB, "bnb_4bit_quant_type": kind})
+    values = form.matrix("layer", {"weight": packed, **tensors}).values()
+    theirs = functional.dequantize_4bit(packed, state)
+    torch.testing.assert_close(values.bfloat16(), theirs, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(1, r"1 \(col32\)"), (2, r"2 \(col_turing\)"), (3, r"3 \(col_ampere\)"), (7, "7")],
+)
+def test_orders_of_int8_weights(value: int, shown: str, tmp_path: Path) -> None:
+    def reordered(weight: q.Array) -> tuple[dict[str, torch.Tensor], q.Array]:
+        tensors, values = q.llm_int8(weight)
+        return {**tensors, "weight_format": torch.tensor(value, dtype=torch.uint8)}, values
+
+    q.write(tmp_path, LLM_INT8, lambda _: reordered)
+    message = rf"_proj.weight_format is {shown}, an order .*Supported: 0 \(row\)"
+    with pytest.raises(UnsupportedModelError, match=message) as raised:
+        load_model(tmp_path)
+    assert "\n" not in str(raised.value)

@@ -189,19 +189,12 @@ def test_without_chunks_a_prompt_waits_for_the_budget() -> None:
     ]
 
 
-def test_first_come_first_served() -> None:
-    run = Run(SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64))
-    for name, priority in (("a", 5), ("b", 0), ("c", -1)):
-        run.add(name, [1, 2], 1, priority)
-    assert [list(counts(run.step())) for _ in range(3)] == [["a"], ["b"], ["c"]]
-
-
-def test_priorities_go_first() -> None:
-    config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, policy="priority")
-    run = Run(config)
+@pytest.mark.parametrize(("policy", "order"), [("fcfs", "abcd"), ("priority", "cbda")])
+def test_the_order_of_the_policy(policy: str, order: str) -> None:
+    run = Run(SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, policy=policy))
     for name, priority in (("a", 5), ("b", 0), ("c", -1), ("d", 0)):
         run.add(name, [1, 2], 1, priority)
-    assert [list(counts(run.step())) for _ in range(4)] == [["c"], ["b"], ["d"], ["a"]]
+    assert [list(counts(run.step())) for _ in range(4)] == [[name] for name in order]
 
 
 def test_what_is_refused_is_not_kept() -> None:
@@ -342,17 +335,6 @@ def test_the_last_one_loses_its_blocks(policy: str) -> None:
     assert (loser.num_preemptions > 0, winner.num_preemptions) == (True, 0)
     assert run.scheduler.num_preemptions == loser.num_preemptions
     assert list(run.answers) == [winner.request_id, loser.request_id]
-
-
-def test_a_stream_of_short_requests_does_not_starve_a_long_one() -> None:
-    run = Run(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8), num_blocks=10)
-    run.add("short 0", [1], 2)
-    run.add("long", [3] * 30, 10)
-    for i in range(1, 60):
-        run.add(f"short {i}", [i % VOCABULARY], 2)
-        run.step()
-    assert run.answers["long"] == alone([3] * 30, 10)
-    run.finish()
 
 
 def test_a_prefix_is_computed_once() -> None:

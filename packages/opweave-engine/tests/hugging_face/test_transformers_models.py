@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,14 @@ from opweave_engine import LLM, CheckpointError, PromptError, SamplingParams
 from opweave_engine.load import loader
 from opweave_engine.load.loader import check_ranks, load_model
 from opweave_engine.models import InvalidConfigError, UnsupportedModelError
-from opweave_engine.transformers import TransformersModel, attention
+from opweave_engine.transformers import attention
 from opweave_engine.transformers.attention import NotSuitableError
-from opweave_engine.transformers.model import CachedSequences, PackedSequences, RecomputedSequences
+from opweave_engine.transformers.model import (
+    CachedSequences,
+    PackedSequences,
+    RecomputedSequences,
+    TransformersModel,
+)
 from support import ROOT
 
 # Fields that differ by family, and how the engine runs it.
@@ -45,13 +51,12 @@ Family = Callable[[str], tuple[Path, Any]]
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     """Return a function that gives the directory of a checkpoint, and transformers' model in it."""
-    built: dict[str, tuple[Path, Any]] = {}
 
+    @cache
     def get(name: str) -> tuple[Path, Any]:
-        if name not in built:
-            path = tmp_path_factory.mktemp(name)
-            built[name] = path, write_checkpoint(path, name, FAMILIES[name][0])
-        return built[name]
+        path = tmp_path_factory.mktemp(name)
+        model_type, fields = BY_LENGTH.get(name) or (name, FAMILIES[name][0])
+        return path, write_checkpoint(path, model_type, fields)
 
     return get
 
@@ -81,18 +86,16 @@ def generated(path: Path, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("chunk", [2048, 16])
-def test_tokens_are_those_of_transformers(family: Family, name: str, chunk: int) -> None:
+def test_tokens_are_those_of_transformers(family: Family, name: str) -> None:
+    """In chunks, too; the fastest way to run the model that agrees is chosen."""
     path, model = family(name)
-    found = generated(path, scheduler=SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=8))
-    assert found == [greedy(model, prompt) for prompt in prompts()]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_fastest_way_that_agrees_is_chosen(family: Family, name: str) -> None:
-    model = load_model(family(name)[0])
-    assert isinstance(model, TransformersModel)
-    assert type(model.sequences) is FAMILIES[name][1]
+    expected = [greedy(model, prompt) for prompt in prompts()]
+    for chunk in (2048, 16):
+        scheduler = SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=8)
+        assert generated(path, scheduler=scheduler) == expected
+    loaded = load_model(path)
+    assert isinstance(loaded, TransformersModel)
+    assert type(loaded.sequences) is FAMILIES[name][1]
 
 
 def test_a_model_whose_cache_is_wrong_runs_without(
@@ -120,8 +123,8 @@ def test_a_packed_model_compiles(family: Family) -> None:
 
 def test_prompts_share_their_prefix(family: Family) -> None:
     path, model = family("olmo2")
-    cache = CacheConfig(num_blocks=64, block_size=16)
-    llm = LLM(path, config=EngineConfig(cache=cache))
+    blocks = CacheConfig(num_blocks=64, block_size=16)
+    llm = LLM(path, config=EngineConfig(cache=blocks))
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     long = prompts()[-1]
     for prompt in (long, [*long[:40], 5, 6]):
@@ -246,8 +249,8 @@ def test_the_implementation_can_be_named(family: Family, tmp_path: Path) -> None
 def test_transformers_is_recommended_where_it_is_missing(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("is_available", "is_causal_lm"):
-        monkeypatch.setattr(loader.backend, name, lambda *_: False)
+    for name in ("is_available", "has_model"):
+        monkeypatch.setattr(loader, name, lambda *_: False)
     with pytest.raises(UnsupportedModelError, match=r"'opweave-engine\[transformers\]'"):
         load_model(family("olmo2")[0])
 
@@ -298,20 +301,6 @@ SWITCHING = [
 ]
 
 
-@pytest.fixture(scope="module")
-def by_length(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """Return a function that writes a family of BY_LENGTH; its model has a longer context."""
-    built: dict[str, tuple[Path, Any]] = {}
-
-    def get(name: str) -> tuple[Path, Any]:
-        if name not in built:
-            path = tmp_path_factory.mktemp(name)
-            built[name] = path, write_checkpoint(path, *BY_LENGTH[name])
-        return built[name]
-
-    return get
-
-
 def by_generate(model: Any, prompt: list[int], count: int) -> list[int]:
     model, ids = copy.deepcopy(model), torch.tensor([prompt])
     model.generation_config.eos_token_id = None
@@ -321,32 +310,31 @@ def by_generate(model: Any, prompt: list[int], count: int) -> list[int]:
     return list(found[0, len(prompt) :].tolist())
 
 
-@pytest.mark.parametrize("name", BY_LENGTH)
-@pytest.mark.parametrize("chunk", [2048, 16])
-def test_ropes_that_depend_on_the_length(by_length: Family, name: str, chunk: int) -> None:
-    path, model = by_length(name)
+def in_chunks(path: Path, chunk: int) -> LLM:
     scheduler = SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=8)
-    options = EngineConfig(cache=CacheConfig(num_blocks=64), scheduler=scheduler)
+    return LLM(path, config=EngineConfig(cache=CacheConfig(num_blocks=64), scheduler=scheduler))
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_ropes_that_depend_on_the_length(family: Family, name: str) -> None:
+    path, model = family(name)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-    llm = LLM(path, config=options)
     # The context of "dynamic" ends at the switch.
     context = model.config.max_position_embeddings
     prompts = [prompt for prompt in SWITCHING if len(prompt) + 12 <= context]
-    found = [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params)]
-    assert found == [by_generate(model, prompt, 12) for prompt in prompts]
+    expected = [by_generate(model, prompt, 12) for prompt in prompts]
+    for chunk in (2048, 16):
+        outputs = in_chunks(path, chunk).generate(prompts, params)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
 
 
-@pytest.mark.parametrize("name", ["phi3", "longrope"])
-@pytest.mark.parametrize("chunk", [2048, 16])
+@pytest.mark.parametrize(("name", "chunk"), [("phi3", 16), ("longrope", 2048)])
 def test_log_probabilities_of_a_prompt_above_the_switch(
-    by_length: Family, name: str, chunk: int
+    family: Family, name: str, chunk: int
 ) -> None:
-    path, model = by_length(name)
+    path, model = family(name)
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-    prompts = [SWITCHING[0], SWITCHING[1], SWITCHING[-1]]
-
-    scheduler = SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=8)
-    llm = LLM(path, config=EngineConfig(cache=CacheConfig(num_blocks=64), scheduler=scheduler))
+    prompts, llm = [SWITCHING[0], SWITCHING[1], SWITCHING[-1]], in_chunks(path, chunk)
     for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
@@ -359,10 +347,10 @@ def test_log_probabilities_of_a_prompt_above_the_switch(
 
 
 def test_the_check_at_load_covers_both_sides_of_a_switch(
-    by_length: Family, monkeypatch: pytest.MonkeyPatch
+    family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CachedSequences, "_is_outdated", lambda self, tokens, cache: False)
-    model = load_model(by_length("phi3")[0])
+    monkeypatch.setattr(CachedSequences, "_still_valid", lambda self, tokens, cache: cache)
+    model = load_model(family("phi3")[0])
     assert isinstance(model, TransformersModel)
     assert type(model.sequences) is RecomputedSequences
 

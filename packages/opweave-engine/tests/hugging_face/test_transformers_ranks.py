@@ -23,8 +23,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {**HEADS, "sliding_window": 8},
     "glm4": HEADS,  # the MLP's halves are gathered
     "gpt_neox": {},  # biases
-    "granite": {},
-    "mixtral": {"num_local_experts": 4},
     "olmo2": {},  # norms over all heads
     "phi3": {},  # one projection for queries, keys and values
     "smollm3": {},

@@ -11,23 +11,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.layer_checkpoints import randomized
-from models.tiny_checkpoints import BOS, EOS, PAD, VOCABULARY, random_ids
+from models.tiny_checkpoints import SIZES as TINY
+from models.tiny_checkpoints import random_ids
 from opweave_engine import LLM, SamplingParams
 
 LENGTHS = (1, 9, 70, 300)
 COUNT = 8  # tokens that are written after each prompt
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-    "pad_token_id": PAD,
-}
+SIZES = {**TINY, "max_position_embeddings": 512}
 
 
 def write(

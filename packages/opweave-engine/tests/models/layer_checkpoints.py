@@ -9,19 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
-from models.tiny_checkpoints import BOS, EOS, PAD, VOCABULARY, YARN
+from models.tiny_checkpoints import SIZES, YARN
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 96,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-    "pad_token_id": PAD,
-}
 _DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
@@ -37,13 +26,12 @@ _DEEPSEEK: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 _GEMMA: dict[str, Any] = {
-    "num_key_value_heads": 2,
     "head_dim": 24,
     "query_pre_attn_scalar": 20,
     "sliding_window": 5,
     "layer_types": ["sliding_attention", "full_attention"],
 }
-_MIXTURE: dict[str, Any] = {"num_key_value_heads": 2, "num_experts_per_tok": 2}
+_MIXTURE: dict[str, Any] = {"num_experts_per_tok": 2}
 _MIXTRAL: dict[str, Any] = {**_MIXTURE, "num_local_experts": 6}
 _QWEN: dict[str, Any] = {**_MIXTURE, "num_experts": 6, "moe_intermediate_size": 40, "head_dim": 24}
 _MAMBA: dict[str, Any] = {
@@ -54,7 +42,7 @@ _MAMBA: dict[str, Any] = {
     "n_groups": 2,
     "chunk_size": 4,
 }
-# Name -> (model type, what differs from _SIZES).
+# Name -> (model type, what differs from SIZES).
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek": ("deepseek_v3", {**_DEEPSEEK, "rope_parameters": YARN}),
     "deepseek_direct": (
@@ -68,6 +56,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_shared_experts": 2,
             "first_k_dense_replace": 0,
         },
+    ),
+    "deepseek_one_layer": (
+        "deepseek_v3",
+        {**_DEEPSEEK, "num_hidden_layers": 1, "first_k_dense_replace": 0},
     ),
     "gemma3": (
         "gemma3_text",
@@ -126,7 +118,7 @@ def hf_model(kind: str, **changes: Any) -> Any:
     """Return transformers' model of that kind, with random weights and *changes* of its config."""
     torch.manual_seed(sum(map(ord, kind)))
     model_type, differences = KINDS[kind]
-    config = AutoConfig.for_model(model_type, **{**_SIZES, **differences, **changes})
+    config = AutoConfig.for_model(model_type, **{**SIZES, **differences, **changes})
     factory = AutoModel if model_type == "bert" else AutoModelForCausalLM
     attention = {} if model_type == "mamba2" else {"attn_implementation": "eager"}
     return randomized(factory.from_config(config, **attention))
@@ -142,7 +134,7 @@ def write_checkpoint(path: Path, kind: str) -> Any:
 def gpt_oss_block() -> tuple[dict[str, Any], Any]:
     """Return a configuration of gpt-oss, and transformers' block of experts."""
     differences = {"num_local_experts": 6, "num_experts_per_tok": 2, "swiglu_limit": 0.5}
-    config = GptOssConfig(**{**_SIZES, "num_key_value_heads": 2, **differences})
+    config = GptOssConfig(**{**SIZES, **differences})
     torch.manual_seed(5)
     return config.to_dict(), randomized(GptOssMLP(config))
 

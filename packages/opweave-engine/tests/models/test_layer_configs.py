@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from opweave_engine.models import (
     Gemma3Config,
     GptOssMoE,
     InvalidConfigError,
+    LlamaConfig,
     Mamba2Config,
     MixtureConfig,
     UnsupportedModelError,
@@ -36,32 +36,62 @@ LINEAR = {"type": "linear", "factor": 2.0}
 OLD_YARN = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
-DEEPSEEK_KEYS = """
-    moe_intermediate_size q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
-    n_routed_experts n_shared_experts num_experts_per_tok n_group topk_group norm_topk_prob
-    routed_scaling_factor first_k_dense_replace max_position_embeddings rms_norm_eps rope_interleave
-    attention_bias tie_word_embeddings
+SIZE_KEYS = """
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    max_position_embeddings rms_norm_eps tie_word_embeddings
 """
-GEMMA_KEYS = """
-    head_dim max_position_embeddings rms_norm_eps query_pre_attn_scalar sliding_window
-    attn_logit_softcapping final_logit_softcapping attention_bias tie_word_embeddings
+KEYS = {
+    "deepseek_v3": """
+        moe_intermediate_size q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+        n_routed_experts n_shared_experts num_experts_per_tok n_group topk_group norm_topk_prob
+        routed_scaling_factor first_k_dense_replace rope_interleave attention_bias
+    """,
+    "gemma3_text": """
+        head_dim query_pre_attn_scalar sliding_window attn_logit_softcapping
+        final_logit_softcapping attention_bias
+    """,
+}
+BERT_KEYS = """
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    max_position_embeddings type_vocab_size layer_norm_eps hidden_act
 """
-BERT_KEYS = "max_position_embeddings type_vocab_size layer_norm_eps hidden_act"
 
 
 @pytest.mark.parametrize(
-    ("read", "model_type", "names"),
+    ("read", "model_type", "base"),
     [
-        (DeepseekV3Config.from_hf, "deepseek_v3", DEEPSEEK_KEYS),
-        (Gemma3Config.from_hf, "gemma3_text", GEMMA_KEYS),
-        (BertConfig.from_hf, "bert", BERT_KEYS),
+        (LlamaConfig.from_hf, "llama", {"architectures": ["LlamaForCausalLM"]}),
+        (LlamaConfig.from_hf, "mistral", {"architectures": ["MistralForCausalLM"]}),
+        (LlamaConfig.from_hf, "qwen2", {"architectures": ["Qwen2ForCausalLM"]}),
+        (LlamaConfig.from_hf, "qwen3", {"architectures": ["Qwen3ForCausalLM"]}),
+        (MixtureConfig.from_hf, "mixtral", {"architectures": ["MixtralForCausalLM"]}),
+        (MixtureConfig.from_hf, "qwen3_moe", {"architectures": ["Qwen3MoeForCausalLM"]}),
+        (DeepseekV3Config.from_hf, "deepseek_v3", {}),
+        (Gemma3Config.from_hf, "gemma3_text", {}),
     ],
 )
-def test_absent_keys_mean_what_they_mean_to_transformers(
-    read: Callable[[dict[str, Any]], Any], model_type: str, names: str
+def test_every_size_has_the_default_of_transformers(
+    read: Any, model_type: str, base: dict[str, Any]
 ) -> None:
-    theirs, ours = AutoConfig.for_model(model_type, **SIZES), read(SIZES)
-    for name in ("vocab_size", "hidden_size", "intermediate_size", *names.split()):
+    theirs, ours = AutoConfig.for_model(model_type), read(base)
+    for name in (*SIZE_KEYS.split(), *KEYS.get(model_type, "").split()):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    if model_type != "deepseek_v3":
+        assert ours.num_key_value_heads == theirs.num_key_value_heads
+        assert ours.head_dim == (
+            getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        )
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        with pytest.raises(InvalidConfigError, match=f"lacks '{name}'"):  # as transformers
+            read({**base, name: None})
+    if model_type == "gemma3_text":
+        with pytest.raises(InvalidConfigError, match="lacks 'sliding_window'"):
+            read({**base, "sliding_window": None})
+
+
+def test_every_key_of_bert_has_the_default_of_transformers() -> None:
+    theirs, ours = AutoConfig.for_model("bert"), BertConfig.from_hf({})
+    for name in BERT_KEYS.split():
         assert getattr(ours, name) == getattr(theirs, name), name
 
 

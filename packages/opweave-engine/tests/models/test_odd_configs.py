@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers import Gemma3Config as Gemma3HfConfig
 from transformers import Gemma3ForConditionalGeneration as HfGemma3
 
@@ -17,11 +17,9 @@ from models.comparing import SIZES, check_as_transformers, write
 from models.layer_checkpoints import randomized
 from opweave_engine import CheckpointError, load_model
 from opweave_engine.models import (
-    DeepseekV3Config,
     Gemma3Config,
     InvalidConfigError,
     LlamaConfig,
-    MixtureConfig,
 )
 from opweave_engine.models.config import ACTIVATIONS
 
@@ -40,6 +38,9 @@ QWEN3_MOE = {
 SHORT, LONG = ([start + step * i for i in range(12)] for start, step in ((1.0, 0.1), (2.0, 0.3)))
 
 
+SLIDING: dict[str, Any] = {"rope_type": "default", "rope_theta": 7e3}
+
+
 def longrope(pairs: int, **others: Any) -> dict[str, Any]:
     return {
         "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 400,
@@ -47,15 +48,15 @@ def longrope(pairs: int, **others: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def gemma_rope(full: dict[str, Any]) -> dict[str, Any]:
-    ropes = {"full_attention": full, "sliding_attention": SLIDING}
+def gemma_rope(full: dict[str, Any], sliding: dict[str, Any] | None = SLIDING) -> dict[str, Any]:
+    ropes = {"full_attention": full, "sliding_attention": sliding}
     return {"layer_types": ["sliding_attention", "full_attention"] * 2, "rope_parameters": ropes}
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 FULL = {"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}
-SLIDING = {"rope_type": "default", "rope_theta": 7e3}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
 
 # Name -> the model type, its configuration, and what is changed in config.json.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -72,35 +73,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "gemma nested and flat theta": (
         "gemma3_text", GEMMA,
-        {
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "rope_parameters": {"full_attention": FULL, "sliding_attention": SLIDING},
-            "rope_theta": 123.0, "rope_local_base_freq": 45.0,
-        },
+        {**gemma_rope(FULL), "rope_theta": 123.0, "rope_local_base_freq": 45.0},
     ),
     "gemma nested and flat scaling": (
-        "gemma3_text", GEMMA,
-        {
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "rope_parameters": {"full_attention": FULL, "sliding_attention": SLIDING},
-            "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 123.0,
-        },
+        "gemma3_text", GEMMA, {**gemma_rope(FULL), "rope_scaling": LINEAR, "rope_theta": 123.0},
     ),
     "gemma nested full attention alone": (
-        "gemma3_text", GEMMA,
-        {
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "rope_parameters": {"full_attention": FULL, "sliding_attention": None},
-            "rope_local_base_freq": 45.0,
-        },
+        "gemma3_text", GEMMA, {**gemma_rope(FULL, None), "rope_local_base_freq": 45.0},
     ),
     "gemma flat scaling": (
         "gemma3_text", GEMMA,
-        {
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "rope_parameters": None, "rope_theta": 5e4,
-            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        },
+        {**gemma_rope(FULL), "rope_parameters": None, "rope_theta": 5e4, "rope_scaling": LINEAR},
     ),
     "llama dynamic": ("llama", {}, {"rope_parameters": DYNAMIC}),
     "qwen2 dynamic of version 4": (
@@ -213,41 +196,6 @@ def test_an_expert_both_alone_and_among_all(tmp_path: Path) -> None:
     save_file({**tensors, name: torch.zeros(64, 40)}, path / "model.safetensors")
     with pytest.raises(CheckpointError, match="1 given twice: "):
         load_model(path)
-
-
-@pytest.mark.parametrize(
-    ("read", "model_type", "base"),
-    [
-        (LlamaConfig.from_hf, "llama", {"architectures": ["LlamaForCausalLM"]}),
-        (LlamaConfig.from_hf, "mistral", {"architectures": ["MistralForCausalLM"]}),
-        (LlamaConfig.from_hf, "qwen2", {"architectures": ["Qwen2ForCausalLM"]}),
-        (LlamaConfig.from_hf, "qwen3", {"architectures": ["Qwen3ForCausalLM"]}),
-        (MixtureConfig.from_hf, "mixtral", {"architectures": ["MixtralForCausalLM"]}),
-        (MixtureConfig.from_hf, "qwen3_moe", {"architectures": ["Qwen3MoeForCausalLM"]}),
-        (DeepseekV3Config.from_hf, "deepseek_v3", {}),
-        (Gemma3Config.from_hf, "gemma3_text", {}),
-    ],
-)
-def test_every_size_has_the_default_of_transformers(
-    read: Any, model_type: str, base: dict[str, Any]
-) -> None:
-    theirs, ours = AutoConfig.for_model(model_type), read(base)
-    for name in (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-        "num_attention_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
-    ):  # fmt: skip
-        assert getattr(ours, name) == getattr(theirs, name), name
-    if model_type != "deepseek_v3":
-        assert ours.num_key_value_heads == theirs.num_key_value_heads
-        assert ours.head_dim == (
-            getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-        )
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-        with pytest.raises(InvalidConfigError, match=f"lacks '{name}'"):  # as transformers
-            read({**base, name: None})
-    if model_type == "gemma3_text":
-        with pytest.raises(InvalidConfigError, match="lacks 'sliding_window'"):
-            read({**base, "sliding_window": None})
 
 
 def test_a_rope_that_versions_of_transformers_read_differently() -> None:

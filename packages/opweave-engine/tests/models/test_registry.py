@@ -23,7 +23,6 @@ from opweave_engine.models import (
     registry,
     supported_architectures,
 )
-from support.fixtures import FreshPython
 
 ACME, OTHER = Owner("acme", "acme-device", "0.1.0"), Owner("other", "other-models", "2.0")
 
@@ -64,19 +63,15 @@ def test_a_model_by_class_or_reference(model: str | type[CheckpointModel]) -> No
     assert built.dtype == torch.float16
 
 
-def test_a_reference_is_imported_at_first_use(tmp_path: Path, fresh_python: FreshPython) -> None:
-    (tmp_path / "late.py").write_text("raise RuntimeError('imported')", encoding="utf-8")
-    fresh_python("""
-        from opweave_engine.models import model_class, register_model, supported_architectures
-        register_model("LateModel", "late:Late")
-        assert "LateModel" in supported_architectures()
-        try:
-            model_class({"architectures": ["LateModel"]})
-        except RuntimeError as error:
-            assert str(error) == "imported"
-        else:
-            raise AssertionError("it was not imported")
-    """)
+def test_a_reference_is_imported_at_first_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_model.py").write_text("raise RuntimeError('imported')", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    register_model("LateModel", "late_model:Late")
+    assert "LateModel" in supported_architectures()
+    with pytest.raises(RuntimeError, match="imported"):
+        model_class(config("LateModel"))
 
 
 def test_two_models_of_one_architecture_are_named_with_their_owners() -> None:

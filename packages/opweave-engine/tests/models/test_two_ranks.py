@@ -21,7 +21,6 @@ from models.two_ranks import RANKS, run_rank
 from opweave.config.engine import ModelImpl
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
-COMPILED = ("one_layer", "mixtral_one_layer")
 TOKENS = 17  # more than the sliding windows
 
 
@@ -99,15 +98,7 @@ def outcomes(
             "qwen3_moe": language_model(layer_checkpoint("qwen3_moe")),
         }
         cases["gpt_oss"] = gpt_oss(tmp_path_factory.mktemp("gpt_oss"))
-        cases |= compiled_cases(checkpoint, layer_checkpoint)
     return run(cases, tmp_path_factory.mktemp("two_ranks"))
-
-
-def compiled_cases(checkpoint: Checkpoints, layer_checkpoint: Checkpoints) -> dict[str, Case]:
-    return {
-        kind: language_model(built(kind), compiles=True)
-        for kind, built in zip(COMPILED, (checkpoint, layer_checkpoint), strict=True)
-    }
 
 
 def check(outcome: Outcome) -> None:
@@ -116,7 +107,7 @@ def check(outcome: Outcome) -> None:
         assert_near(result, outcome.wanted)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_oss", *COMPILED])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_oss"])
 def test_two_processes_give_the_results_of_transformers(kind: str, outcomes: Outcomes) -> None:
     check(outcomes[kind])
 
@@ -128,10 +119,14 @@ def test_each_process_has_a_part(outcomes: Outcomes, checkpoint: Checkpoints) ->
 
 
 @pytest.mark.slow
-def test_code_is_generated_for_two_processes(
-    checkpoint: Checkpoints, layer_checkpoint: Checkpoints, tmp_path: Path
+@pytest.mark.parametrize("codegen", [False, True])
+def test_compiled_models(
+    codegen: bool, checkpoint: Checkpoints, layer_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     with torch.inference_mode():
-        cases = compiled_cases(checkpoint, layer_checkpoint)
-    for outcome in run(cases, tmp_path, codegen=True).values():
+        cases = {
+            kind: language_model(built(kind), compiles=True)
+            for kind, built in (("one_layer", checkpoint), ("mixtral_one_layer", layer_checkpoint))
+        }
+    for outcome in run(cases, tmp_path, codegen=codegen).values():
         check(outcome)

@@ -35,7 +35,7 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 0.8,
 }
-# Name -> (model type, what differs from _SIZES).
+# Name -> (model type, what differs from SIZES).
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "one_layer": ("llama", {"num_hidden_layers": 1}),
@@ -57,7 +57,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {"head_dim": 32}),
 }
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -74,7 +74,7 @@ _SIZES: dict[str, Any] = {
 def hf_model(kind: str, **changes: Any) -> Any:
     """Return transformers' model of that kind, every weight of it random."""
     model_type, differences = KINDS[kind]
-    config = AutoConfig.for_model(model_type, **{**_SIZES, **differences, **changes})
+    config = AutoConfig.for_model(model_type, **{**SIZES, **differences, **changes})
     torch.manual_seed(sum(map(ord, kind)))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
@@ -127,7 +127,7 @@ def write_cross_encoder(path: Path, kind: str, **changes: Any) -> Any:
 
     Only BERT's tokenizer gives the second text another token type.
     """
-    sizes = {**_SIZES, "num_labels": 1, "dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4}
+    sizes = {**SIZES, "num_labels": 1, "dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4}
     config = AutoConfig.for_model(kind, **{**sizes, **changes})
     torch.manual_seed(sum(map(ord, kind)))
     model = AutoModelForSequenceClassification.from_config(config).float().eval()

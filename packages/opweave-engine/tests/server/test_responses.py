@@ -180,3 +180,23 @@ def test_errors(start: Start, options: Any, param: str, message: str, stream: bo
     with pytest.raises(openai.BadRequestError, match=message) as caught:
         server.openai().responses.create(model=MODEL, extra_body=options, stream=stream)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"text": {"format": {"type": "text", "": NUMBER}}',
+        '"metadata": {"x": [NUMBER]}',
+        '"tools": [{"type": "function", "name": "f", "parameters": {"default": NUMBER}}]',
+        '"tool_choice": {"type": "auto", "x": NUMBER}',
+    ],
+)
+@pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN", "1e999"])
+def test_numbers_that_a_response_cannot_repeat(start: Start, field: str, number: str) -> None:
+    body = '{"input": "x", ' + field.replace("NUMBER", number) + "}"
+    server = start(FakeEngine(), None, TEMPLATE)
+    headers = {"Content-Type": "application/json"}
+    response = server.post("/v1/responses", content=body, headers=headers)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, field.split('"')[1])
+    assert "not finite" in error["message"]

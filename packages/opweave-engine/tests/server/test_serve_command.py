@@ -25,6 +25,7 @@ from server.conftest import texts_of
 from server.fake_engine import CHECKPOINT
 from server.test_limits import until
 from server.test_schema import PATHS
+from support.fixtures import FreshPython
 
 START_BUDGET = 5.0  # seconds of processor time; on an idle machine those are seconds
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
@@ -317,3 +318,32 @@ def test_every_endpoint_is_in_the_guide() -> None:
     cells = re.findall(r"^\| (`(?:GET|POST) /.*?) \|", page, re.MULTILINE)
     documented = set(re.findall(r"`(?:\w+ )?(/[^`]*)`", " ".join(cells)))
     assert documented == PATHS
+
+
+def test_threads_share_one_arena(fresh_python: FreshPython) -> None:
+    code = """
+    import ctypes, os, tempfile, threading
+    from concurrent.futures import ThreadPoolExecutor
+    from opweave_engine.cli.serve import limit_arenas
+
+    def arenas():
+        libc = ctypes.CDLL(None)
+        libc.fdopen.restype = ctypes.c_void_p
+        with tempfile.TemporaryFile() as file:
+            stream = ctypes.c_void_p(libc.fdopen(os.dup(file.fileno()), b"w"))
+            libc.malloc_info(0, stream)
+            libc.fclose(stream)
+            file.seek(0)
+            return file.read().count(b"<heap nr=")
+
+    def allocate_together(count):
+        barrier = threading.Barrier(count)
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(lambda _: (bytearray(5000), barrier.wait()), range(count)))
+        return arenas()
+
+    limit_arenas()
+    print(arenas(), allocate_together(7))
+    """
+    before, after = fresh_python(code, warm=False).stdout.split()
+    assert before == after

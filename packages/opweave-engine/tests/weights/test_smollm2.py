@@ -16,8 +16,6 @@ from weights.trained_models import smollm2
 
 PROMPTS = [
     "The capital of France is",
-    "def fibonacci(n):\n",
-    "Water boils at",
     "Größe, naïve façade — 東京:",
     "one two three " * 40,
 ]
@@ -30,7 +28,7 @@ CHATS: list[list[dict[str, str]]] = [
         {"role": "user", "content": "Is fire cold?"},
     ],
 ]
-COUNT = 24
+COUNT = 12
 GREEDY = SamplingParams(max_tokens=COUNT, temperature=0)
 
 
@@ -55,11 +53,6 @@ def continued(model: Any, ids: list[int]) -> list[int]:
     found = model.generate(torch.tensor([ids]), max_new_tokens=COUNT, do_sample=False)
     tokens: list[int] = found[0, len(ids) :].tolist()
     return tokens
-
-
-def test_the_capital_of_france(llm: LLM) -> None:
-    (output,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=8, temperature=0))
-    assert output.outputs[0].text.startswith(" Paris")
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

@@ -30,7 +30,7 @@ class OpweaveGeluAndMul(GeluAndMul):
     forward_cpu = forward_native
 
 
-def register(bfloat16_only: bool) -> None:
+def register() -> None:
     """Replace vLLM's SiluAndMul and GeluAndMul."""
     replace(SiluAndMul, OpweaveSiluAndMul)
     replace(GeluAndMul, OpweaveGeluAndMul)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from opweave import ir
-
-_bfloat16_only = False
 
 
 class OpweaveAttentionImpl(CPUAttentionBackendImpl):
@@ -25,16 +22,12 @@ class OpweaveAttentionImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.supported = (
+        self.uses_opweave = (  # reads and writes this layer's cache
             self.attn_type == AttentionType.DECODER
             and not self.is_fp8_kv_cache
             and self.alibi_slopes is None
             and self.sinks is None
         )
-
-    def uses_opweave(self, cache: Tensor) -> bool:
-        """Return whether opweave reads and writes this layer's cache."""
-        return self.supported and (not _bfloat16_only or cache.dtype == torch.bfloat16)
 
     def forward(
         self,
@@ -51,7 +44,7 @@ class OpweaveAttentionImpl(CPUAttentionBackendImpl):
         data = attn_metadata
         if data is None:  # a profiling run
             return output
-        if not self.uses_opweave(kv_cache):
+        if not self.uses_opweave:
             return super().forward(
                 layer, query, key, value, kv_cache, data, output, output_scale, output_block_scale
             )
@@ -83,7 +76,7 @@ class OpweaveAttentionImpl(CPUAttentionBackendImpl):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Write the new keys and values; vLLM calls this before :meth:`forward`."""
-        if not self.uses_opweave(kv_cache):
+        if not self.uses_opweave:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         tokens = slot_mapping.shape[0]
@@ -107,8 +100,6 @@ def _split(cache: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def register(bfloat16_only: bool) -> None:
+def register() -> None:
     """Replace vLLM's CPU attention backend."""
-    global _bfloat16_only
-    _bfloat16_only = bfloat16_only
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.OpweaveAttentionBackend")

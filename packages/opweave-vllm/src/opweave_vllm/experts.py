@@ -14,8 +14,6 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from opweave import ir
 from opweave_vllm.replacing import replace
 
-_bfloat16_only = False
-
 
 class OpweaveExperts(CPUUnquantizedExperts):
     """Unquantized experts by opweave's op."""
@@ -65,15 +63,11 @@ class OpweaveFusedMoEMethod(UnquantizedFusedMoEMethod):
 
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)
-        is_replaceable = isinstance(self.experts_cls, type) and issubclass(
-            self.experts_cls, CPUUnquantizedExperts
-        )
-        if is_replaceable and (not _bfloat16_only or moe.in_dtype == torch.bfloat16):
+        kind = self.experts_cls
+        if isinstance(kind, type) and issubclass(kind, CPUUnquantizedExperts):
             self.experts_cls = OpweaveExperts
 
 
-def register(bfloat16_only: bool) -> None:
+def register() -> None:
     """Replace vLLM's method for unquantized experts; quantized experts keep their own."""
-    global _bfloat16_only
-    _bfloat16_only = bfloat16_only
     replace(UnquantizedFusedMoEMethod, OpweaveFusedMoEMethod)

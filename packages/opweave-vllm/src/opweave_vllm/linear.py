@@ -46,28 +46,22 @@ class HeadMethod(embedding.UnquantizedEmbeddingMethod):
         return ir.ops.linear(x, layer.weight, bias)
 
 
-def _replacement(base: Any, bfloat16_only: bool) -> Any:
+def _replacement(base: Any) -> Any:
     class Layer(base):  # type: ignore[misc]
         quant_method: Any
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            if bfloat16_only and self.weight_dtype() is not torch.bfloat16:
-                return
             if type(self.quant_method) is linear.UnquantizedLinearMethod:
                 self.quant_method = OpweaveLinearMethod()
             elif type(self.quant_method) is embedding.UnquantizedEmbeddingMethod:
                 self.quant_method = HeadMethod()
 
-        def weight_dtype(self) -> torch.dtype | None:
-            weight = getattr(self, "weight", None)
-            return None if weight is None else weight.dtype
-
     Layer.__name__ = Layer.__qualname__ = f"Opweave{base.__name__}"
     return Layer
 
 
-def register(bfloat16_only: bool) -> None:
+def register() -> None:
     """Replace vLLM's linear layers and LM head; quantized layers keep their own method."""
     for base in _LAYERS:
-        replace(base, _replacement(base, bfloat16_only))
+        replace(base, _replacement(base))

@@ -44,7 +44,7 @@ def _normalize(x: Tensor, residual: Tensor | None, *rest: Any) -> Tensor | tuple
     return ir.ops.fused_add_rms_norm.maybe_inplace(x, residual, *rest)
 
 
-def register(bfloat16_only: bool) -> None:
+def register() -> None:
     """Replace vLLM's RMSNorm and GemmaRMSNorm."""
     replace(RMSNorm, OpweaveRMSNorm)
     replace(GemmaRMSNorm, OpweaveGemmaRMSNorm)

@@ -7,12 +7,10 @@ import os
 
 from opweave import __version__
 from opweave.config.environment import declare_variable, declared
-from opweave.platforms.builtin import CpuPlatform
 from opweave_vllm import reporting
 
 SEAMS = ("norms", "activations", "rotary", "linear", "attention", "experts", "ir")
 VARIABLE = "OPWEAVE_VLLM_SEAMS"
-_DEFAULT = ("linear", "attention")
 
 _registered = False
 
@@ -21,45 +19,42 @@ class SeamError(ValueError):
     """The environment variable names an unknown seam."""
 
 
-def chosen_seams() -> tuple[tuple[str, ...], bool]:
-    """Return the seams to register, and whether they are limited to bfloat16 layers.
+def chosen_seams() -> tuple[str, ...]:
+    """Return the seams to register; none where the variable is not set.
 
     Raises:
         SeamError: ``OPWEAVE_VLLM_SEAMS`` names an unknown seam.
     """
-    text = os.environ.get(VARIABLE)
-    if text is None:
-        # Without bf16 instructions, vLLM's bfloat16 kernels convert every weight at each use.
-        return ((), True) if CpuPlatform().capabilities.bf16 else (_DEFAULT, True)
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    # The package is also installed for its other parts, so nothing is replaced by default.
+    names = [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
     if names == ["all"]:
-        return SEAMS, False
+        return SEAMS
     if names == ["none"]:
-        return (), False
+        return ()
     for name in names:
         if name not in SEAMS:
             accepted = ", ".join(SEAMS)
             raise SeamError(
                 f"unknown seam {name!r} in {VARIABLE}; use 'all', 'none' or some of {accepted}"
             )
-    return tuple(dict.fromkeys(names)), False
+    return tuple(dict.fromkeys(names))
 
 
 def register() -> None:
     """Register the chosen seams; vLLM calls this in every process before it builds a model."""
     global _registered
     _declare_variables()
-    seams, bfloat16_only = chosen_seams()
+    seams = chosen_seams()
     if not seams:
         return
     reporting.start()  # also in a worker that was forked after the registration
     if _registered:
         return
     _registered = True
-    _enter_cache_key(seams, bfloat16_only)
+    _enter_cache_key(seams)
     for seam in seams:
         module = "providers" if seam == "ir" else seam
-        importlib.import_module(f"opweave_vllm.{module}").register(bfloat16_only)
+        importlib.import_module(f"opweave_vllm.{module}").register()
 
 
 def _declare_variables() -> None:
@@ -72,12 +67,12 @@ def _declare_variables() -> None:
             declare_variable(name, str, "", doc)
 
 
-def _enter_cache_key(seams: tuple[str, ...], bfloat16_only: bool) -> None:
+def _enter_cache_key(seams: tuple[str, ...]) -> None:
     """Make the seams part of the key of vLLM's compile cache.
 
     vLLM loads a graph that it compiled before if its configuration and environment are the same.
     """
     from vllm import envs
 
-    key = f"{__version__} {','.join(seams)} {bfloat16_only}"
+    key = f"{__version__} {','.join(seams)}"
     envs.environment_variables[VARIABLE] = lambda: key

@@ -50,7 +50,7 @@ def fused_add_rms_norm(
     return result
 
 
-def register(bfloat16_only: bool) -> None:
+def register() -> None:
     """Register the provider; it runs only where ``ir_op_priority`` names it."""
     ops = vllm_ir.ops
     ops.rms_norm.register_impl("opweave", supports_args=_supports)(rms_norm)

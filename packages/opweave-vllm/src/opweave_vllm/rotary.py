@@ -36,7 +36,7 @@ def _replaceable() -> list[type[Any]]:
     ]
 
 
-def register(bfloat16_only: bool) -> None:
+def register() -> None:
     """Replace vLLM's rotary embeddings; those that rotate in their own way stay."""
     for base in _replaceable():
         # vLLM calls forward_cpu where custom_ops enables the layer, and forward_native elsewhere.

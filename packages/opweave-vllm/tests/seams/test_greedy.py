@@ -18,7 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
-DEFAULT = "linear,attention"
+PRODUCTS = "linear,attention"
 ALL = "norms,activations,rotary,linear,attention,experts"
 # In eager mode vLLM calls its own kernels, compiled it mostly runs Inductor's code.
 MODES: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}, "compiled": {}}
@@ -120,7 +120,7 @@ def test_tokens_are_equal_and_opweave_runs(folder: Path, mode: str) -> None:
     options = MODES[mode]
     alone = run(folder, "none", options)
     assert "recorded no calls" in alone["report"]
-    for seams in (DEFAULT, ALL):
+    for seams in (PRODUCTS, ALL):
         found = run(folder, seams, options)
         assert found["tokens"] == alone["tokens"]
         for name, record in zip(CONFIGS, found["records"], strict=True):

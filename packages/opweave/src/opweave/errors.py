@@ -6,6 +6,7 @@ Each message says what failed, what was given, what is accepted and how to fix i
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 from opweave.registration import absences_note
@@ -65,6 +66,25 @@ def did_you_mean(name: str, known: Iterable[str], unlisted: Iterable[str] = ()) 
         return f"{hint}Known: {', '.join(names) or 'none'}."
     similar = difflib.get_close_matches(name, names, n=5, cutoff=0.0)
     return f"{hint}Most similar of {len(names)}: {', '.join(similar)}."
+
+
+_MAX_PRINTED_BITS = 128
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 100
+_repr.maxdict = _repr.maxlist = _repr.maxtuple = 10
+_repr.fillvalue = "…"
+
+
+def shown(value: object) -> str:
+    """Return ``repr(value)``, shortened, for a message about it.
+
+    Examples:
+        >>> shown([1, "a"]), len(shown("x" * 1000)), shown(1 << 999)
+        ("[1, 'a']", 98, '<an integer of 1000 bits>')
+    """
+    if isinstance(value, int) and value.bit_length() > _MAX_PRINTED_BITS:
+        return f"<an integer of {value.bit_length()} bits>"  # Python refuses to print huge ones
+    return _repr.repr(value)
 
 
 def described(error: BaseException, lines: int | None = None) -> str:

@@ -306,6 +306,27 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.mark_dynamic(tensor, dim)
 
 
+def maybe_mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Let ``torch.compile`` take any size of *dim*, if nothing it traces needs this one."""
+    from torch._dynamo import maybe_mark_dynamic  # takes longer to import than all of opweave
+
+    maybe_mark_dynamic(tensor, dim)
+
+
+def lookup_backend(name: str) -> Callable[..., Any]:
+    """Return the backend of ``torch.compile`` called *name*."""
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(name)
+
+
+def fake_tensor_mode() -> AbstractContextManager[Any]:
+    """Return a new mode for fake tensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return cast("AbstractContextManager[Any]", FakeTensorMode())
+
+
 def new_library(namespace: str) -> Library:
     """Return a library that can add ops to *namespace*."""
     library: Library = cast("Any", Library)(namespace, "FRAGMENT")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,74 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opweave import ir, plain_call, torch_compat
 
 SOURCE = Path(inspect.getfile(ir)).parents[1]
-CHECKED = {
-    "is_dynamo_compiling",
-    "trace_instead",
-    "run_untraced",
-    "before_loading_packages",
-    "dispatch_mode_count",
-    "has_torch_function_unary",
-    "function_mode_enabled",
-    "functorch_interpreter",
-    "any_autocast_enabled",
-    "no_autocast",
-    "is_certain",
-    "jit_tracing_state",
-    "below_autograd",
-    "register_fake",
-    "dispatch_key",
-    "include_dispatch_key",
-    "new_library",
-    "remove_ops",
-    "FORWARD_AD",
-    "has_tangent",
-    "empty_strided_cpu",
-    "share_storage",
-    "has_onednn",
-    "multiplies_float16",
-    "has_amx",
-    "has_vnni",
-    "multiply_int8",
-    "is_taken_in_torch_ops",
-    "parse_schema",
-    "OpOverload",
-    "OpOverloadPacket",
-    "HigherOrderOperator",
-    "namespace_attributes",
-    "is_op_namespace",
-    "no_torch_function",
-    "depends_on_values",
-    "mark_dynamic",
-    "all_gather",
-    "all_reduce_sum",
-    "onednn_linear",
-    "is_in_vmap",
-    "is_batched",
-    "unwrapped",
-    "decided",
-    "graph_break",
-    "size_hint",
-    "size_bounds",
-    "tensor_length",
-    "is_wrapper",
-    "is_x86",
-    "depends_on_data",
-    "no_transforms",
-    "forget_failed_groups",
-}
 
 
 def test_every_name_has_a_canary() -> None:
-    tree = ast.parse(inspect.getsource(torch_compat))
-    defined = {
-        t.id
-        for node in tree.body
-        if isinstance(node, (ast.Assign, ast.AnnAssign))
-        for t in ast.walk(node)
-        if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store)
-    }
-    defined |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert {name for name in defined if name in vars(torch_compat)} == CHECKED
+    tree, tests = ast.parse(inspect.getsource(torch_compat)), Path(__file__).read_text("utf-8")
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    names |= {n.target.id for n in tree.body if isinstance(n, ast.AnnAssign)}  # type: ignore
+    names |= {n.targets[0].id for n in tree.body if isinstance(n, ast.Assign)}  # type: ignore
+    assert len(names) > 50
+    assert [name for name in sorted(names) if f"torch_compat.{name}" not in tests] == []
 
 
 def test_is_dynamo_compiling() -> None:
@@ -330,6 +271,7 @@ def test_the_keys_of_modes_are_included_while_a_mode_is_active() -> None:
         return [keys.has(torch._C.DispatchKey(key)) for key in plain_call.MODE_KEYS]
 
     python, functorch, tracer = range(3)
+    assert torch_compat.dispatch_key("Python") == plain_call.MODE_KEYS[python]
     assert included() == [False] * 3
     seen: list[list[bool]] = []
 
@@ -464,6 +406,17 @@ def test_graph_break() -> None:
     assert torch.compile(breaking, backend="eager")(torch.zeros(1)).item() == 1
 
 
+def test_lookup_backend() -> None:
+    assert callable(torch_compat.lookup_backend("eager"))
+    with pytest.raises(torch._dynamo.exc.InvalidBackend):
+        torch_compat.lookup_backend("no_such_backend")
+
+
+def test_fake_tensor_mode() -> None:
+    with torch_compat.fake_tensor_mode():
+        assert type(torch.empty(2)).__name__ == "FakeTensor"
+
+
 def test_size_hint() -> None:
     seen: list[int | None] = []
 
@@ -571,7 +524,10 @@ def test_depends_on_values() -> None:
         raise torch_compat.depends_on_values(torch.ops.aten.item.default)
 
 
-def test_mark_dynamic() -> None:
+@pytest.mark.parametrize(
+    "mark", [torch_compat.mark_dynamic, torch_compat.maybe_mark_dynamic], ids=lambda f: f.__name__
+)
+def test_mark_dynamic(mark: Callable[[Tensor, int], None]) -> None:
     sizes = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -579,7 +535,8 @@ def test_mark_dynamic() -> None:
         return graph
 
     x = torch.ones(4, 2)
-    torch_compat.mark_dynamic(x, 0)
+    mark(x, 0)
+    torch.compiler.reset()
     torch.compile(lambda t: t * 2, backend=backend)(x)
     assert len(sizes[0]) == 1
 

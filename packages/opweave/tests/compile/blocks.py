@@ -1,4 +1,4 @@
-"""Blocks of models, written once, over ops or over their native functions."""
+"""Models: a block over ops or over their native functions, and models that opweave ships."""
 
 from __future__ import annotations
 
@@ -66,50 +66,13 @@ class LlamaBlock(nn.Module):
         return self.down(self.calls["silu_and_mul"](self.gate_up(x))), r
 
 
-class MoeBlock(nn.Module):
-    """Top-2 of 4 experts, densely: every expert sees every token, weighted by the router."""
-
-    def __init__(self, calls: Functions) -> None:
-        super().__init__()
-        self.calls = calls
-        self.norm = nn.Parameter(torch.randn(HIDDEN))
-        self.router = nn.Linear(HIDDEN, 4, bias=False)
-        self.up = nn.Parameter(torch.randn(4, 2 * HIDDEN, HIDDEN) / 8)
-        self.down = nn.Parameter(torch.randn(4, HIDDEN, HIDDEN) / 8)
-
-    def forward(self, x: Tensor, r: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        x, r = self.calls["fused_add_rms_norm"](x, r, self.norm, 1e-5)
-        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
-        mixed = torch.zeros_like(x).new_zeros(x.shape[0], 4).scatter(1, chosen, weights)
-        hidden = self.calls["silu_and_mul"](torch.einsum("th,eih->tei", x, self.up))
-        # Two factors at a time: opt_einsum, where it is installed, looks at the sizes of three.
-        return torch.einsum("tei,ehi->th", hidden * mixed[..., None], self.down), r
-
-
-class QuantisedBlock(nn.Module):
-    def __init__(self, calls: Functions) -> None:
-        super().__init__()
-        self.calls = calls
-        self.norm = nn.Parameter(torch.randn(HIDDEN))
-        self.up = nn.Parameter(torch.randn(2 * HIDDEN, HIDDEN))
-        self.down = nn.Parameter(torch.randn(HIDDEN, HIDDEN))
-        self.scale = nn.Parameter(torch.tensor([0.05]))
-
-    def forward(self, x: Tensor, r: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        x, r = self.calls["fused_add_rms_norm"](x, r, self.norm, 1e-5)
-        q, scale = self.calls["dynamic_per_token_quant_fp8"](x)
-        x = (q.to(torch.float32) * scale) @ self.up.t()
-        q = self.calls["static_quant_fp8"](self.calls["silu_and_mul"](x), self.scale)
-        return (q.to(torch.float32) * self.scale) @ self.down.t(), r
-
-
 class Model(nn.Module):
-    def __init__(self, block: type[nn.Module], layers: int, calls: Functions) -> None:
+    def __init__(self, layers: int, calls: Functions) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.calls = calls
         self.embedding = nn.Embedding(99, HIDDEN)
-        self.blocks = nn.ModuleList(block(calls) for _ in range(layers))
+        self.blocks = nn.ModuleList(LlamaBlock(calls) for _ in range(layers))
         self.norm = nn.Parameter(torch.randn(HIDDEN))
 
     def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -192,7 +155,6 @@ SHIPPED: dict[str, Callable[[], nn.Module]] = {
     "mixtral": mixtral,
     "quantized": QuantisedLayers,
 }
-BLOCKS = {"llama": LlamaBlock, "moe": MoeBlock, "quantized": QuantisedBlock}
 
 
 def model_inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,17 @@ def compiled_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     torch.compiler.reset()
 
 
+def compiled(
+    function: Callable[..., Any], *, dynamic: bool | None = None, **options: Any
+) -> Callable[..., Any]:
+    """Compile *function* as one graph, by default without code generation."""
+    options = {"codegen": False, **options}
+    run: Any = torch.compile(
+        function, backend="opweave", fullgraph=True, dynamic=dynamic, options=options
+    )
+    return run
+
+
 def all_native() -> dict[str, str]:
     """Priorities that choose native for every op."""
     return dict.fromkeys(ir.current_registry().ops, "native")
-
-
-def amounts(few: int, many: int, parts: int = 4) -> list[Any]:
-    """How many random programs a test draws: a few, or many in parts that take a minute or two."""
-    share = many // parts
-    marks = pytest.mark.slow, pytest.mark.timeout(1800)  # on a busy machine
-    slow = [
-        pytest.param(share, marks=marks, id=f"{share} of {many}, part {part}")
-        for part in range(parts)
-    ]
-    return [few, *slow]

@@ -12,6 +12,8 @@ from torch import Tensor
 import opweave.compile
 from opweave import ir
 
+from .conftest import compiled
+
 BF16 = torch.bfloat16
 X, W = torch.randn(4, 8), torch.randn(8, 8)
 
@@ -61,11 +63,6 @@ def inside(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
             z = ir.ops.project(x, w)
         again = ir.ops.project.using("native")(y, w)
     return before, y, z, again, twice(x, w)
-
-
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    options = {"codegen": False, **options}
-    return torch.compile(function, backend=opweave.compile.backend, fullgraph=True, options=options)
 
 
 def check(function: Callable[..., Any], **options: Any) -> list[torch.dtype]:

@@ -14,20 +14,11 @@ import opweave.compile
 from opweave import ir
 from opweave.compile import Report
 
-from .blocks import BLOCKS, Model, OpCalls, model_inputs
+from .blocks import Model, OpCalls, model_inputs
+from .conftest import compiled
 
 WEIGHT = torch.ones(8)
-EAGERLY = {"codegen": False}
 add_norm = ir.ops.fused_add_rms_norm
-
-
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    return torch.compile(
-        function,
-        backend=opweave.compile.backend,
-        fullgraph=True,
-        options={**EAGERLY, **options},
-    )
 
 
 def reads_the_tensor(x: Tensor, r: Tensor) -> Any:
@@ -64,58 +55,38 @@ def copies_it_next_to_it(x: Tensor, r: Tensor) -> Any:
     return y
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        reads_the_tensor,
-        reads_a_view,
-        reads_the_base,
-        donates_twice,
-        call_site,
-        copies_it_next_to_it,
-    ],
-)
+def returns_it(x: Tensor, r: Tensor) -> Any:
+    donated = r * 2
+    return add_norm.maybe_inplace(x * 1, donated, WEIGHT, 1e-5)[0], donated
+
+
+READERS = [
+    reads_the_tensor, reads_a_view, reads_the_base, donates_twice, call_site,
+    copies_it_next_to_it, returns_it,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", READERS)
 def test_reading_what_was_given_up_names_both_lines(function: Callable[..., Any]) -> None:
     with pytest.raises(Exception, match="used again") as caught:
         compiled(function)(torch.randn(4, 8), torch.randn(4, 8))
     text = str(caught.value)
     first = function.__code__.co_firstlineno
     lines = [int(n) for n in re.findall(r"test_donation\.py:(\d+)", text)]
-    assert len(lines) == 2, text
-    assert first < lines[0] <= lines[1]
+    assert len(lines) == 2 or "it is returned" in text, text
+    assert first < lines[0] <= lines[-1]
     assert "maybe_inplace" in text.split("donated:")[1].split("\n")[0]
     assert "Call fused_add_rms_norm instead" in text
 
 
-def test_returning_what_was_given_up() -> None:
-    def function(x: Tensor, r: Tensor) -> Any:
-        given = r * 2
-        y, _ = add_norm.maybe_inplace(x * 1, given, WEIGHT, 1e-5)
-        return y, given
-
-    with pytest.raises(Exception, match="it is returned"):
-        compiled(function)(torch.randn(4, 8), torch.randn(4, 8))
-
-
-def test_slices_that_do_not_touch_are_apart() -> None:
-    cache = torch.randn(16, 8)
-    positions = torch.arange(4)
-
-    def function(x: Tensor) -> Any:
-        q, k, v = (x * 1).split([8, 8, 8], -1)
-        q, k = ir.ops.rotary_embedding.maybe_inplace(q, k, positions, cache, 8)
-        return q * 1, k * 1, v * 2
-
-    x = torch.randn(4, 24)
-    expected = function(x)
-    for found, wanted in zip(compiled(function)(x), expected, strict=True):
-        torch.testing.assert_close(found, wanted)
-    (node,) = opweave.compile.report().nodes
-    assert node.chosen == "opweave_c"
-
-
 rotate = ir.ops.rotary_embedding
 TABLE = torch.linspace(0, 3, 16 * 8).sin().view(16, 8)
+
+
+def apart(x: Tensor) -> Any:
+    q, k, v = (x * 1).split(16, -1)
+    q, k = rotate.maybe_inplace(q, k, torch.arange(4), TABLE, 8)
+    return q * 1, k * 1, v * 2
 
 
 def values_are_transposed(x: Tensor) -> Any:
@@ -149,31 +120,23 @@ def views_are_not_reads(x: Tensor) -> Any:
     return y * 1, h.view(4, 6, 8)[:, 2:] * 1
 
 
+NEIGHBORS = [
+    apart, values_are_transposed, a_range_of_rows_at_a_time, every_other_row, asks_for_sizes,
+    views_are_not_reads,
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize(
-    "function",
-    [
-        values_are_transposed,
-        a_range_of_rows_at_a_time,
-        every_other_row,
-        asks_for_sizes,
-        views_are_not_reads,
-    ],
-)
+@pytest.mark.parametrize("function", NEIGHBORS)
 def test_memory_next_to_what_was_given_up_may_be_read(
     function: Callable[..., Any], dynamic: bool
 ) -> None:
-    torch.compiler.reset()
-    run = torch.compile(
-        function,
-        backend=opweave.compile.backend,
-        fullgraph=True,
-        dynamic=dynamic,
-        options=EAGERLY,
-    )
+    run = compiled(function, dynamic=dynamic)
     x = torch.randn(4, 48)
     torch.testing.assert_close(tuple(run(x)), tuple(function(x)))
-    assert not [c for c in copies(opweave.compile.report()) if "shares memory" in c]
+    report = opweave.compile.report()
+    assert {node.chosen for node in report.nodes} == {"opweave_c"}
+    assert not [c for c in copies(report) if "shares memory" in c]
 
 
 def test_a_donated_input_is_reused_and_no_other_changes() -> None:
@@ -200,29 +163,17 @@ def test_donated_inputs_that_overlap_are_copied_first() -> None:
     torch.testing.assert_close(tuple(found), tuple(expected))
 
 
-def test_a_donated_slice_is_all_that_is_given_up() -> None:
+@pytest.mark.parametrize("codegen", [False, True])
+def test_a_donated_slice_is_all_that_is_given_up(codegen: bool) -> None:
     def function(x: Tensor) -> Any:
         first, rest = x[:2], x[2:]
         donated = add_norm.maybe_inplace(first, rest + 1, WEIGHT, 1e-5)
-        return *donated, *add_norm(rest, donated[1] + 1, WEIGHT, 1e-5)
+        return *donated, *add_norm(rest, donated[1] + 1, WEIGHT, 1e-5), x[2:] * 2
 
     x = torch.randn(4, 8)
     kept, expected = x.clone(), function(x.clone())
-    for codegen in (False, True):
-        given = x.clone()
-        found = compiled(function, codegen=codegen)(given)
-        torch.testing.assert_close(tuple(found), tuple(expected))
-        assert torch.equal(given[2:], kept[2:])
-
-
-def test_slices_beside_what_was_given_up_may_be_read() -> None:
-    def function(x: Tensor) -> Any:
-        y, _ = add_norm.maybe_inplace(x[:2], x[:2] + 1, WEIGHT, 1e-5)
-        return y, x[2:] * 2
-
-    x = torch.randn(4, 8)
-    expected = function(x.clone())
-    torch.testing.assert_close(tuple(compiled(function)(x)), tuple(expected))
+    torch.testing.assert_close(tuple(compiled(function, codegen=codegen)(x)), tuple(expected))
+    assert torch.equal(x[2:], kept[2:])
 
 
 @pytest.fixture
@@ -250,52 +201,28 @@ def test_memory_that_may_be_shared_is_copied(scale: ir.IrOp) -> None:
 
     x = torch.randn(40)
     expected = tuple(function(x.clone()))
-    for codegen in (False, True):
-        found = tuple(compiled(function, codegen=codegen)(x))
-        torch.testing.assert_close(found, expected)
-        assert len(copies(opweave.compile.report())) == 1
+    torch.testing.assert_close(tuple(compiled(function)(x)), expected)
+    assert len(copies(opweave.compile.report())) == 1
 
 
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-def test_views_of_another_type_share_memory(scale: ir.IrOp) -> None:
+@pytest.mark.parametrize("codegen", [False, True])
+def test_views_of_another_type_share_memory(scale: ir.IrOp, codegen: bool) -> None:
     def function(x: Tensor) -> Any:
         h = x.exp()
         parts = torch.view_as_real(h)[32:]
         return scale(h, parts.sum()), parts * 2
 
     x = torch.randn(64, dtype=torch.complex64)
-    expected = function(x)
-    for codegen in (False, True):
-        found = compiled(function, codegen=codegen)(x)
-        torch.testing.assert_close(tuple(found), tuple(expected))
+    found = compiled(function, codegen=codegen)(x)
+    torch.testing.assert_close(tuple(found), tuple(function(x)))
 
+
+def test_views_of_another_type_share_memory_in_eager_mode(scale: ir.IrOp) -> None:
     half = torch.randn(64).half()
-    with torch.no_grad():
-        by = half.view(torch.int16)[60:].view(torch.float16)[:1]
-        wanted = half.clone() * by.clone()
-        assert torch.equal(scale.maybe_inplace(half, by), wanted)
-
-
-@pytest.mark.parametrize("codegen", [False, True])
-@pytest.mark.parametrize("apart_first", [False, True])
-def test_a_donated_input_that_is_written_and_overlaps(
-    scale: ir.IrOp, codegen: bool, apart_first: bool
-) -> None:
-    def function(x: Tensor, y: Tensor) -> Any:
-        x.add_(1)
-        seen = y * 2
-        return seen, scale.maybe_inplace(x, torch.tensor(3.0))
-
-    torch.compiler.reset()
-    with torch.no_grad():
-        run = torch.compile(function, backend=opweave.compile.backend, options={"codegen": codegen})
-        if apart_first and not codegen:  # Inductor itself takes such a graph for one with aliases
-            run(torch.randn(4, 8), torch.randn(4, 8))
-        base = torch.randn(6, 8)
-        other = base.clone()
-        expected = function(base[:4], base[2:])
-        found = run(other[:4], other[2:])
-        torch.testing.assert_close(tuple(found), tuple(expected))
+    by = half.view(torch.int16)[60:].view(torch.float16)[:1]
+    wanted = half.clone() * by.clone()
+    assert torch.equal(scale.maybe_inplace(half, by), wanted)
 
 
 def overlapping_inputs() -> dict[str, Callable[[], tuple[Tensor, ...]]]:
@@ -328,24 +255,33 @@ def overlapping_inputs() -> dict[str, Callable[[], tuple[Tensor, ...]]]:
     }
 
 
-@pytest.mark.parametrize("codegen", [False, True])
-@pytest.mark.parametrize("given", overlapping_inputs())
-def test_inputs_that_overlap_in_a_later_call(scale: ir.IrOp, given: str, codegen: bool) -> None:
+@pytest.mark.parametrize(
+    ("aliases", "apart_first", "codegen"),
+    [
+        *((name, True, False) for name in overlapping_inputs()),
+        ("views", True, True),
+        ("views", False, False),
+        ("views", False, True),
+    ],
+)
+def test_a_donated_input_that_is_written_and_overlaps(
+    scale: ir.IrOp, aliases: str, apart_first: bool, codegen: bool
+) -> None:
     def function(x: Tensor, y: Tensor) -> Any:
         x.add_(1)
         seen = y * 2
         return seen, scale.maybe_inplace(x, torch.tensor(3.0))
 
-    make = overlapping_inputs()[given]
-    torch.compiler.reset()
-    run = compiled(function, codegen=codegen)
-    with torch.no_grad():
-        run(torch.randn(4, 8), torch.randn(4, 8))
-        for _ in range(2):
-            torch.testing.assert_close(tuple(run(*make())), tuple(function(*make())))
-        x, y = torch.randn(4, 8), torch.randn(4, 8)  # the compiled graph again
-        expected = function(x.clone(), y.clone())
-        torch.testing.assert_close(tuple(run(x, y)), tuple(expected))
+    make, run = overlapping_inputs()[aliases], compiled(function, codegen=codegen)
+    if not apart_first:  # AOTAutograd compiles a graph for inputs with these aliases only
+        torch.testing.assert_close(tuple(run(*make())), tuple(function(*make())))
+        return
+    run(torch.randn(4, 8), torch.randn(4, 8))
+    for _ in range(2):
+        torch.testing.assert_close(tuple(run(*make())), tuple(function(*make())))
+    x, y = torch.randn(4, 8), torch.randn(4, 8)  # the compiled graph again
+    expected = function(x.clone(), y.clone())
+    torch.testing.assert_close(tuple(run(x, y)), tuple(expected))
 
 
 def test_a_saved_tensor_that_was_given_up_gives_no_wrong_gradient() -> None:
@@ -395,7 +331,7 @@ def copies(report: Report) -> list[str]:
 
 
 def test_the_residual_stream_lives_in_one_buffer() -> None:
-    model = Model(BLOCKS["llama"], 3, OpCalls())
+    model = Model(3, OpCalls())
     inputs = model_inputs(8)
     expected = model(*inputs)
     found = compiled(model)(*inputs)

@@ -13,17 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import opweave.compile
 from opweave import ir
 from opweave.compile import fingerprint
 from support.fixtures import FreshPython
 
+from .conftest import compiled
+
 KERNELS = """
     import functools
-    import os
     from fp_first import through
     from fp_other import decorate, doubled
-    from fp_package import constants
 
     def helper(x):
         return x * 1.0
@@ -52,22 +51,11 @@ KERNELS = """
         from fp_space.inner.deep import helper
         return helper(x)
 
-    def reads_module(x):
-        return x * constants.SCALE
-
     def elsewhere(x):
         return doubled(x)
 
     def two_packages_away(x):
         return through(x)
-
-    SCALE = float(os.environ.get("FP_SCALE", "1"))
-
-    def reads_global(x):
-        return scaled(x)
-
-    def scaled(x):
-        return x * SCALE
 
     def make(*held):
         def inner(x):
@@ -118,9 +106,6 @@ class Process:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(textwrap.dedent(text))
 
-    def change(self, name: str, old: str = "1.0", new: str = "5.00") -> None:
-        self.write(name, FILES[name].replace(old, new))
-
     def __call__(self, of: Callable[[Any], Any]) -> str:
         forget()
         kernels = importlib.import_module("fp_package.kernels")
@@ -148,94 +133,64 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process
     forget()
 
 
+KERNELS_FILE, LATE, LATER = "fp_package/kernels.py", "fp_package/late.py", "fp_package/later.py"
+LATE_CALL = "return later.helper(x)"
+
+
 @pytest.mark.parametrize(
-    ("of", "file"),
+    ("of", "file", "old", "new"),
     [
-        (lambda k: k.plain, "kernels"),
-        (lambda k: k.partial(), "kernels"),
-        (lambda k: k.decorated(), "kernels"),
-        (lambda k: k.lazy, "late"),
-        (lambda k: k.lazy, "later"),
-        (lambda k: k.lazy_relative, "later"),
-        (lambda k: k.lazy_in_namespaces, "fp_space/inner/deep"),
-        (lambda k: k.Callable(1.0), "kernels"),
-        (lambda k: k.Callable(1.0).method, "kernels"),
-        (lambda k: torch.no_grad()(k.plain), "kernels"),
+        (lambda k: k.plain, KERNELS_FILE, "1.0", "5.0"),
+        (lambda k: k.partial(), KERNELS_FILE, "1.0", "5.0"),
+        (lambda k: k.decorated(), KERNELS_FILE, "1.0", "5.0"),
+        (lambda k: k.decorated(), "fp_other.py", "return function(x)", "return function(x) + 1"),
+        (lambda k: k.lazy, LATE, LATE_CALL, "return x * 5.00"),
+        (lambda k: k.lazy, LATER, "1.0", "5.0"),
+        (lambda k: (k.lazy(1.0), k.lazy)[1], LATER, "1.0", "5.0"),
+        (lambda k: k.lazy_relative, LATER, "1.0", "5.0"),
+        (lambda k: k.lazy_in_namespaces, "fp_space/inner/deep.py", "1.0", "5.0"),
+        (lambda k: k.Callable(1.0), KERNELS_FILE, "1.0", "5.0"),
+        (lambda k: k.Callable(1.0).method, KERNELS_FILE, "1.0", "5.0"),
+        (lambda k: torch.no_grad()(k.plain), KERNELS_FILE, "1.0", "5.0"),
+        (lambda k: k.elsewhere, "fp_other.py", "return x * 2", "return x * 3"),
+        (lambda k: k.two_packages_away, "fp_second/deep.py", "return x * 3", "return x * 4"),
     ],
 )
-def test_source_counts(process: Process, of: Any, file: str) -> None:
+def test_source_counts(process: Process, of: Any, file: str, old: str, new: str) -> None:
     first = process(of)
     assert process(of) == first
-    if file == "late":
-        process.write("fp_package/late.py", "def helper(x): return x * 5.00")
-    elif "/" in file:
-        process.change(f"{file}.py")
-    else:
-        process.change(f"fp_package/{file}.py")
+    assert old in FILES[file]
+    process.write(file, FILES[file].replace(old, new))
     assert process(of) != first
+    process.write(file, FILES[file])
+    assert process(of) == first
 
 
-def test_what_a_kernel_imports_counts_before_and_after_it_has_run(process: Process) -> None:
+def test_a_digest_imports_nothing(process: Process) -> None:
     process(lambda k: k.lazy)
-    assert "fp_package.late" not in sys.modules, "a digest imports nothing"
-    first = process(lambda k: (k.lazy(1.0), k.lazy)[1])
-    process.change("fp_package/later.py")
-    assert process(lambda k: (k.lazy(1.0), k.lazy)[1]) != first
+    assert "fp_package.late" not in sys.modules
 
 
-def test_a_decorator_of_another_package_counts(process: Process) -> None:
-    first = process(lambda k: k.decorated())
-    process.change("fp_other.py", "return function(x)", "return function(x) + 1")
-    assert process(lambda k: k.decorated()) != first
-
-
-def test_a_function_of_another_package_counts(
+def test_an_installed_package_counts_by_its_version_and_the_files_that_are_named(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = process(lambda k: k.elsewhere)
-    process.change("fp_other.py", "return x * 2", "return x * 3")
-    assert process(lambda k: k.elsewhere) != first
-    process.write("fp_other.py", FILES["fp_other.py"])
-    assert process(lambda k: k.elsewhere) == first
-    # An installed one counts by its version, and its own file.
     monkeypatch.setattr(fingerprint, "_INSTALLED", {str(process.folder)})
     versions = [process(lambda k: k.elsewhere)]
     for text in (FILES["fp_other.py"] + "    __version__ = '2'", FILES["fp_other.py"]):
         process.write("fp_other.py", text)
         versions.append(process(lambda k: k.elsewhere))
     assert versions[0] != versions[1] != versions[2] == versions[0]
-
-
-def test_a_module_two_packages_away_counts(
-    process: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = process(lambda k: k.two_packages_away)
-    process.write("fp_second/deep.py", "def tripled(x): return x * 3.5")
-    changed = process(lambda k: k.two_packages_away)
-    assert changed != first
-    # An installed one counts by its version and the files that are named.
     monkeypatch.setattr(fingerprint, "_INSTALLED", {str(process.folder / "fp_second")})
-    assert process(lambda k: k.two_packages_away) == changed
+    first = process(lambda k: k.two_packages_away)
     process.write("fp_second/__init__.py", "__version__ = '2'")
-    assert process(lambda k: k.two_packages_away) != changed
-
-
-@pytest.mark.parametrize(
-    "of",
-    [lambda k: k.reads_global, lambda k: k.reads_module, lambda k: torch.no_grad()(k.reads_global)],
-)
-def test_constants_from_outside_of_the_source_count(
-    process: Process, monkeypatch: pytest.MonkeyPatch, of: Any
-) -> None:
-    first = process(of)
-    monkeypatch.setenv("FP_SCALE", "5")
-    assert process(of) != first
+    assert process(lambda k: k.two_packages_away) != first
 
 
 CHOSEN = """
     import functools, operator, os
     import torch
     import torch.nn.functional as N
+    from fp_package import constants
     from fp_second import deep
     from opweave import ir
     SCALE = float(os.environ.get("FP_SCALE", "1"))
@@ -267,9 +222,11 @@ CHOSEN = """
         "functools.partial(torch.add, other=SCALE)",
         "functools.partial(deep.tripled, SCALE)",
         "scaled",
+        "lambda x: x * constants.SCALE",
+        "torch.no_grad()(lambda x: x * SCALE)",
     ],
 )
-def test_which_function_a_global_is_counts(
+def test_values_of_globals_count(
     process: Process, monkeypatch: pytest.MonkeyPatch, chosen: str
 ) -> None:
     process.write("fp_package/kernels.py", CHOSEN.format(chosen))
@@ -309,7 +266,7 @@ def test_a_functional_form_counts(process: Process) -> None:
 
     first = digest()
     assert digest() == first
-    process.change("fp_other.py", "x * 2", "x * 3")
+    process.write("fp_other.py", FILES["fp_other.py"].replace("x * 2", "x * 3"))
     assert digest() != first
 
 
@@ -367,9 +324,9 @@ def test_a_cell_that_runs_again_is_compiled_again(cell: str) -> None:
     register(source)
     registry.ensure_ready()
     fp_cell.set_default(["k"])
-    compiled = torch.compile(lambda x: fp_cell(x.abs()) + 0, backend=opweave.compile.backend)
+    run = compiled(lambda x: fp_cell(x.abs()) + 0)
     x = torch.ones(2)
     with torch.no_grad():
-        assert compiled(x)[0] == 2
+        assert run(x)[0] == 2
         register(source.replace(old, new))
-        assert compiled(x)[0] == 3
+        assert run(x)[0] == 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from opweave import ir
 from opweave.compile import fusion_table
 from opweave.compile.report import MatchReport
 
-from .conftest import all_native
+from .conftest import all_native, compiled
 
 T, H = 8, 64
 BF16 = torch.bfloat16
@@ -34,6 +34,16 @@ SEQUENCE = (
 o = ir.ops
 
 
+def norm(a: Tensor, weight: Tensor | None = W) -> Tensor:
+    result: Tensor = o.rms_norm(a, weight, 1e-5)
+    return result
+
+
+def fp8(a: Tensor, scale: Tensor = SCALE) -> Tensor:
+    result: Tensor = o.static_quant_fp8(a, scale)
+    return result
+
+
 def rotate_and_write(
     q: Tensor, k: Tensor, v: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,17 +57,26 @@ def attend(q: Tensor, *options: Any) -> Tensor:
     return found
 
 
+def norm_and_rotate(a: Tensor, r: Tensor, *options: Any, epsilon: float = 1e-6) -> Any:
+    q = o.rms_norm(a.view(T, 4, 16), W[:16], 1e-6).view(T, H)
+    k = o.rms_norm(r.view(T, 4, 16), W[16:32], epsilon).view(T, H)
+    return o.rotary_embedding(q, k, POSITIONS, CACHE, 16, *options)
+
+
+def rotate_before_writing(a: Tensor, r: Tensor, heads: int = 2) -> tuple[Any, Any]:
+    """Return the rotated queries and keys, and the caches with those keys."""
+    rotated = o.rotary_embedding(a, r[:, :32], POSITIONS, CACHE, 16)
+    tokens = (t.view(T, heads, -1) for t in (rotated[1], r[:, 32:]))
+    caches = (cache.view(3, heads, 16, -1) for cache in CACHES)
+    return rotated, o.reshape_and_cache(*tokens, *caches, SLOTS)
+
+
 def fused(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[MatchReport]:
     """Compile, compare with eager, and return what fusion did."""
     expected = function(*inputs)
     torch.compiler.reset()
-    compiled = torch.compile(
-        function,
-        backend=opweave.compile.backend,
-        fullgraph=True,
-        options={"codegen": False, **options},
-    )
-    found = compiled(*inputs)
+    run = compiled(function, **options)
+    found = run(*inputs)
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x.float(), y.float(), atol=2e-2, rtol=2e-2)
         assert x.shape == y.shape
@@ -73,7 +92,7 @@ def x(*shape: int) -> Tensor:
 
 
 FORMS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "add and norm": ("fused_add_rms_norm", lambda a, r: (o.rms_norm(a + r, W, 1e-5), a + r)),
+    "add and norm": ("fused_add_rms_norm", lambda a, r: (norm(a + r), a + r)),
     "add and norm, commuted": (
         "fused_add_rms_norm",
         lambda a, r: ((s := r + a), o.rms_norm(s, W, epsilon=1e-6)),
@@ -82,36 +101,30 @@ FORMS: dict[str, tuple[str, Callable[..., Any]]] = {
         "fused_add_rms_norm",
         lambda a, r: (o.rms_norm(a + r, weight=None, epsilon=1e-5, variance_size=None),),
     ),
-    "norm and static fp8": (
-        "rms_norm_static_quant_fp8",
-        lambda a, r: (o.static_quant_fp8(o.rms_norm(a, W, 1e-5), SCALE), r),
-    ),
+    "norm and static fp8": ("rms_norm_static_quant_fp8", lambda a, r: (fp8(norm(a)), r)),
     "norm and per-token fp8": (
         "rms_norm_dynamic_per_token_quant_fp8",
-        lambda a, r: o.dynamic_per_token_quant_fp8(o.rms_norm(a, None, 1e-5)),
+        lambda a, r: o.dynamic_per_token_quant_fp8(norm(a, None)),
     ),
     "norm and per-token int8": (
         "rms_norm_dynamic_per_token_quant_int8",
-        lambda a, r: o.dynamic_per_token_quant_int8(o.rms_norm(a, W, 1e-5)),
+        lambda a, r: o.dynamic_per_token_quant_int8(norm(a)),
     ),
     "add, norm and static fp8": (
         "fused_add_rms_norm_static_quant_fp8",
-        lambda a, r: (o.static_quant_fp8(o.rms_norm(a + r, W, 1e-5), SCALE), a + r),
+        lambda a, r: (fp8(norm(a + r)), a + r),
     ),
     "composite and static fp8": (
         "fused_add_rms_norm_static_quant_fp8",
-        lambda a, r: (
-            (p := o.fused_add_rms_norm(a, r, W, 1e-5)) and o.static_quant_fp8(p[0], SCALE),
-            p[1],
-        ),
+        lambda a, r: ((p := o.fused_add_rms_norm(a, r, W, 1e-5)) and fp8(p[0]), p[1]),
     ),
     "add, norm and per-token fp8": (
         "fused_add_rms_norm_dynamic_per_token_quant_fp8",
-        lambda a, r: (*o.dynamic_per_token_quant_fp8(o.rms_norm(a + r, W, 1e-5)), a + r),
+        lambda a, r: (*o.dynamic_per_token_quant_fp8(norm(a + r)), a + r),
     ),
     "silu and static fp8": (
         "silu_and_mul_static_quant_fp8",
-        lambda a, r: (o.static_quant_fp8(o.silu_and_mul(a), SCALE),),
+        lambda a, r: (fp8(o.silu_and_mul(a)),),
     ),
     "silu and groups, through views": (
         "silu_and_mul_per_token_group_quant_fp8",
@@ -119,27 +132,8 @@ FORMS: dict[str, tuple[str, Callable[..., Any]]] = {
             o.silu_and_mul(a.view(2, T // 2, H)).view(T, H // 2), 16
         ),
     ),
-    "norms and rotation": (
-        "qk_norm_rope",
-        lambda a, r: o.rotary_embedding(
-            o.rms_norm(a.view(T, 4, 16), W[:16], 1e-6).view(T, H),
-            o.rms_norm(r.view(T, 4, 16), W[16:32], 1e-6).view(T, H),
-            POSITIONS,
-            CACHE,
-            16,
-        ),
-    ),
-    "norms and rotation, interleaved": (
-        "qk_norm_rope",
-        lambda a, r: o.rotary_embedding(
-            o.rms_norm(a.view(T, 4, 16), W[:16], 1e-6).view(T, H),
-            o.rms_norm(r.view(T, 4, 16), W[16:32], 1e-6).view(T, H),
-            POSITIONS,
-            CACHE,
-            16,
-            False,
-        ),
-    ),
+    "norms and rotation": ("qk_norm_rope", norm_and_rotate),
+    "norms and rotation, interleaved": ("qk_norm_rope", lambda a, r: norm_and_rotate(a, r, False)),
     "rotation into the cache": (
         "rope_reshape_and_cache",
         lambda a, r: rotate_and_write(a, *r.split(32, -1)),
@@ -159,20 +153,12 @@ FORMS: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "rotation into the cache, queries used before": (
         "rope_reshape_and_cache",
-        lambda a, r: (
-            (p := o.rotary_embedding(a, r[:, :32], POSITIONS, CACHE, 16)) and p[0] * 2,
-            *o.reshape_and_cache(
-                p[1].view(T, 2, 16), r[:, 32:].view(T, 2, 16), CACHES[0], CACHES[1], SLOTS
-            ),
-        ),
+        lambda a, r: ((p := rotate_before_writing(a, r)) and p[0][0] * 2, *p[1]),
     ),
-    "attention and static fp8": (
-        "attention_quant",
-        lambda a, r: (o.static_quant_fp8(attend(a).view(T, H), SCALE),),
-    ),
+    "attention and static fp8": ("attention_quant", lambda a, r: (fp8(attend(a).view(T, H)),)),
     "attention and static fp8, with options": (
         "attention_quant",
-        lambda a, r: (o.static_quant_fp8(attend(a, 0.3, True, 5, 8.0).flatten(1), SCALE),),
+        lambda a, r: (fp8(attend(a, 0.3, True, 5, 8.0).flatten(1)),),
     ),
 }
 
@@ -190,17 +176,17 @@ MISSES: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "the norm is returned": (
         "rms_norm_static_quant_fp8",
         "is used elsewhere, by output",
-        lambda a, r: ((n := o.rms_norm(a, W, 1e-5)), o.static_quant_fp8(n, SCALE)),
+        lambda a, r: ((n := norm(a)), fp8(n)),
     ),
     "something stands between": (
         "fused_add_rms_norm_static_quant_fp8",
         "operand 0 of .* is aten.mul.Tensor, not aten.add.Tensor",
-        lambda a, r: ((n := o.rms_norm(a * r, W, 1e-5)), o.static_quant_fp8(n, SCALE)),
+        lambda a, r: ((n := norm(a * r)), fp8(n)),
     ),
     "no kernel takes the arguments": (
         "fused_add_rms_norm",
         "no kernel for it: opweave_c: .*float64",
-        lambda a, r: (o.rms_norm(a.double() + r.double(), None, 1e-5),),
+        lambda a, r: (norm(a.double() + r.double(), None),),
     ),
     "a number that is not looked for": (
         "fused_add_rms_norm",
@@ -215,47 +201,27 @@ MISSES: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "different weights": (
         "qk_norm_rope",
         "epsilon|elsewhere it is",
-        lambda a, r: o.rotary_embedding(
-            o.rms_norm(a.view(T, 4, 16), W[:16], 1e-6).view(T, H),
-            o.rms_norm(r.view(T, 4, 16), W[16:32], 1e-5).view(T, H),
-            POSITIONS,
-            CACHE,
-            16,
-        ),
+        lambda a, r: norm_and_rotate(a, r, epsilon=1e-5),
     ),
     "the rotated keys are returned": (
         "rope_reshape_and_cache",
         "is used elsewhere, by output",
-        lambda a, r: (
-            (p := o.rotary_embedding(a, r[:, :32], POSITIONS, CACHE, 16))[1],
-            *o.reshape_and_cache(
-                p[1].view(T, 2, 16), r[:, 32:].view(T, 2, 16), CACHES[0], CACHES[1], SLOTS
-            ),
-        ),
+        lambda a, r: ((p := rotate_before_writing(a, r))[0][1], *p[1]),
     ),
     "the cache has other heads": (
         "rope_reshape_and_cache",
         "rope_reshape_and_cache does not take these arguments: .*key must be|not bfloat16",
-        lambda a, r: (
-            (p := o.rotary_embedding(a, r[:, :32], POSITIONS, CACHE, 16))[0],
-            *o.reshape_and_cache(
-                p[1].view(T, 1, 32),
-                r[:, 32:].view(T, 1, 32),
-                CACHES[0].view(3, 1, 16, 32),
-                CACHES[1].view(3, 1, 16, 32),
-                SLOTS,
-            ),
-        ),
+        lambda a, r: ((p := rotate_before_writing(a, r, heads=1))[0][0], *p[1]),
     ),
     "the attention is used, too": (
         "attention_quant",
         "is used elsewhere, by output",
-        lambda a, r: ((y := attend(a)), o.static_quant_fp8(y.flatten(1), SCALE)),
+        lambda a, r: ((y := attend(a)), fp8(y.flatten(1))),
     ),
     "quantized by heads": (
         "attention_quant",
         r"operand 0 of static_quant_fp8.* is bfloat16\[8, 4, 16\], not bfloat16\[8, 64\]",
-        lambda a, r: (o.static_quant_fp8(attend(a), SCALE),),
+        lambda a, r: (fp8(attend(a)),),
     ),
     "a scale for each token": (
         "attention_quant",
@@ -301,13 +267,12 @@ def test_a_part_that_must_run_and_cannot_is_an_error() -> None:
     def function(a: Tensor, r: Tensor) -> Any:
         return (o.rms_norm(a + r, W, 1e-5),)
 
-    compiled = torch.compile(function, backend=opweave.compile.backend)
     with (
         ir.priority(rms_norm=["aten!"]),
         ir.require("batch_invariant"),
         pytest.raises(Exception, match=r"aten.*batch_invariant"),
     ):
-        compiled(x(), x())
+        compiled(function)(x(), x())
 
 
 @pytest.mark.parametrize("function", [o.rms_norm.using("aten"), torch.autocast("cpu")(o.rms_norm)])
@@ -338,8 +303,8 @@ def test_a_cache_is_written_in_place() -> None:
 
     qkv, caches = x(T, 128), CACHES.clone()
     expected = function(qkv, *CACHES.clone())
-    compiled = torch.compile(function, backend=opweave.compile.backend, options={"codegen": False})
-    found = compiled(qkv, *caches)
+    run = compiled(function)
+    found = run(qkv, *caches)
     assert names(opweave.compile.report().fusions) == ["attention_quant", "rope_reshape_and_cache"]
     assert found[1].data_ptr() == caches[0].data_ptr()
     assert found[2].data_ptr() == caches[1].data_ptr()
@@ -365,8 +330,8 @@ def test_fusion_keeps_donations() -> None:
 
     a, r = x(), x()
     expected = function(a, r.clone())
-    compiled = torch.compile(function, backend=opweave.compile.backend, options={"codegen": False})
-    for found, wanted in zip(compiled(a, r), expected, strict=True):
+    run = compiled(function)
+    for found, wanted in zip(run(a, r), expected, strict=True):
         torch.testing.assert_close(found.float(), wanted.float(), atol=2e-2, rtol=2e-2)
 
 
@@ -374,12 +339,10 @@ def test_sizes_may_vary() -> None:
     def function(a: Tensor, r: Tensor) -> Tensor:
         return o.rms_norm(a + r, W, 1e-5)
 
-    compiled = torch.compile(
-        function, backend=opweave.compile.backend, dynamic=True, options={"codegen": False}
-    )
+    run = compiled(function, dynamic=True)
     for tokens in (3, 5):
         a, r = x(tokens, H), x(tokens, H)
-        torch.testing.assert_close(compiled(a, r), function(a, r), atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(run(a, r), function(a, r), atol=2e-2, rtol=2e-2)
     assert names(opweave.compile.report().fusions) == ["fused_add_rms_norm"]
 
 
@@ -388,116 +351,11 @@ def test_sizes_that_only_the_data_tells() -> None:
     def function(a: Tensor, r: Tensor, first: Tensor, second: Tensor) -> Tensor:
         return o.rms_norm(a[first] + r[second].sum(0, keepdim=True), W, 1e-5)
 
-    compiled = torch.compile(function, backend=opweave.compile.backend, options={"codegen": False})
+    run = compiled(function)
     masks = torch.arange(T) < 3, torch.arange(T) < 5
     a, r = x(), x()
-    torch.testing.assert_close(compiled(a, r, *masks), function(a, r, *masks), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(run(a, r, *masks), function(a, r, *masks), atol=2e-2, rtol=2e-2)
     assert names(opweave.compile.report().fusions) == []
-
-
-def test_a_composite_of_ones_own() -> None:
-    """Adding a fusion is: declare the composite, register a kernel."""
-    with ir.isolated_registry():
-
-        @ir.register_op
-        def scaled(x: Tensor, by: float) -> Tensor:
-            return x * by
-
-        @ir.register_op(composite=True)
-        def scaled_twice(x: Tensor, first: float, second: float) -> Tensor:
-            return scaled(scaled(x, first), second)
-
-        @scaled_twice.register_input_generator
-        def _(num_tokens: int = 4) -> tuple[Tensor, float, float]:
-            return torch.randn(num_tokens, 3), 2.0, 3.0
-
-        @scaled_twice.register_impl("ours")
-        def _(x: Tensor, first: float, second: float) -> Tensor:
-            return x * (first * second)
-
-        scaled_twice.set_default(["ours"])
-        found = fused(lambda t: (scaled(scaled(t.sin(), 2.0), 5.0),), torch.randn(3, 3))
-    assert names(found) == ["scaled_twice"]
-
-
-@pytest.mark.parametrize(
-    ("form", "reason"),
-    [
-        ("alpha", None),
-        ("broadcast", r"operand 0 of add is float32\[4, 1, 8\], not float32\[4, 8\]"),
-        ("constant", r"operand \d of mul"),
-        ("mode", r"sub is aten\.sub\.Tensor, not aten\.add\.Tensor"),
-    ],
-)
-def test_what_looks_like_a_composite(form: str, reason: str | None) -> None:
-    """Nothing is fused whose operands, numbers or ops are others than the composite's."""
-    inputs = torch.randn(4, 8), torch.randn(4, 4, 8) if form == "broadcast" else torch.randn(4, 8)
-    with ir.isolated_registry():
-
-        @ir.register_op(native_traits=["rowwise"])
-        def shifted(x: Tensor, n: int) -> Tensor:
-            return x + n
-
-        def declare(native: Any, other: Any = None) -> None:
-            def inputs(num_tokens: int = 4) -> tuple[Any, ...]:
-                rows = torch.randn(2, num_tokens, 8)
-                return rows[0], rows[1] if other is None else other
-
-            op = ir.register_op(native, name=f"composite_{form}", composite=True)
-            op.register_input_generator(inputs)
-            op.register_impl("ours")(native)
-            op.set_default(["ours"])
-            assert [row.failure for row in fusion_table() if row.composite == op.name] == [""]
-
-        def alpha(x: Tensor, y: Tensor) -> Tensor:
-            return torch.add(shifted(x, 1), y, alpha=2)
-
-        def broadcast(x: Tensor, y: Tensor) -> Tensor:
-            return shifted(x, 1) + y
-
-        def constant(x: Tensor, n: int) -> Tensor:
-            return shifted(x, n) * 2
-
-        def mode(x: Tensor, kind: str = "add") -> Tensor:
-            return shifted(x, 1) + 1 if kind == "add" else shifted(x, 1) - 1
-
-        if form == "alpha":
-            declare(alpha)
-            found = fused(lambda x, y: (torch.add(y, shifted(x, 1), alpha=2),), *inputs)
-        elif form == "broadcast":
-            declare(broadcast)
-            found = fused(lambda x, y: (shifted(x, 1).unsqueeze(1) + y,), *inputs)
-        elif form == "constant":
-            declare(constant, 2)
-            found = fused(lambda x, y: (shifted(x, 3) * 3,), *inputs)
-        else:
-            declare(mode, "sub")
-            found = fused(lambda x, y: (shifted(x, 1) - 1,), *inputs)
-    assert names(found) == []
-    assert reason is None or any(re.search(reason, f.reason) for f in found), found
-
-
-def test_an_op_with_the_name_of_a_method() -> None:
-    """A composite may use the method, whether the op is in the graph or not."""
-    with ir.isolated_registry():
-
-        @ir.register_op
-        def clip(x: Tensor) -> Tensor:
-            return x * 1
-
-        @ir.register_op
-        def shifted(x: Tensor) -> Tensor:
-            return x + 1
-
-        def shifted_and_clipped(x: Tensor) -> Tensor:
-            return shifted(x).clip(-1, 1)
-
-        op = ir.register_op(shifted_and_clipped, composite=True)
-        op.register_input_generator(lambda num_tokens=4: (torch.randn(num_tokens),))
-        op.register_impl("ours")(lambda x: (x + 1).clip(-1, 1))
-        op.set_default(["ours"])
-        found = fused(lambda x: (shifted(x).clip(-1, 1),), torch.randn(6))
-    assert names(found) == ["shifted_and_clipped"]
 
 
 def test_the_table() -> None:
@@ -511,28 +369,20 @@ def test_the_table() -> None:
     assert forms["fused_add_rms_norm_static_quant_fp8"] == 2, "as written, and written out"
 
 
-def _declared(native: Callable[..., Any], *inputs: Any) -> None:
-    """Register *native* as a composite with a kernel that computes the same."""
-    op = ir.register_op(native, composite=True)
-    op.register_input_generator(lambda num_tokens=4: inputs)
-    op.register_impl("ours")(native)
-    op.set_default(["ours"])
+# Composites of a user: declare the composite, register a kernel.
 
 
-VALUES = {
-    "both parts": (lambda two, join, x, z: join(*two(x, z)), True),
-    "the second part twice": (lambda two, join, x, z: join(*two(x, z)[1:] * 2), False),
-    "the first part twice": (lambda two, join, x, z: join(*two(x, z)[:1] * 2), False),
-    "parts swapped": (lambda two, join, x, z: join(*two(x, z)[::-1]), False),
-    "parts of two calls": (lambda two, join, x, z: join(two(x, z)[0], two(z, x)[1]), False),
-    "one input for two parameters": (lambda two, join, x, z: join(*two(x, x)), True),
-}
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_a_match_binds_the_parts_of_a_tuple(name: str) -> None:
-    function, matches = VALUES[name]
+@pytest.fixture
+def own_ops() -> Iterator[None]:
     with ir.isolated_registry():
+
+        @ir.register_op(native_traits=["rowwise"])
+        def shifted(x: Tensor, n: int = 1) -> Tensor:
+            return x + n
+
+        @ir.register_op
+        def scaled(x: Tensor, by: float) -> Tensor:
+            return x * by
 
         @ir.register_op
         def two(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -542,79 +392,135 @@ def test_a_match_binds_the_parts_of_a_tuple(name: str) -> None:
         def join(x: Tensor, z: Tensor) -> Tensor:
             return x - 2 * z
 
-        def joined(x: Tensor, z: Tensor) -> Tensor:
-            result: Tensor = join(*two(x, z))
-            return result
+        @ir.register_op
+        def clip(x: Tensor) -> Tensor:
+            return x * 1
 
-        _declared(joined, torch.randn(4, 8), torch.randn(4, 8))
-        reports = fused(lambda x, z: (function(two, join, x, z),), *torch.randn(2, 4, 8))
-    assert names(reports) == ["joined"] * matches
+        yield
 
 
-LISTS = {
-    "as defined": (lambda shifted, x, z: torch.cat([shifted(x), z]) * x.sum() * z.sum(), True),
-    "swapped": (lambda shifted, x, z: torch.cat([z, shifted(x)]) * x.sum() * z.sum(), False),
-    "one twice": (lambda shifted, x, z: torch.cat([shifted(x)] * 2) * x.sum() * z.sum(), False),
-    "another tensor": (lambda shifted, x, z: torch.cat([shifted(x), x]) * x.sum() * z.sum(), False),
+def scaled_twice(x: Tensor, first: float, second: float) -> Tensor:
+    return o.scaled(o.scaled(x, first), second)
+
+
+def shifted_and_clipped(x: Tensor) -> Tensor:
+    return o.shifted(x).clip(-1, 1)  # the method, although there is an op of this name
+
+
+def joined(x: Tensor, z: Tensor) -> Tensor:
+    return o.join(*o.two(x, z))
+
+
+def stacked(x: Tensor, z: Tensor) -> Tensor:
+    return torch.cat([o.shifted(x), z]) * x.sum() * z.sum()
+
+
+def signed(x: Tensor) -> Tensor:
+    return torch.copysign(o.shifted(x), 0.0)
+
+
+def added_twice(x: Tensor, z: Tensor) -> Tensor:
+    return torch.add(o.shifted(x), z, alpha=2)
+
+
+def added(x: Tensor, z: Tensor) -> Tensor:
+    return o.shifted(x) + z
+
+
+def doubled(x: Tensor, n: int) -> Tensor:
+    return o.shifted(x, n) * 2
+
+
+def moved(x: Tensor, kind: str = "add") -> Tensor:
+    return o.shifted(x) + 1 if kind == "add" else o.shifted(x) - 1
+
+
+# The arguments besides x of each composite, to trace it with.
+OTHERS: dict[Callable[..., Tensor], tuple[Any, ...]] = {
+    scaled_twice: (2.0, 3.0),
+    shifted_and_clipped: (),
+    joined: (torch.randn(4, 8),),
+    stacked: (torch.randn(4, 8),),
+    signed: (),
+    added_twice: (torch.randn(4, 8),),
+    added: (torch.randn(4, 8),),
+    doubled: (2,),
+    moved: ("sub",),
 }
+# Programs, and whether they contain the composite; if not, why they do not, where that is reported.
+OWN: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], bool, str]] = {
+    "as defined": (scaled_twice, lambda x, z: o.scaled(o.scaled(x.sin(), 2.0), 5.0), True, ""),
+    "the name of a method": (shifted_and_clipped, lambda x, z: o.shifted(x).clip(-1, 1), True, ""),
+    "both parts": (joined, lambda x, z: o.join(*o.two(x, z)), True, ""),
+    "the second part twice": (joined, lambda x, z: o.join(*o.two(x, z)[1:] * 2), False, ""),
+    "the first part twice": (joined, lambda x, z: o.join(*o.two(x, z)[:1] * 2), False, ""),
+    "parts swapped": (joined, lambda x, z: o.join(*o.two(x, z)[::-1]), False, ""),
+    "parts of two calls": (
+        joined, lambda x, z: o.join(o.two(x, z)[0], o.two(z, x)[1]), False, "",
+    ),
+    "one input for two parameters": (joined, lambda x, z: o.join(*o.two(x, x)), True, ""),
+    "a list": (stacked, stacked, True, ""),
+    "a list, swapped": (
+        stacked, lambda x, z: torch.cat([z, o.shifted(x)]) * x.sum() * z.sum(), False, "",
+    ),
+    "a list, one twice": (
+        stacked, lambda x, z: torch.cat([o.shifted(x)] * 2) * x.sum() * z.sum(), False, "",
+    ),
+    "a list, another tensor": (
+        stacked, lambda x, z: torch.cat([o.shifted(x), x]) * x.sum() * z.sum(), False, "",
+    ),
+    "zero": (signed, lambda x, z: torch.copysign(o.shifted(x), 0.0), True, ""),
+    "negative zero": (signed, lambda x, z: torch.copysign(o.shifted(x), -0.0), False, ""),
+    "alpha": (added_twice, lambda x, z: torch.add(z, o.shifted(x), alpha=2), False, ""),
+    "broadcast": (
+        added, lambda x, z: o.shifted(x).unsqueeze(1) + torch.stack([z] * 4), False,
+        r"operand 0 of add is float32\[4, 1, 8\], not float32\[4, 8\]",
+    ),
+    "constant": (doubled, lambda x, z: o.shifted(x, 3) * 3, False, r"operand \d of mul"),
+    "mode": (
+        moved, lambda x, z: o.shifted(x) - 1, False,
+        r"sub is aten\.sub\.Tensor, not aten\.add\.Tensor",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LISTS)
-def test_a_match_binds_the_tensors_in_a_list(name: str) -> None:
-    function, matches = LISTS[name]
+@pytest.mark.parametrize("name", OWN)
+def test_composites_of_a_user(own_ops: None, name: str) -> None:
+    native, program, matches, reason = OWN[name]
+
+    op = ir.register_op(native, composite=True)
+    op.register_input_generator(lambda num_tokens=4: (torch.randn(4, 8), *OTHERS[native]))
+    op.register_impl("ours")(native)
+    op.set_default(["ours"])
+    assert [row.failure for row in fusion_table() if row.composite == op.name] == [""]
+    reports = fused(lambda x, z: (program(x, z),), *torch.randn(2, 4, 8))
+    assert names(reports) == [op.name] * matches
+    assert not reason or any(re.search(reason, report.reason) for report in reports), reports
+
+
+def with_constant(x: Tensor) -> Tensor:
+    return x * torch.tensor([1.0, 2.0]).repeat(4)
+
+
+def with_random_numbers(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
+
+
+def with_argument(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x + 1, x
+
+
+@pytest.mark.parametrize(
+    ("native", "reason"),
+    [
+        (with_constant, "contains the constant tensor"),
+        (with_random_numbers, "draws random numbers"),
+        (with_argument, "returns its argument"),
+    ],
+)
+def test_a_definition_that_cannot_be_compared(native: Callable[..., Any], reason: str) -> None:
     with ir.isolated_registry():
-
-        @ir.register_op
-        def shifted(x: Tensor) -> Tensor:
-            return x + 1
-
-        def stacked(x: Tensor, z: Tensor) -> Tensor:
-            return torch.cat([shifted(x), z]) * x.sum() * z.sum()
-
-        _declared(stacked, torch.randn(4, 8), torch.randn(4, 8))
-        reports = fused(lambda x, z: (function(shifted, x, z),), *torch.randn(2, 4, 8))
-    assert names(reports) == ["stacked"] * matches
-
-
-@pytest.mark.parametrize(("zero", "matches"), [(0.0, True), (-0.0, False)])
-def test_a_negative_zero_is_another_constant(zero: float, matches: bool) -> None:
-    with ir.isolated_registry():
-
-        @ir.register_op
-        def shifted(x: Tensor) -> Tensor:
-            return x + 1
-
-        def signed(x: Tensor) -> Tensor:
-            return torch.copysign(shifted(x), 0.0)
-
-        _declared(signed, torch.randn(4, 8))
-        reports = fused(lambda x: (torch.copysign(shifted(x), zero),), torch.randn(4, 8))
-    assert names(reports) == ["signed"] * matches
-
-
-@pytest.mark.parametrize("form", ["constant", "random", "argument"])
-def test_a_definition_that_cannot_be_compared(form: str) -> None:
-    """It has values besides its arguments, or returns one of them."""
-    natives: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-        "constant": (
-            lambda x: x * torch.tensor([1.0, 2.0]).repeat(4),
-            "contains the constant tensor",
-        ),
-        "random": (lambda x: x + torch.rand_like(x), "draws random numbers"),
-        "argument": (lambda x: (x + 1, x), "returns its argument"),
-    }
-    function, reason = natives[form]
-
-    def one(x: Tensor) -> Tensor:
-        result: Tensor = function(x)
-        return result
-
-    def several(x: Tensor) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = function(x)
-        return result
-
-    with ir.isolated_registry():
-        op = ir.register_op(several if form == "argument" else one, composite=True)
+        op = ir.register_op(native, composite=True)
         op.register_input_generator(lambda num_tokens=4: (torch.randn(num_tokens, 8),))
         (row,) = [row for row in fusion_table() if row.composite == op.name]
     assert reason in row.failure

@@ -13,6 +13,8 @@ import opweave.compile
 from opweave import ir
 from opweave.conformance import subjects, verify
 
+from .conftest import compiled
+
 ROWS, WIDTH = 6, 16
 Kernel = Callable[[Tensor, Tensor], Tensor]
 
@@ -132,35 +134,41 @@ def several(op: Any, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     return once, again * once + again.exp(), kept.sin(), half, once.sin() * a, a + b[0]
 
 
-def check(op: ir.IrOp, provider: str, **how: Any) -> None:
+def check(op: ir.IrOp, *providers: str, **how: Any) -> None:
+    """Compare one graph that calls the kernels of all *providers* with native."""
     a, b = torch.rand(ROWS, WIDTH) + 0.5, torch.rand(ROWS, WIDTH)
     before = a.clone(), b.clone()
-    with ir.priority({op.name: "native"}):
-        expected = several(op, a, b)
-    with ir.priority({op.name: f"{provider}!"}):
-        compiled = torch.compile(
-            lambda a, b: several(op, a, b), backend="opweave", fullgraph=True, **how
-        )
-        found = compiled(a, b)
-    for value, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(value, wanted, atol=1e-5, rtol=1e-5)
+    expected = several(op.using("native"), a, b)
+
+    def program(a: Tensor, b: Tensor) -> list[tuple[Tensor, ...]]:
+        return [several(op.using(f"{provider}!"), a, b) for provider in providers]
+
+    values = torch.compile(program, backend="opweave", fullgraph=True, **how)(a, b)
+    for provider, results in zip(providers, values, strict=True):
+        for value, reference in zip(results, expected, strict=True):
+            torch.testing.assert_close(value, reference, atol=1e-5, rtol=1e-5, msg=provider)
     assert torch.equal(a, before[0])
     assert torch.equal(b, before[1])
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 def test_operators_in_place(acts: ir.IrOp, kernel: Kernel) -> None:
     acts.register_impl("mine", inplace=True)(kernel)
     check(acts, "mine", options={"codegen": False})
-    check(acts, "mine", dynamic=True)
+
+
+@pytest.mark.timeout(600)
+def test_generated_code_of_operators_in_place(acts: ir.IrOp) -> None:
+    for kernel in KERNELS:
+        acts.register_impl(kernel.__name__, inplace=True)(kernel)
+    check(acts, *(kernel.__name__ for kernel in KERNELS), dynamic=True)
 
 
 def test_result_of_an_operator_in_place_is_its_argument(acts: ir.IrOp) -> None:
     acts.register_impl("mine", inplace=True)(chained)
     a, b = torch.rand(ROWS, WIDTH), torch.rand(ROWS, WIDTH)
     with ir.priority(acts="mine"):
-        torch.compile(lambda a, b: acts(a.sin(), b), backend="opweave")(a, b)
+        compiled(lambda a, b: acts(a.sin(), b))(a, b)
     last = [step for step in opweave.compile.report().passes if step.name == "lower in place"][-1]
     assert "return (sin,)" in last.after
 
@@ -217,11 +225,17 @@ def calling() -> Iterator[ir.IrOp]:
         yield acts
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("provider", ["copies", "twice", "gives_up", "two_forms"])
+CALLING = ["copies", "twice", "gives_up", "two_forms"]
+
+
+@pytest.mark.parametrize("provider", CALLING)
 def test_kernels_that_call_ops(calling: ir.IrOp, provider: str) -> None:
     check(calling, provider, options={"codegen": False})
-    check(calling, provider)
+
+
+@pytest.mark.timeout(300)
+def test_generated_code_of_kernels_that_call_ops(calling: ir.IrOp) -> None:
+    check(calling, *CALLING)
 
 
 def test_kernel_that_calls_its_own_op(acts: ir.IrOp) -> None:
@@ -231,7 +245,7 @@ def test_kernel_that_calls_its_own_op(acts: ir.IrOp) -> None:
 
     a, b = torch.rand(ROWS, WIDTH), torch.rand(ROWS, WIDTH)
     with ir.priority(acts="mine"), pytest.raises(Exception, match="'mine' of acts"):
-        torch.compile(lambda a, b: acts(a.sin(), b), backend="opweave")(a, b)
+        compiled(lambda a, b: acts(a.sin(), b))(a, b)
 
 
 @pytest.mark.timeout(300)
@@ -290,28 +304,32 @@ def with_bits_changed(x: Tensor) -> Tensor:
     return y
 
 
+both_modes = pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)])
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("provider", ["last_first", "swapped"])
-def test_unused_outputs_of_in_place_kernels(pair: ir.IrOp, provider: str, dynamic: bool) -> None:
-    def program(a: Tensor, b: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        first = pair(a.sin(), b.cos())[0]
-        second = pair(a @ w, b @ w)[1]
-        third = pair((a * 2)[:2], (b * 3)[2:4])[0].sin()
-        fourth = pair(with_bits_changed(a), b.exp())[1]
-        fifth = pair(with_bits_changed(b), b.exp())[0]
+@both_modes
+def test_unused_outputs_of_in_place_kernels(pair: ir.IrOp, dynamic: bool) -> None:
+    def program(op: Any, a: Tensor, b: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        first = op(a.sin(), b.cos())[0]
+        second = op(a @ w, b @ w)[1]
+        third = op((a * 2)[:2], (b * 3)[2:4])[0].sin()
+        fourth = op(with_bits_changed(a), b.exp())[1]
+        fifth = op(with_bits_changed(b), b.exp())[0]
         return first, second * second, third, fourth, fifth, b + 1
 
+    def both(*inputs: Tensor) -> list[tuple[Tensor, ...]]:
+        return [program(pair.using(f"{name}!"), *inputs) for name in ("last_first", "swapped")]
+
     inputs = torch.rand(4, 8), torch.rand(4, 8), torch.rand(8, 8)
-    expected = program(*inputs)
-    with ir.priority(pair=f"{provider}!"):
-        found = torch.compile(program, backend="opweave", dynamic=dynamic)(*inputs)
-    for value, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(value, wanted, atol=1e-5, rtol=1e-5)
+    expected = program(pair.using("native"), *inputs)
+    for values in torch.compile(both, backend="opweave", dynamic=dynamic)(*inputs):
+        for value, reference in zip(values, expected, strict=True):
+            torch.testing.assert_close(value, reference, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("dynamic", [False, True])
+@both_modes
 def test_rotation_of_what_was_changed_as_integers(dynamic: bool) -> None:
     positions, cache = torch.arange(4), torch.randn(8, 16)
 
@@ -326,6 +344,6 @@ def test_rotation_of_what_was_changed_as_integers(dynamic: bool) -> None:
         return first.sin(), second.sin(), normed[0]
 
     inputs = torch.randn(4, 64), torch.randn(4, 32)
-    compiled = torch.compile(program, backend="opweave", dynamic=dynamic)
-    for value, wanted in zip(compiled(*inputs), program(*inputs), strict=True):
-        torch.testing.assert_close(value, wanted, atol=1e-5, rtol=1e-5)
+    run = torch.compile(program, backend="opweave", dynamic=dynamic)
+    for value, reference in zip(run(*inputs), program(*inputs), strict=True):
+        torch.testing.assert_close(value, reference, atol=1e-5, rtol=1e-5)

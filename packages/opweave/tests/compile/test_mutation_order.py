@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -102,39 +102,30 @@ W = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(2)) / 8
 KERNELS: list[Function] = [silu_and_mul, linear_w8a16, linear_invariant, rms_norm]
 
 
-def between(kernel: Function) -> list[Callable[..., Any]]:
-    """Return programs with *kernel* between loops that Inductor fuses across their ranks."""
-
-    def shared_input(x: Tensor, bias: Tensor) -> Any:
-        return kernel(x.sin()).cos() * x, x + bias
-
-    def chained(x: Tensor, bias: Tensor) -> Any:
+def between(kernels: Sequence[Function], x: Tensor, bias: Tensor) -> list[Tensor]:
+    """Use each kernel between loops that Inductor fuses across their ranks."""
+    results = []
+    for kernel in kernels:
         y = kernel(kernel(x.cos()) * x) * x
-        return y, x + bias, y + bias
+        results += [kernel(x.sin()).cos() * x, y, x + bias, y + bias]
+    return results
 
-    return [shared_input, chained]
 
-
-def check(programs: list[Callable[..., Any]], *, dynamic: bool) -> None:
+def check(kernels: Sequence[Function], *, dynamic: bool) -> None:
     x, bias = torch.randn(ROWS, WIDTH), torch.randn(WIDTH)
-    for program in programs:
-        torch.compiler.reset()
-        expected = program(x, bias)
-        compiled = torch.compile(program, backend="opweave", dynamic=dynamic)
-        found = compiled(x, bias)
-        for value, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(value, wanted, atol=1e-4, rtol=1e-4, msg=program.__name__)
+    run = torch.compile(partial(between, kernels), backend="opweave", dynamic=dynamic)
+    for value, reference in zip(run(x, bias), between(kernels, x, bias), strict=True):
+        torch.testing.assert_close(value, reference, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
-def test_shipped_kernels(kernel: Function) -> None:
-    check(between(kernel), dynamic=True)
+def test_shipped_kernels() -> None:
+    check(KERNELS, dynamic=True)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("provider", ["fills", "inplace"])
-def test_kernels_of_a_user(own_kernels: None, provider: str, dynamic: bool) -> None:
-    doubled = ir.ops.doubled.using(f"{provider}!")
-    check(between(doubled), dynamic=dynamic)
+def test_kernels_of_a_user(own_kernels: None, dynamic: bool) -> None:
+    check(
+        [ir.ops.doubled.using(f"{provider}!") for provider in ("fills", "inplace")], dynamic=dynamic
+    )

@@ -19,10 +19,11 @@ from opweave.compile.options import CompileOptions
 from opweave.compile.plan import Context, Plan
 from opweave.compile.sequence import WAIT, collective, find_group, shard_tokens
 
+from .conftest import compiled
 from .ranks import Case, Outcome, run_ranks
 
 aten = torch.ops.aten
-RANKS, RANK, TOKENS, HIDDEN, EXPERTS = 4, 1, 16, 8, 4
+RANKS, RANK, TOKENS, HIDDEN = 4, 1, 16, 8
 MATRIX, WEIGHT, SCALE = torch.randn(HIDDEN, HIDDEN), torch.ones(HIDDEN), torch.full((1,), 0.05)
 
 
@@ -180,22 +181,6 @@ def test_one_scale_for_all_tokens_needs_all_of_them() -> None:
 
 
 @in_group
-def test_a_mixture_of_experts_gathers_its_tokens_once() -> None:
-    router, own = torch.randn(HIDDEN, EXPERTS), slice(RANK, RANK + 1)
-    expert = torch.randn(HIDDEN, HIDDEN)
-
-    def layer(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        x, r = add_norm(linear(x), r)
-        shares, chosen = (x @ router).softmax(-1).topk(2, -1)
-        mixed = shares.new_zeros(TOKENS, EXPERTS).scatter(1, chosen, shares)[:, own]
-        x, r = add_norm(all_reduce((x @ expert).relu() * mixed), r)
-        return x @ MATRIX, x @ router
-
-    graph, _ = sharded(layer, tokens(), tokens())
-    assert moved(graph) == ONCE * 2
-
-
-@in_group
 def test_a_norm_in_plain_torch() -> None:
     def layer(x: Tensor) -> Tensor:
         y = linear(x)
@@ -267,9 +252,7 @@ def test_numbers_of_tokens_that_vary(
             x, r = add_norm(linear(x), r)
         return x @ MATRIX
 
-    run = torch.compile(
-        layers, backend=opweave.compile.backend, fullgraph=True, options={"codegen": False}
-    )
+    run = compiled(layers)
     for count in (first, *held):
         x, r = tokens(count), tokens(count)
         for value in (x, r):
@@ -292,61 +275,35 @@ def test_varying_numbers_that_the_ranks_divide_are_not_padded() -> None:
 # Where it does not pay, or would be wrong
 
 
-def _returns_all(x: Tensor, r: Tensor) -> Any:
-    return linear(x), r
-
-
-def _returns_the_residual(x: Tensor, r: Tensor) -> Any:
-    return add_norm(linear(x), r)
-
-
-def _mixes_tokens(x: Tensor, r: Tensor) -> Any:
+def mixes_tokens(x: Tensor, r: Tensor) -> Any:
     y = linear(x)
     return y.softmax(0), y.sum(0), y.cumsum(0), y.t(), y.flip(0), y[2:]
 
 
-def _adds_its_own_part(x: Tensor, r: Tensor) -> Any:
+def adds_its_own_part(x: Tensor, r: Tensor) -> Any:
     y = linear(x)
     return norm(y) @ MATRIX, all_reduce(y / RANKS + x @ MATRIX)
 
 
-def _residual_of_a_matrix_product(x: Tensor, r: Tensor) -> Any:
-    return add_norm(linear(x), r @ MATRIX)[0] @ MATRIX
-
-
-def _random(x: Tensor, r: Tensor) -> Any:
-    return torch.nn.functional.dropout(linear(x), 0.5) @ MATRIX
-
-
-def _one_row(x: Tensor, r: Tensor) -> Any:
-    return linear(x[:, 0] @ MATRIX[:1].expand(TOKENS, HIDDEN)).relu() @ MATRIX
-
-
-def _transposed(x: Tensor, r: Tensor) -> Any:
-    return linear(x)[:, :, None].expand(TOKENS, HIDDEN, TOKENS) * torch.ones(TOKENS)
-
-
-def _meets_another_size(x: Tensor, r: Tensor) -> Any:
-    return linear(x)[None] + r[:, None, None]
+LEFT: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "all rows are returned": lambda x, r: (linear(x), r),
+    "the residual is returned": lambda x, r: add_norm(linear(x), r),
+    "tokens are mixed": mixes_tokens,
+    "a rank adds its own part": adds_its_own_part,
+    "the residual of a matrix product": lambda x, r: add_norm(linear(x), r @ MATRIX)[0] @ MATRIX,
+    "random": lambda x, r: torch.nn.functional.dropout(linear(x), 0.5) @ MATRIX,
+    "one row": lambda x, r: linear(x[:, 0] @ MATRIX[:1].expand(TOKENS, HIDDEN)).relu() @ MATRIX,
+    "transposed": lambda x, r: (
+        linear(x)[:, :, None].expand(TOKENS, HIDDEN, TOKENS) * torch.ones(TOKENS)
+    ),
+    "another size": lambda x, r: linear(x)[None] + r[:, None, None],
+}
 
 
 @in_group
-@pytest.mark.parametrize(
-    "function",
-    [
-        _returns_all,
-        _returns_the_residual,
-        _mixes_tokens,
-        _adds_its_own_part,
-        _residual_of_a_matrix_product,
-        _random,
-        _one_row,
-        _transposed,
-        _meets_another_size,
-    ],
-)
-def test_left_as_it_was(function: Callable[..., Any]) -> None:
-    graph = traced(function, tokens(), tokens())
+@pytest.mark.parametrize("name", LEFT)
+def test_left_as_it_was(name: str) -> None:
+    graph = traced(LEFT[name], tokens(), tokens())
     text, done = graph_text(graph), context()
     shard_tokens(GraphInfo(graph), done)
     assert graph_text(graph) == text
@@ -355,11 +312,11 @@ def test_left_as_it_was(function: Callable[..., Any]) -> None:
 
 @in_group
 def test_a_refusal_says_what_is_in_the_way() -> None:
-    _, done = sharded(_residual_of_a_matrix_product, tokens(), tokens())
+    _, done = sharded(LEFT["the residual of a matrix product"], tokens(), tokens())
     (note,) = done.notes
     assert note.startswith("all_reduce left: no row-wise op follows that could be sharded; ")
     assert note.endswith("fused_add_rms_norm: mm_1 may differ between ranks")
-    _, done = sharded(_returns_the_residual, tokens(), tokens())
+    _, done = sharded(LEFT["the residual is returned"], tokens(), tokens())
     assert "fused_add_rms_norm: its result would cost more to gather" in done.notes[0]
 
 
@@ -378,11 +335,10 @@ def test_the_option_turns_it_off() -> None:
     def layer(x: Tensor) -> Tensor:
         return norm(linear(x)) @ MATRIX
 
-    options = {"codegen": False, "sequence_parallelism": False}
-    torch.compile(layer, backend=opweave.compile.backend, options=options)(tokens())
+    compiled(layer, sequence_parallelism=False)(tokens())
     assert "shard tokens" not in [p.name for p in opweave.compile.report().passes]
     torch.compiler.reset()
-    torch.compile(layer, backend=opweave.compile.backend, options={"codegen": False})(tokens())
+    compiled(layer)(tokens())
     assert opweave.compile.report().collectives == {"all_gather": 1, "reduce_scatter": 1}
 
 

@@ -12,6 +12,8 @@ from opweave import ir
 from opweave.compile import report
 from opweave.ir.priority import PriorityEntry, SizeRange
 
+from .conftest import compiled
+
 
 def tuned(provider: str) -> tuple[PriorityEntry, ...]:
     return (PriorityEntry(provider, False, "tuned"),)
@@ -30,7 +32,7 @@ def op() -> Iterator[ir.IrOp]:
     torch._dynamo.reset()
 
 
-def compiled(op: ir.IrOp, x: Tensor, *, dynamic: bool | None = None) -> str:
+def provider(op: ir.IrOp, x: Tensor, *, dynamic: bool | None = None) -> str:
     """Compile a call of the op, check its result, and return the provider."""
     function = torch.compile(
         lambda x: op(x) + 1, backend="opweave", dynamic=dynamic, options={"codegen": False}
@@ -43,7 +45,7 @@ def compiled(op: ir.IrOp, x: Tensor, *, dynamic: bool | None = None) -> str:
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 40])
 def test_static_shapes_choose_as_eager(op: ir.IrOp, tokens: int) -> None:
     x = torch.randn(tokens, 16)
-    assert compiled(op, x, dynamic=False) == op.dispatch(x).provider == ir.explain(op, x).chosen
+    assert provider(op, x, dynamic=False) == op.dispatch(x).provider == ir.explain(op, x).chosen
 
 
 @pytest.mark.parametrize(
@@ -60,11 +62,11 @@ def test_dynamic_shapes_choose_where_the_whole_range_agrees(
 ) -> None:
     x = torch.randn(8 if bounds.get("max") == 8 else 20, 16)
     torch._dynamo.mark_dynamic(x, 0, **bounds)
-    assert compiled(op, x) == chosen
+    assert provider(op, x) == chosen
 
 
 def test_another_tuning_file_compiles_again(op: ir.IrOp) -> None:
-    function = torch.compile(op, backend="opweave", options={"codegen": False})
+    function = compiled(op)
     x = torch.randn(1, 16)
     function(x)
     assert [node.chosen for node in report().nodes] == ["batch_invariant"]

@@ -12,11 +12,10 @@ from torch import Tensor
 
 import opweave.compile
 from opweave import ir
-from opweave.compile import OptionError
 from opweave.compile.backend import CompiledGraph
 from opweave.ir.testing import restored
 
-from .test_donation import compiled
+from .conftest import compiled
 
 X = torch.ones(3, 4)
 
@@ -118,22 +117,16 @@ def test_options(double: ir.IrOp) -> None:
     assert factor(run) == 3
     with ir.priority(double="five"):  # the option is stronger
         assert factor(run) == 3
-    run = compiled(calling(double), required_traits=("batch_invariant",))
     torch.compiler.reset()
+    run = compiled(calling(double), required_traits=("batch_invariant",))
     assert factor(run) == 3
 
 
 def test_compile_ranges(double: ir.IrOp) -> None:
     ranges = {"1-8": {"double": "three"}, "100-200": {"double": "five"}}
-    torch.compiler.reset()
-    run = torch.compile(
-        calling(double),
-        backend=opweave.compile.backend,
-        dynamic=True,
-        options={"codegen": False, "compile_ranges": ranges},
-    )
-    found = [factor(run, torch.ones(n, 4)) for n in (4, 50, 150, 8, 9, 201, 2)]
-    assert found == [3, 2, 5, 3, 2, 2, 3]
+    run = compiled(calling(double), dynamic=True, compile_ranges=ranges)
+    factors = [factor(run, torch.ones(n, 4)) for n in (4, 50, 150, 8, 9, 201, 2)]
+    assert factors == [3, 2, 5, 3, 2, 2, 3]
 
 
 def test_threads_with_different_scopes(double: ir.IrOp) -> None:
@@ -150,17 +143,8 @@ def test_threads_with_different_scopes(double: ir.IrOp) -> None:
 
 
 def test_threads_in_different_ranges(double: ir.IrOp, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.compiler.reset()
-    run = torch.compile(
-        calling(double),
-        backend=opweave.compile.backend,
-        dynamic=True,
-        options={
-            "codegen": False,
-            "compile_ranges": {"2-8": {"double": "three"}, "9-99": {"double": "five"}},
-        },
-    )
-
+    ranges = {"2-8": {"double": "three"}, "9-99": {"double": "five"}}
+    run = compiled(calling(double), dynamic=True, compile_ranges=ranges)
     small, large = torch.ones(4, 1), torch.ones(20, 1)
     assert (factor(run, small), factor(run, large), factor(run, small)) == (3, 5, 3)
     holds, others = CompiledGraph._holds, [large]
@@ -246,10 +230,6 @@ def test_threads_compiling_at_the_same_time(double: ir.IrOp) -> None:
 def test_bad_options(double: ir.IrOp, options: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         factor(compiled(calling(double), **options))
-
-
-def test_bad_option_type() -> None:
-    assert issubclass(OptionError, ir.IrError)
 
 
 def test_a_call_from_python_does_not_compile_again(double: ir.IrOp) -> None:

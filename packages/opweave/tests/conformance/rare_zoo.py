@@ -42,19 +42,16 @@ def rotated(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 @specimen(ir.ops.rotary_embedding, "values")
-@functools.wraps(ir.ops.rotary_embedding.native, assigned=())
 def clamps_negative_positions(*args: Any) -> tuple[Tensor, Tensor]:
     return rotated(*args[:2], args[2].clamp(min=0), *args[3:])
 
 
 @specimen(ir.ops.rotary_embedding, "values")
-@functools.wraps(ir.ops.rotary_embedding.native, assigned=())
 def wrong_beyond_2048_positions(*args: Any) -> tuple[Tensor, Tensor]:
     return rotated(*args[:2], args[2].clamp(max=2047), *args[3:])
 
 
 @specimen(ir.ops.rotary_embedding, "values")
-@functools.wraps(ir.ops.rotary_embedding.native, assigned=())
 def zeros_behind_the_rotated_part(*args: Any) -> tuple[Tensor, Tensor]:
     query, key = rotated(*args)
     rotary_size, head_size = args[3].shape[-1], args[4]
@@ -64,26 +61,22 @@ def zeros_behind_the_rotated_part(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 @specimen(ir.ops.fused_experts, "values")
-@functools.wraps(ir.ops.fused_experts.native, assigned=())
 def sends_unrouted_tokens_to_the_first_expert(*args: Any) -> Tensor:
     values = (*args[:4], args[4].clamp(min=0), *args[5:])
     return ir.ops.fused_experts.native(*values)  # type: ignore[no-any-return]
 
 
 @specimen(ir.ops.fused_experts, "values")
-@functools.wraps(ir.ops.fused_experts.native, assigned=())
 def ignores_where_experts_are(*args: Any) -> Tensor:
     return ir.ops.fused_experts.native(*args[:6], None, *args[7:])  # type: ignore[no-any-return]
 
 
 @specimen(ir.ops.fused_experts, "values")
-@functools.wraps(ir.ops.fused_experts.native, assigned=())
 def ignores_the_biases(*args: Any) -> Tensor:
     return ir.ops.fused_experts.native(*args[:7], None, None, *args[9:])  # type: ignore[no-any-return]
 
 
 @specimen(ir.ops.paged_attention, "values")
-@functools.wraps(ir.ops.paged_attention.native, assigned=())
 def wrong_beyond_4096_keys(*args: Any) -> Tensor:
     values = (*args[:4], args[4].clamp(max=4096), *args[5:])
     return ir.ops.paged_attention.native(*values)  # type: ignore[no-any-return]
@@ -98,14 +91,12 @@ def doubles_the_scales_of_128(
 
 
 @specimen(ir.ops.topk_softmax, "extremes")
-@functools.wraps(ir.ops.topk_softmax.native, assigned=())
 def wrong_where_all_logits_are_nan(*args: Any) -> tuple[Tensor, Tensor]:
     weights, experts = ir.ops.topk_softmax.native(*args)
     return weights, torch.where(args[0].isnan().all(-1, keepdim=True), experts + 1, experts)
 
 
 @specimen(ir.ops.topk_sigmoid, "extremes")
-@functools.wraps(ir.ops.topk_sigmoid.native, assigned=())
 def wrong_where_all_logits_are_infinite(*args: Any) -> tuple[Tensor, Tensor]:
     weights, experts = ir.ops.topk_sigmoid.native(*args)
     are_infinite = args[0].isinf().all(-1, keepdim=True)
@@ -131,26 +122,21 @@ def wrong_for_many_elements_above_50(x: Tensor) -> Tensor:
 
 
 @specimen(rms_norm, "precision")
-def rounds_the_weight_to_bfloat16(
-    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
-) -> Tensor:
+def rounds_the_weight_to_bfloat16(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
     if weight is not None and x.dtype is torch.bfloat16:
         weight = weight.to(x.dtype).to(weight.dtype)
-    return rms_norm.native(x, weight, epsilon, variance_size)  # type: ignore[no-any-return]
+    return rms_norm.native(x, weight, *rest)  # type: ignore[no-any-return]
 
 
 @specimen(ir.ops.fused_experts, "precision")
-@functools.wraps(ir.ops.fused_experts.native, assigned=())
 def rounds_the_routing_weights(*args: Any) -> Tensor:
     values = (*args[:3], args[3].to(args[0].dtype), *args[4:])
     return ir.ops.fused_experts.native(*values)  # type: ignore[no-any-return]
 
 
 @specimen(rms_norm, "batch_invariance", traits={BATCH_INVARIANT})
-def not_batch_invariant_beyond_300(
-    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
-) -> Tensor:
-    out: Tensor = rms_norm.native(x, weight, epsilon, variance_size)
+def not_batch_invariant_beyond_300(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+    out: Tensor = rms_norm.native(x, weight, *rest)
     return torch.nextafter(out, torch.zeros_like(out)) if x.shape[0] > 300 else out
 
 

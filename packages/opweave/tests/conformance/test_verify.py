@@ -33,12 +33,13 @@ from support.devices import needs_cuda
 from .zoo import ZOO
 
 ALL = subjects()
-# A family with a kernel of each provider; all of them are a slow test.
+# A family with each provider; tests/native verifies opweave_c, and a slow test all of them.
 SOME = [
     subject
-    for subject in subjects(["rms_norm", "fused_add_rms_norm", "dynamic_per_token_quant_fp8"])
-    if subject.provider != "triton"  # packages/opweave/tests/triton_kernels
+    for subject in subjects(["fused_add_rms_norm", "dynamic_per_token_quant_fp8"])
+    if subject.provider not in ("opweave_c", "triton")  # tests/triton_kernels
 ]
+OTHERS = [s for s in ALL if s.provider not in ("native", "opweave_c", "triton")]
 SLOW = [*COMPILING, "unobserved", "repetition"]  # seconds for each implementation
 QUICK = [name for name in CHECKS if name not in SLOW]
 
@@ -51,9 +52,16 @@ def test_some_implementations_are_right(subject: Subject) -> None:
     assert result.passed > 50
 
 
-@pytest.mark.parametrize(
-    "subject", subjects(["rms_norm"], ["batch_invariant", "opweave_c"]), ids=str
-)
+@pytest.mark.parametrize("subject", OTHERS, ids=str)
+def test_other_implementations_are_right_with_the_usual_arguments(subject: Subject) -> None:
+    # Large batches of sequences take long: tests/ir/test_batch_invariance.py has small ones.
+    invariance = [] if "attention" in subject.op.name else ["batch_invariance"]
+    result = verify(subject, ["options", "none", "empty", *invariance])
+    result.raise_if_failed()
+    assert result.status == "passed" or not subject.impl.supported, result.obstacle
+
+
+@pytest.mark.parametrize("subject", subjects(["rms_norm"], ["batch_invariant"]), ids=str)
 def test_compiled_and_repeated_calls_are_right(subject: Subject) -> None:
     result = verify(subject, SLOW)
     result.raise_if_failed()
@@ -112,7 +120,7 @@ def test_a_finding_names_the_case_and_can_be_had_again() -> None:
             first.raise_if_failed()
     problems = first.outcomes[0].problems
     assert problems == second.outcomes[0].problems != other.outcomes[0].problems
-    assert "silu_and_mul(float32[1, 128]) [num_tokens=1, dtype=float32]" in problems[0]
+    assert "silu_and_mul(float32[1, 128] cpu) [num_tokens=1, dtype=float32]" in problems[0]
 
 
 def test_verifying_leaves_no_trace() -> None:

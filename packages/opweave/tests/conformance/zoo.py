@@ -41,12 +41,15 @@ class Specimen(NamedTuple):
 
 ZOO: list[Specimen] = []
 Kernel = Callable[..., Any]
+Pair = tuple[Tensor, Tensor]
 
 
 def specimen(op: ir.IrOp, caught_by: str, **options: Any) -> Callable[[Kernel], Kernel]:
-    """Keep the decorated function as a kernel for *op*."""
+    """Keep the decorated function as a kernel for *op*; it may take the rest by position."""
 
     def keep(kernel: Kernel) -> Kernel:
+        functools.wraps(op.native, assigned=())(kernel)
+
         @contextmanager
         def place() -> Iterator[tuple[ir.IrOp, str]]:
             with restored(op):
@@ -155,7 +158,6 @@ def every_code_one_too_large(x: Tensor, scale: Tensor) -> Tensor:
 
 
 @specimen(ir.ops.paged_attention, "values")
-@functools.wraps(ir.ops.paged_attention.native, assigned=())
 def zeros_where_everybody_decodes(*args: Any) -> Tensor:
     out: Tensor = ir.ops.paged_attention.native(*args)
     query, seq_lens = args[0], args[4]
@@ -163,7 +165,6 @@ def zeros_where_everybody_decodes(*args: Any) -> Tensor:
 
 
 @specimen(ir.ops.paged_attention, "values")
-@functools.wraps(ir.ops.paged_attention.native, assigned=())
 def multiplies_the_rest_of_the_cache_by_zero(*args: Any) -> Tensor:
     out: Tensor = ir.ops.paged_attention.native(*args)
     out += 0 * args[2].sum()
@@ -211,11 +212,9 @@ def loses_the_last_nan(x: Tensor) -> Tensor:
 
 
 @specimen(rms_norm, "values")
-def float64_through_float32(
-    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
-) -> Tensor:
+def float64_through_float32(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
     narrow = None if weight is None else weight.float()
-    return rms_norm.native(x.float(), narrow, epsilon, variance_size).to(x.dtype)  # type: ignore[no-any-return]
+    return rms_norm.native(x.float(), narrow, *rest).to(x.dtype)  # type: ignore[no-any-return]
 
 
 @specimen(ir.ops.linear, "values", supports_args=rules.dtype("x", torch.bfloat16))
@@ -232,14 +231,8 @@ def rounds_to_float16_on_the_way(x: Tensor) -> Tensor:
 
 
 @specimen(add_rms_norm, "values")
-def swaps_its_outputs(
-    x: Tensor,
-    x_residual: Tensor,
-    weight: Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    out, total = add_rms_norm.native(x, x_residual, weight, epsilon, variance_size)
+def swaps_its_outputs(x: Tensor, x_residual: Tensor, *rest: Any) -> Pair:
+    out, total = add_rms_norm.native(x, x_residual, *rest)
     return total, out
 
 
@@ -262,19 +255,15 @@ def ignores_an_option(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 @specimen(rms_norm, "none")
-def takes_no_weight_for_zero(
-    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
-) -> Tensor:
+def takes_no_weight_for_zero(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
     given = x.new_zeros(x.shape[-1]) if weight is None else weight
-    return rms_norm.native(x, given, epsilon, variance_size)  # type: ignore[no-any-return]
+    return rms_norm.native(x, given, *rest)  # type: ignore[no-any-return]
 
 
 @specimen(rms_norm, "dtypes")
-def ignores_a_weight_of_another_dtype(
-    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
-) -> Tensor:
+def ignores_a_weight_of_another_dtype(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
     own = weight if weight is None or weight.dtype is x.dtype else None
-    return rms_norm.native(x, own, epsilon, variance_size)  # type: ignore[no-any-return]
+    return rms_norm.native(x, own, *rest)  # type: ignore[no-any-return]
 
 
 # Layouts
@@ -350,10 +339,8 @@ def wrong_fake() -> ir.IrOp:
 
 
 @specimen(rms_norm, "metadata")
-def wrong_dtype(
-    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
-) -> Tensor:
-    return rms_norm.native(x, weight, epsilon, variance_size).float()  # type: ignore[no-any-return]
+def wrong_dtype(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+    return rms_norm.native(x, weight, *rest).float()  # type: ignore[no-any-return]
 
 
 @specimen(silu_and_mul, "metadata")
@@ -363,14 +350,8 @@ def wrong_strides(x: Tensor) -> Tensor:
 
 
 @specimen(add_rms_norm, "metadata")
-def returns_one_output_of_two(
-    x: Tensor,
-    x_residual: Tensor,
-    weight: Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    return add_rms_norm.native(x, x_residual, weight, epsilon, variance_size)[:1]  # type: ignore[no-any-return]
+def returns_one_output_of_two(x: Tensor, x_residual: Tensor, *rest: Any) -> Pair:
+    return add_rms_norm.native(x, x_residual, *rest)[:1]  # type: ignore[no-any-return]
 
 
 # Memory
@@ -404,13 +385,9 @@ def returns_a_view_of_its_input() -> ir.IrOp:
 
 @specimen(add_rms_norm, "mutation")
 def returns_two_views_of_one_memory(
-    x: Tensor,
-    x_residual: Tensor,
-    weight: Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
+    x: Tensor, x_residual: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    both = torch.stack(add_rms_norm.native(x, x_residual, weight, epsilon, variance_size))
+    both = torch.stack(add_rms_norm.native(x, x_residual, *rest))
     return both[0], both[1]
 
 
@@ -430,12 +407,10 @@ def not_deterministic(x: Tensor) -> Tensor:
 
 
 @specimen(rms_norm, "staleness")
-def keeps_what_it_made_of_a_weight(
-    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
-) -> Tensor:
+def keeps_what_it_made_of_a_weight(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
     if weight is None or torch.compiler.is_compiling() or type(weight) is not Tensor:
-        return rms_norm.native(x, weight, epsilon, variance_size)  # type: ignore[no-any-return]
-    return rms_norm.native(x, prepared(weight)[0], epsilon, variance_size)  # type: ignore[no-any-return]
+        return rms_norm.native(x, weight, *rest)  # type: ignore[no-any-return]
+    return rms_norm.native(x, prepared(weight)[0], *rest)  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -472,37 +447,24 @@ def draws_random_numbers(x: Tensor) -> Tensor:
 # Donation
 
 
-def right_add_rms_norm(
-    x: Tensor,
-    x_residual: Tensor,
-    weight: Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    return add_rms_norm.native(x, x_residual, weight, epsilon, variance_size)  # type: ignore[no-any-return]
+@functools.wraps(add_rms_norm.native, assigned=())
+def right_add_rms_norm(x: Tensor, x_residual: Tensor, *rest: Any) -> Pair:
+    return add_rms_norm.native(x, x_residual, *rest)  # type: ignore[no-any-return]
 
 
 @specimen(add_rms_norm, "donation", inplace=True, functional=right_add_rms_norm)
 def writes_the_wrong_donated_buffer(
-    x: Tensor,
-    x_residual: Tensor,
-    weight: Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
+    x: Tensor, x_residual: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    out, total = right_add_rms_norm(x, x_residual, weight, epsilon, variance_size)
+    out, total = right_add_rms_norm(x, x_residual, *rest)
     return x.copy_(total), x_residual.copy_(out)
 
 
 @specimen(add_rms_norm, "donation", inplace=True, functional=right_add_rms_norm)
 def writes_into_the_weight(
-    x: Tensor,
-    x_residual: Tensor,
-    weight: Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    found = right_add_rms_norm(x, x_residual, weight, epsilon, variance_size)
+    found = right_add_rms_norm(x, x_residual, weight, *rest)
     if weight is not None:
         weight.zero_()
     return found
@@ -510,27 +472,17 @@ def writes_into_the_weight(
 
 @specimen(add_rms_norm, "aliases", inplace=True, functional=right_add_rms_norm, traits={ALIAS_SAFE})
 def wrong_where_donations_overlap(
-    x: Tensor,
-    x_residual: Tensor,
-    weight: Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
+    x: Tensor, x_residual: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    out, total = right_add_rms_norm(x, x_residual, weight, epsilon, variance_size)
+    out, total = right_add_rms_norm(x, x_residual, *rest)
     return x.copy_(out), x_residual.copy_(total)
 
 
 @specimen(
     add_rms_norm, "donation", inplace=True, functional=right_add_rms_norm, traits={ALIAS_SAFE}
 )
-def keeps_the_strides_of_slices(
-    x: Tensor,
-    x_residual: Tensor,
-    weight: Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    out, total = right_add_rms_norm(x, x_residual, weight, epsilon, variance_size)
+def keeps_the_strides_of_slices(x: Tensor, x_residual: Tensor, *rest: Any) -> Pair:
+    out, total = right_add_rms_norm(x, x_residual, *rest)
     if donation.overlaps_itself(x):
         return out, total
     return x.copy_(out), total
@@ -540,18 +492,14 @@ def keeps_the_strides_of_slices(
 
 
 @specimen(rms_norm, "batch_invariance", traits={BATCH_INVARIANT})
-def not_batch_invariant(
-    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
-) -> Tensor:
-    out: Tensor = rms_norm.native(x, weight, epsilon, variance_size)
+def not_batch_invariant(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+    out: Tensor = rms_norm.native(x, weight, *rest)
     return torch.nextafter(out, torch.zeros_like(out)) if x.shape[0] > 16 else out
 
 
 @specimen(rms_norm, "batch_invariance", traits={BATCH_INVARIANT})
-def not_batch_invariant_beyond_32(
-    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
-) -> Tensor:
-    out: Tensor = rms_norm.native(x, weight, epsilon, variance_size)
+def not_batch_invariant_beyond_32(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+    out: Tensor = rms_norm.native(x, weight, *rest)
     return torch.nextafter(out, torch.zeros_like(out)) if x.shape[0] > 32 else out
 
 
@@ -637,11 +585,9 @@ def predicate_raises(x: Tensor) -> Tensor:
 
 
 @specimen(rms_norm, "misfits")
-def computes_what_native_refuses(
-    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
-) -> Tensor:
+def computes_what_native_refuses(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
     cut = None if weight is None else weight[: x.shape[-1]]
-    return rms_norm.native(x, cut, epsilon, variance_size)  # type: ignore[no-any-return]
+    return rms_norm.native(x, cut, *rest)  # type: ignore[no-any-return]
 
 
 # Compiled calls

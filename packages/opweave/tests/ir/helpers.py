@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from ir.workloads import FIRST_FAMILY
+from ir.workloads import tuple_of
 from opweave import ir
 
-NAMES = FIRST_FAMILY
-PROVIDERS = [
-    (name, provider) for name in NAMES for provider in getattr(ir.ops, name).supported_providers()
-]
-# The others have integers only: no gradient, no vmap over rows.
+# One op of each kind: optional arguments, in place, integers only, strings, several tensors.
+NAMES = (
+    "advance_step_flashattn", "fused_add_rms_norm", "gelu_and_mul", "linear", "rms_norm",
+    "rotary_embedding", "varlen_attention",
+)  # fmt: skip
 FLOAT_NAMES = [name for name in NAMES if name != "advance_step_flashattn"]
 each_op = pytest.mark.parametrize("name", NAMES)
-each_provider = pytest.mark.parametrize(("name", "provider"), PROVIDERS)
 each_float_op = pytest.mark.parametrize("name", FLOAT_NAMES)
 each_float_provider = pytest.mark.parametrize(
-    ("name", "provider"), [pair for pair in PROVIDERS if pair[0] in FLOAT_NAMES]
+    ("name", "provider"),
+    [(n, p) for n in FLOAT_NAMES for p in getattr(ir.ops, n).supported_providers()],
 )
 
 
@@ -37,10 +37,6 @@ def inputs(op: ir.IrOp, *, grad: bool = False, **options: Any) -> tuple[Any, ...
         v.detach().requires_grad_(grad) if isinstance(v, Tensor) and v.is_floating_point() else v
         for v in values
     )
-
-
-def tuple_of(result: Any) -> tuple[Tensor, ...]:
-    return result if isinstance(result, tuple) else (result,)
 
 
 def assert_equal(found: Any, expected: Any) -> None:

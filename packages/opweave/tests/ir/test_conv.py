@@ -103,17 +103,6 @@ def test_patch_matmul_is_the_convolution(
         check(patch_matmul, call(strided, module.weight, module.bias), module(strided))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("op", [conv_nd, patch_matmul], ids=lambda op: op.name)
-def test_an_image_has_the_same_bits_in_any_batch(op: ir.IrOp, dtype: torch.dtype) -> None:
-    x, *rest = op.generate_inputs(num_tokens=17, dtype=dtype)
-    with ir.require("batch_invariant"):
-        assert op.dispatch(x, *rest).provider == "batch_invariant"
-        whole = op(x, *rest)
-        for index in (slice(3, 4), slice(2, 9), torch.randperm(17)):
-            assert torch.equal(op(x[index], *rest), whole[index])
-
-
 @pytest.mark.parametrize("provider", ["native", "batch_invariant"])
 @pytest.mark.parametrize("op", [conv_nd, patch_matmul], ids=lambda op: op.name)
 def test_gradients_and_the_torch_op(op: ir.IrOp, provider: str) -> None:

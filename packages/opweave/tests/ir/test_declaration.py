@@ -6,7 +6,7 @@ import copy
 import inspect
 import pickle
 import pydoc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import pytest
@@ -147,10 +147,6 @@ def test_the_docstring_is_the_native_functions(registry: ir.Registry) -> None:
     assert (ir.IrOp.__doc__ or "").startswith("A functional operation")
 
 
-def test_every_op_that_opweave_brings_has_a_docstring() -> None:
-    assert [name for name in ir.ops.__all__ if not getattr(ir.ops, name).__doc__] == []
-
-
 def test_the_site_is_the_line_of_the_declaration(op: ir.IrOp) -> None:
     line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
     here = ir.register_op(name="here")(scaled)
@@ -196,29 +192,13 @@ def test_ill_formed_op_names_are_refused(registry: ir.Registry, name: Any) -> No
     assert not registry.ops
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "lambda",
-        "is",
-        "import",
-        "class",
-        "async",
-        "name",
-        "type",
-        "slow",
-        "run",
-        "scoped",
-        "self",
-        "tensor",
-        "default",
-        "norm",
-        "attention",
-        "find_op",
-        "__init__",
-        "_",
-    ],
-)
+OP_NAMES = [
+    "lambda", "is", "import", "class", "async", "name", "type", "slow", "run", "scoped", "self",
+    "tensor", "default", "norm", "attention", "find_op", "__init__", "_",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OP_NAMES)
 def test_an_op_of_any_name_is_refused_or_works(registry: ir.Registry, name: str) -> None:
     try:
         op = ir.register_op(name=name, allow_inplace=True)(scaled)
@@ -235,50 +215,13 @@ def test_an_op_of_any_name_is_refused_or_works(registry: ir.Registry, name: str)
 
 
 NAMES = [
-    "run",
-    "scope",
-    "type",
-    "slow",
-    "scoped",
-    "t",
-    "all",
-    "any",
-    "bool",
-    "self_",
-    "args",
-    "values",
-    "default_x",
-    "impl_alpha",
-    "impl_native",
-    "Tensor",
-    "Parameter",
-    "torch_op",
-    "tensor",
-    "constant_20",
-    "constant_21",
-    "constant_22",
-    "accepts_alpha",
-    "copying_alpha",
-    "impl_fn",
-    "current_scope",
-    "is_dynamo_compiling",
-    "is_grad_enabled",
-    "dispatch_mode_count",
-    "plain_types",
-    "using",
-    "donate",
-    "kwargs",
-    "name",
-    "op",
-    "input",
-    "len",
-    "Exception",
-    "make",
-    "torch",
-    "annotated",
-    "out",
-    "factory",
-]
+    "run", "scope", "type", "slow", "scoped", "t", "all", "any", "bool", "self_", "args",
+    "values", "default_x", "impl_alpha", "impl_native", "Tensor", "Parameter", "torch_op",
+    "tensor", "constant_20", "constant_21", "constant_22", "accepts_alpha", "copying_alpha",
+    "impl_fn", "current_scope", "is_dynamo_compiling", "is_grad_enabled", "dispatch_mode_count",
+    "plain_types", "using", "donate", "kwargs", "name", "op", "input", "len", "Exception",
+    "make", "torch", "annotated", "out", "factory",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("parameter", NAMES)
@@ -315,46 +258,31 @@ def test_a_parameter_of_any_name_is_refused_or_works(registry: ir.Registry, para
     assert op.dispatch(x, y, 1.0).provider == "native"
 
 
-def no_tensor(x: int) -> Tensor: ...
-def no_annotation(x: Tensor, y=1) -> Tensor: ...  # type: ignore[no-untyped-def]
-def no_return(x: Tensor): ...  # type: ignore[no-untyped-def]
-def returns_none(x: Tensor) -> None: ...
-def returns_optional(x: Tensor) -> Tensor | None: ...
-def returns_list(x: Tensor) -> list[Tensor]: ...
-def returns_some(x: Tensor) -> tuple[Tensor, ...]: ...
-def returns_int(x: Tensor) -> tuple[Tensor, int]: ...
-def positional_only(x: Tensor, /) -> Tensor: ...
-def star(*x: Tensor) -> Tensor: ...
-def star_star(x: Tensor, **y: Tensor) -> Tensor: ...
-def takes_self(self: Tensor) -> Tensor: ...
-def takes_dict(x: Tensor, y: dict[str, int]) -> Tensor: ...
-def unknown_type(x: Tensor, y: Nowhere) -> Tensor: ...  # type: ignore[name-defined]  # noqa: F821
-
-
 @pytest.mark.parametrize(
-    "function",
+    "signature",
     [
-        no_tensor,
-        no_annotation,
-        no_return,
-        returns_none,
-        returns_optional,
-        returns_list,
-        returns_some,
-        returns_int,
-        positional_only,
-        star,
-        star_star,
-        takes_self,
-        takes_dict,
-        unknown_type,
+        "(x: int) -> Tensor",
+        "(x: Tensor, y=1) -> Tensor",
+        "(x: Tensor)",
+        "(x: Tensor) -> None",
+        "(x: Tensor) -> Tensor | None",
+        "(x: Tensor) -> list[Tensor]",
+        "(x: Tensor) -> tuple[Tensor, ...]",
+        "(x: Tensor) -> tuple[Tensor, int]",
+        "(x: Tensor, /) -> Tensor",
+        "(*x: Tensor) -> Tensor",
+        "(x: Tensor, **y: Tensor) -> Tensor",
+        "(self: Tensor) -> Tensor",
+        "(x: Tensor, y: dict[str, int]) -> Tensor",
+        "(x: Tensor, y: 'Nowhere') -> Tensor",
+        "(x: Tensor, é: float) -> Tensor",
     ],
 )
-def test_what_cannot_be_an_op_is_refused(
-    registry: ir.Registry, function: Callable[..., Any]
-) -> None:
-    with pytest.raises(InvalidOpError, match=function.__name__):
-        ir.register_op(function)
+def test_what_cannot_be_an_op_is_refused(registry: ir.Registry, signature: str) -> None:
+    names: dict[str, Any] = {"Tensor": Tensor}
+    exec(f"def refused{signature}: ...", names)
+    with pytest.raises(InvalidOpError, match="refused"):
+        ir.register_op(names["refused"])
     assert not registry.ops
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opweave import ir, torch_compat
+from opweave import ir
 from opweave.ir.errors import DonationError
 
 
@@ -191,14 +191,6 @@ def test_results_are_right_whatever_is_given_up(
         torch.testing.assert_close(call(x, xr, w), expected)
 
 
-def test_a_weight_is_never_written(op: ir.IrOp) -> None:
-    for provider in ("native", "second", "both"):
-        x, xr, w = args()
-        before = w.clone()
-        op.using(provider).maybe_inplace(x, xr, w)
-        assert torch.equal(w, before)
-
-
 def test_only_some_ops_can_be_given_activations() -> None:
     for name in ir.ops.__all__:
         op = getattr(ir.ops, name)
@@ -338,38 +330,3 @@ def test_gradients_survive_check_mode(checked: ir.IrOp) -> None:
     result, _ = checked.maybe_inplace(leaf * 2, leaf * 3, torch.ones(6))
     (gradient,) = torch.autograd.grad(result.sum(), leaf)
     assert torch.equal(gradient, torch.full((4, 6), 5.0))
-
-
-def test_the_declared_ops_under_check_mode() -> None:
-    registry = ir.ops.rms_norm.registry
-    registry.ensure_ready()  # which reads the environment's setting
-    settings = registry.settings
-    settings.check_donation = True
-    try:
-        for name in ir.ops.__all__:
-            op = getattr(ir.ops, name)
-            if not op.allow_inplace or name == "all_reduce_rms_norm":  # which needs ranks
-                continue
-            for provider in op.supported_providers():
-                values = op.generate_inputs()
-                before = [v.clone() if isinstance(v, Tensor) else v for v in values]
-                expected = op.native(*before)
-                result = op.using(provider).maybe_inplace(*values)
-                for a, b in zip(result, expected, strict=True):
-                    atol, rtol = op.get_tolerance(a.dtype)
-                    torch.testing.assert_close(a, b, atol=atol, rtol=rtol)
-                given = [i for i in range(len(values)) if i not in op.activation_indices]
-                kept = [values[i] for i in given if isinstance(values[i], Tensor)]
-                for i, (v, old) in enumerate(zip(values, before, strict=True)):
-                    if isinstance(v, Tensor) and i not in op.activation_indices:
-                        assert torch.equal(v, old)
-                    elif isinstance(v, Tensor):
-                        reused = any(v.data_ptr() == r.data_ptr() for r in result)
-                        if any(torch_compat.share_storage(v, other) for other in kept):
-                            continue  # poison could reach what was not given up
-                        poison = (
-                            v.isnan() if v.is_floating_point() else v == torch.iinfo(v.dtype).max
-                        )
-                        assert reused or poison.all()
-    finally:
-        settings.check_donation = False

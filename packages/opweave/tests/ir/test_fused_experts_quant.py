@@ -13,13 +13,11 @@ from torch.nn import functional
 from ir.test_linear_low_bit import w4_weight
 from ir.workloads import accepts
 from opweave import ir
-from opweave.conformance import Subject, subjects, verify
 from opweave.ir.ops.low_bit import GGUF_BLOCKS, dequantized_blocks
 
 OP = ir.ops.fused_experts_quant
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
-QUICK = ["options", "none", "empty", "metadata", "batch_invariance", "predicate"]
 WIDE = {"hidden_size": 256, "intermediate_size": 256}
 CASES: dict[str, dict[str, Any]] = {
     "w4a16": {"format": "w4a16"},
@@ -100,10 +98,9 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / norm)
 
 
-@each_provider
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_values(name: str, dtype: torch.dtype, provider: str) -> None:
+def test_values(name: str, dtype: torch.dtype) -> None:
     options = CASES[name]
     # Rounding may give a neighboring code to a value that lies between two.
     has_codes = "a8" in options["format"]
@@ -111,11 +108,13 @@ def test_values(name: str, dtype: torch.dtype, provider: str) -> None:
     limit = 3 * torch.finfo(dtype).eps + (of_codes if has_codes else 2e-6)
     for more in ({}, {"unrouted": True}, {"has_map": True, "topk": 1}, {"num_tokens": 1}):
         values = OP.generate_inputs(**options, **more, dtype=dtype)
-        if accepts(OP, provider, values):
-            found = OP.using(f"{provider}!")(*values)
-            assert error(found, oracle(*values)) < limit
-            assert found.dtype is dtype
-            assert found.is_contiguous()
+        expected = oracle(*values)
+        for provider in OP.supported_providers():
+            if accepts(OP, provider, values):
+                found = OP.using(f"{provider}!")(*values)
+                assert error(found, expected) < limit, provider
+                assert found.dtype is dtype
+                assert found.is_contiguous()
 
 
 @each_provider
@@ -156,13 +155,6 @@ def test_experts_are_those_of_fused_experts(format: str) -> None:
     assert error(OP(*values), wanted) < 1e-5
 
 
-@pytest.mark.parametrize("subject", subjects(["fused_experts_quant"]), ids=str)
-def test_implementations_conform(subject: Subject) -> None:
-    result = verify(subject, QUICK)
-    result.raise_if_failed()
-    assert result.status == "passed"
-
-
 GOOD = OP.bind(*OP.generate_inputs())
 NAMES = OP.schema.names
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -190,17 +182,3 @@ def test_gguf_formats_are_all_supported() -> None:
     for format in GGUF_BLOCKS:
         values = OP.generate_inputs(format=format, **WIDE)
         assert error(OP(*values), oracle(*values)) < 1e-5
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_full_graph(dynamic: bool) -> None:
-    torch._dynamo.reset()
-    weights = OP.generate_inputs()[1:7]
-    run = torch.compile(
-        lambda x, *routing: OP(x, *weights, *routing) + 1,
-        fullgraph=True, dynamic=dynamic, backend="opweave",
-    )  # fmt: skip
-    for tokens in (2, 5, 40):
-        x, *_, topk_weights, ids = OP.generate_inputs(num_tokens=tokens)[:9]
-        wanted = OP.native(x, *weights, topk_weights, ids)
-        assert error(run(x, topk_weights, ids) - 1, wanted) < 1e-5

@@ -24,20 +24,12 @@ from opweave.ir.errors import NoImplementationError, ProviderUnavailableError
 # Transforms
 
 BATCHED: dict[str, tuple[int | None, ...]] = {
-    "silu_and_mul": (0,),
-    "mul_and_silu": (0,),
+    "fused_add_rms_norm": (0, 0, None, None, None),
     "gelu_and_mul": (0, None),
     "linear": (0, None, None),
-    "embedding": (0, None),
     "rms_norm": (0, None, None, None),
-    "fused_add_rms_norm": (0, 0, None, None, None),
-    "apply_rotary_emb": (0, None, None, None, None),
     "rotary_embedding": (0, 0, None, None, None, None),
-    "rotary_embedding_single": (0, None, None, None, None),
-    "dual_chunk_rotary_embedding": (0, 0) + (None,) * 6,
-    "bidirectional_attention": (0, 0, 0, None),
-    "causal_attention": (0, 0, 0, None, None, None),
-    "mla_attention_prefill": (0, 0, 0, 0, None, None, None, None),
+    "varlen_attention": (0, 0, 0, None, None, None, None, None, None),
 }
 
 
@@ -45,7 +37,7 @@ BATCHED: dict[str, tuple[int | None, ...]] = {
 def test_vmap_gives_the_right_values_or_says_why_not(name: str) -> None:
     op = op_of(name)
     batch = [inputs(op) for _ in range(3)]
-    dims = BATCHED.get(name, (0, 0, 0) + (None,) * 6)
+    dims = BATCHED[name]
     stacked = [
         torch.stack([b[i] for b in batch]) if d == 0 else batch[0][i] for i, d in enumerate(dims)
     ]
@@ -139,8 +131,6 @@ def test_second_derivatives() -> None:
 @each_float_provider
 def test_forward_derivatives_are_right_or_refused(name: str, provider: str, how: str) -> None:
     op = op_of(name)
-    if name == "embedding":
-        pytest.skip("tested by reverse mode")
     values = inputs(op, dtype=torch.float64)
     tangent = torch.randn_like(values[0])
     rest = values[1:]

@@ -131,14 +131,3 @@ WRONG: list[tuple[ir.IrOp, tuple[Any, ...], str]] = [
 def test_wrong_arguments(op: ir.IrOp, values: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=f"{op.name}: .*{message}"):
         op(*values)
-
-
-@pytest.mark.parametrize("op", [linear_w4a16, linear_q], ids=lambda op: op.name)
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_full_graph(op: ir.IrOp, dynamic: bool) -> None:
-    torch._dynamo.reset()
-    _, *rest = op.generate_inputs()
-    compiled = torch.compile(lambda x: op(x, *rest) + 1, fullgraph=True, dynamic=dynamic)
-    for tokens in (1, 5, 300):
-        x = op.generate_inputs(num_tokens=tokens)[0]
-        check(op, compiled(x) - 1, op.native(x, *rest), tokens)

@@ -10,15 +10,11 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.conformance import Subject, subjects, verify
 from opweave.ir.ops.linear import linear_w8a8
 
 from .workloads import FLOATS, accepts, check
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
-# Fast enough for every implementation.
-QUICK = ["options", "none", "layouts", "empty", "dimensions", "extremes", "metadata",
-         "batch_invariance", "predicate"]  # fmt: skip
 
 
 def scale_of(scale: Tensor, row: int, column: int, shape: tuple[int, ...]) -> float:
@@ -119,16 +115,6 @@ def test_quantized_tokens_give_nearly_the_product_of_wide_ones() -> None:
         assert (found - wanted).norm() < error * wanted.norm()
 
 
-ON_CPUS = [s for s in subjects(["linear_w8a8"]) if s.provider != "triton"]  # see triton_kernels
-
-
-@pytest.mark.parametrize("subject", ON_CPUS, ids=str)
-def test_implementations_conform(subject: Subject) -> None:
-    result = verify(subject, QUICK)
-    result.raise_if_failed()
-    assert result.status == "passed"
-
-
 X, W, ONE = codes(INT8, 2, 8), codes(INT8, 6, 8), torch.ones(1)
 WRONG: list[tuple[tuple[Any, ...], str]] = [
     ((X.float(), ONE, W, ONE), "x must be int8 or float8_e4m3fn, "),
@@ -150,20 +136,3 @@ WRONG: list[tuple[tuple[Any, ...], str]] = [
 def test_wrong_arguments(values: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=f"linear_w8a8: {message}"):
         linear_w8a8(*values)
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("block", [0, 32])
-def test_full_graph(dynamic: bool, block: int) -> None:
-    torch._dynamo.reset()
-    options = {"hidden_size": 64, "output_size": 96, "block_size": block}
-    _, _, *rest = linear_w8a8.generate_inputs(**options)
-    for backend in ("inductor", "opweave"):
-        run = torch.compile(
-            lambda x, s: linear_w8a8(x, s, *rest) + 1,
-            fullgraph=True, dynamic=dynamic, backend=backend,
-        )  # fmt: skip
-        for tokens in (1, 5, 40):
-            x, x_scale, *_ = linear_w8a8.generate_inputs(num_tokens=tokens, **options)
-            wanted = linear_w8a8.native(x, x_scale, *rest)
-            check(linear_w8a8, run(x, x_scale) - 1, wanted, tokens)

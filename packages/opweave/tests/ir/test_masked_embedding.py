@@ -35,14 +35,6 @@ def test_one_range_is_enough_and_strides_do_not_matter() -> None:
     assert torch.equal(found[:, 0], torch.stack([weight[0], weight[6], torch.zeros(3)]))
 
 
-def test_rows_do_not_depend_on_the_batch() -> None:
-    ids, *rest = masked.generate_inputs(num_tokens=40)
-    with ir.require("batch_invariant"):
-        whole = masked(ids, *rest)
-        for i in range(0, 40, 7):
-            assert torch.equal(masked(ids[i : i + 1], *rest)[0], whole[i])
-
-
 def test_gradient_and_the_torch_op() -> None:
     ids, weight, *ranges = masked.generate_inputs(hidden_size=3, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda w: masked(ids, w, *ranges), weight.requires_grad_())

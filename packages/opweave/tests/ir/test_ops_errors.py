@@ -36,6 +36,11 @@ INVALID: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("rms_norm", (X[:0], None, 1e-6, 7), ValueError, "variance_size=7"),
     ("rms_norm", (X, None, 1e-6, -1), ValueError, "variance_size=-1"),
     ("fused_add_rms_norm", (X, X.clone(), None, 1e-6, 7), ValueError, "variance_size=7"),
+    *(
+        ("rms_norm", (X, weight, 1e-6), ValueError, "weight must have shape")
+        for weight in (torch.ones(2, 6), torch.ones(1), torch.tensor(1.0))
+    ),
+    ("rms_norm", (X.long(), None, 1e-6), ValueError, "not floating point"),
     ("embedding", (torch.tensor([13]), torch.randn(13, 2)), IndexError, "index"),
     ("embedding", (torch.tensor([-1]), torch.randn(13, 2)), IndexError, "index"),
     ("apply_rotary_emb", (torch.randn(3, 2, 8), *[torch.randn(3, 5)] * 2), ValueError, "10.*8"),

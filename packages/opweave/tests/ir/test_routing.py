@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ir.workloads import dense, sliced, transposed
+from ir.workloads import dense
 from opweave import ir
 
 PLAIN = ("topk_softmax", "topk_sigmoid", "topk_sqrtsoftplus")
@@ -116,27 +116,6 @@ def test_grouped_routing(sizes: tuple[int, int, int, int], scoring: str) -> None
         for provider in providers("grouped_topk"):
             found = ir.ops.grouped_topk.using(f"{provider}!")(logits, *options)
             assert_rows(found, wanted, logits)
-
-
-@each_dtype
-@pytest.mark.parametrize("name", [*PLAIN, "grouped_topk"])
-def test_every_dtype_and_layout(name: str, dtype: torch.dtype) -> None:
-    op = getattr(ir.ops, name)
-    logits = separated(6, 16).to(dtype)
-    extra = (4, 8, 4) if name == "grouped_topk" else (4,)
-    wanted = op(logits, *extra)
-    exact = plain(logits, 4, False, None, 1.0, name.removeprefix("topk_"))
-    if name != "grouped_topk" and dtype is not torch.bfloat16:  # where roundings may tie
-        assert_rows(wanted, exact, logits)
-    for layout in (sliced, transposed):
-        for provider in providers(name):
-            weights, ids = op.using(f"{provider}!")(layout(logits), *extra)
-            assert torch.equal(ids, wanted[1])
-            torch.testing.assert_close(weights, wanted[0])
-            assert weights.is_contiguous()
-            assert ids.is_contiguous()
-    weights, ids = op(logits[:0], *extra)
-    assert weights.shape == ids.shape == (0, 4)
 
 
 @pytest.mark.parametrize("name", [*PLAIN, "grouped_topk"])
@@ -255,28 +234,11 @@ def test_llama4_routes_to_one_expert() -> None:
 
 
 @pytest.mark.parametrize("name", [*PLAIN, "grouped_topk"])
-def test_gradients_and_graphs(name: str) -> None:
+def test_gradients(name: str) -> None:
     op = getattr(ir.ops, name)
     logits = separated(3, 16).double().requires_grad_()
     extra = (4, 2) if name == "grouped_topk" else ()
     assert torch.autograd.gradcheck(lambda t: op(t, 3, *extra, True)[0], logits)
-    values = op.generate_inputs()
-    graph = torch.compile(op, backend="eager", fullgraph=True, dynamic=True)
-    for a, b in zip(graph(*values), op.native(*values), strict=True):
-        assert torch.equal(a, b)
-    torch.library.opcheck(op.torch_op, values, test_utils=("test_schema", "test_faketensor"))
-
-
-@pytest.mark.parametrize("name", [*PLAIN, "grouped_topk", "moe_sum"])
-def test_a_row_has_the_same_bits_in_any_batch(name: str) -> None:
-    op = getattr(ir.ops, name)
-    x, *rest = op.generate_inputs(num_tokens=17)
-    with ir.require("batch_invariant"):
-        whole = op(x, *rest)
-        for i in (0, 5, 16):
-            alone = op(x[i : i + 1].clone(), *rest)
-            pairs = zip(alone, whole, strict=True) if name != "moe_sum" else [(alone, whole)]
-            assert all(torch.equal(a[0], w[i]) for a, w in pairs)
 
 
 @each_dtype
@@ -285,12 +247,10 @@ def test_moe_sum(dtype: torch.dtype) -> None:
         x = dense(*shape, dtype=dtype)
         wanted = x.double().numpy().sum(1)
         for provider in providers("moe_sum"):
-            for layout in (lambda t: t, transposed, sliced):
-                found = ir.ops.moe_sum.using(f"{provider}!")(layout(x))
-                assert found.dtype is dtype
-                atol, rtol = ir.ops.moe_sum.get_tolerance(dtype)
-                expected = torch.from_numpy(wanted).to(dtype)
-                torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
+            found = ir.ops.moe_sum.using(f"{provider}!")(x)
+            atol, rtol = ir.ops.moe_sum.get_tolerance(dtype)
+            expected = torch.from_numpy(wanted).to(dtype)
+            torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
 
 
 LOGITS = torch.zeros(3, 8)

@@ -39,10 +39,16 @@ def op(registry: ir.Registry) -> ir.IrOp:
         lambda: rules.dtype("x"),
         lambda: rules.ndim("x"),
         lambda: rules.one_of("factor"),
+        lambda: rules.dtype("x", "float32"),  # type: ignore[arg-type]
+        lambda: rules.ndim("x", "a"),  # type: ignore[arg-type]
+        lambda: rules.last_dim_multiple_of("x", 0),
+        lambda: rules.cpu("x") & (lambda x: True),  # type: ignore[operator]
+        lambda: rules.cpu("x") | None,  # type: ignore[operator]
     ],
-    ids=["cpu", "contiguous", "dtype", "ndim", "one_of"],
 )
-def test_a_rule_about_nothing_is_refused(op: ir.IrOp, make: Callable[[], rules.Rule]) -> None:
+def test_a_rule_about_nothing_or_nonsense_is_refused(
+    op: ir.IrOp, make: Callable[[], rules.Rule]
+) -> None:
     with pytest.raises((PredicateSignatureError, TypeError)):
         op.register_impl("alpha", supports_args=make())(scaled)
 

@@ -70,27 +70,6 @@ def test_threads_do_not_see_each_others_scopes(op: ir.IrOp) -> None:
             assert seen == {PROVIDERS[i % 4]}
 
 
-def test_threads_interleave_step_by_step(op: ir.IrOp) -> None:
-    barrier = threading.Barrier(4)
-
-    def work(i: int) -> list[str]:
-        found = []
-        for step in range(8):
-            barrier.wait()
-            with ir.priority(marked=[PROVIDERS[(i + step) % 4]]):
-                barrier.wait()  # all are inside
-                found.append(ran(op))
-                barrier.wait()
-            barrier.wait()  # all are outside
-            found.append(ran(op))
-        return found
-
-    with ThreadPoolExecutor(4) as pool:
-        for i, found in enumerate(pool.map(work, range(4))):
-            expected = [p for s in range(8) for p in (PROVIDERS[(i + s) % 4], "native")]
-            assert found == expected
-
-
 def test_a_new_thread_starts_outside(op: ir.IrOp) -> None:
     with ir.priority(marked=["alpha"]), ThreadPoolExecutor(1) as pool:
         assert pool.submit(ran, op).result() == "native"
@@ -239,17 +218,6 @@ def test_required_traits_nest_and_admit_only_those_who_have_them(registry: ir.Re
         assert ran(op) == "alpha"
 
 
-def test_a_scope_may_be_entered_again_and_by_many_threads(op: ir.IrOp) -> None:
-    def work(_: int) -> str:
-        with ir.priority(marked=["alpha"]):
-            return ran(op)
-
-    for _ in range(3):
-        assert work(0) == "alpha"
-    with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(work, range(64))) == {"alpha"}
-
-
 # Records
 
 
@@ -350,7 +318,7 @@ FIRST_USE = """
 
 def test_first_use_from_many_threads_at_once(fresh_cases: FreshCases) -> None:
     env = {"OPWEAVE_IR_OP_PRIORITY__RMS_NORM": "batch_invariant"}
-    fresh_cases([Case(FIRST_USE, env)] * 5)
+    fresh_cases([Case(FIRST_USE, env)] * 2)
 
 
 FIRST = [

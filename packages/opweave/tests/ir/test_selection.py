@@ -310,41 +310,6 @@ def test_what_is_held_follows_later_changes(registry: ir.Registry, hold: str) ->
     assert ran(held) == "native"
 
 
-def test_an_implementation_without_the_gradient_is_passed_over(registry: ir.Registry) -> None:
-    op = ir.register_op(name="graded")(marked(MARKS["native"]))
-    op.register_impl("alpha")(lambda x: x.detach() + MARKS["alpha"])
-    op.register_impl("beta", traits={"differentiable"})(marked(MARKS["beta"]))
-    x = torch.zeros(2, requires_grad=True)
-    with ir.priority(graded=["alpha"]):
-        assert ran(op, x.detach()) == "alpha"
-        for call in (op, op.torch_op, op.using("alpha")):
-            assert ran(call, x) == "native"
-            assert call(x).requires_grad
-        assert op.dispatch(x).provider == "native"
-        assert ir.explain(op, x).chosen == "native"
-        with torch.no_grad():
-            assert ran(op, x) == "alpha"
-    with ir.priority(graded=["alpha", "beta"]):
-        assert ran(op, x) == "beta"
-    with ir.priority(graded=["alpha!"]), pytest.raises(ir.IrError, match="gradient"):
-        op(x)
-    with pytest.raises(ir.IrError, match="gradient"):
-        op.using("alpha!")(x)
-
-
-def test_a_gradient_wanted_inside_a_list_counts(registry: ir.Registry) -> None:
-    def joined(xs: list[Tensor], y: Tensor) -> Tensor:
-        return y + sum(xs)
-
-    op = ir.register_op(joined)
-    op.register_impl("alpha")(lambda xs, y: y.detach() + sum(x.detach() for x in xs))
-    op.set_default(["alpha"])
-    x, y = torch.zeros(2, requires_grad=True), torch.zeros(2)
-    for call in (op, op.torch_op):
-        assert call([y, x], y).requires_grad
-        assert not call([y, y], y).requires_grad
-
-
 def test_a_gradient_wanted_inside_a_list_of_optional_tensors_counts(
     registry: ir.Registry,
 ) -> None:

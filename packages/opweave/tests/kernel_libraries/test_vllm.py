@@ -10,7 +10,7 @@ import torch
 
 from opweave import ir
 from opweave.conformance import CHECKS, Subject, subjects, verify
-from opweave.kernels import vllm_c
+from opweave.kernels.libraries import vllm_c
 
 VLLM = subjects(providers=["vllm_c"])
 SLOW = ("unobserved", "repetition")

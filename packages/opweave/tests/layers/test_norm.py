@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from opweave.layers.registry import ShardingError, WeightLoadError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-SIZES = (8, 768, 769, 5120, 5125, 8192)
+SIZES = (8, 769)
 
 
 @pytest.fixture(autouse=True)
@@ -65,42 +64,11 @@ def test_rms_norm_is_llamas(size: int, dtype: torch.dtype, custom_ops: str) -> N
         close(normed, theirs(total))
 
 
-@each_dtype
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("provider", ir.ops.rms_norm.supported_providers())
-def test_every_provider_with_and_without_weight_residual_and_gaps(
-    provider: str, size: int, dtype: torch.dtype
-) -> None:
-    norms = {op: [provider] for op in ("rms_norm", "fused_add_rms_norm")}
-    if provider not in ir.ops.fused_add_rms_norm.impls:
-        del norms["fused_add_rms_norm"]
-    for has_weight, gaps, adds in itertools.product((True, False), repeat=3):
-        layer = RMSNorm(size, 1e-5, has_weight=has_weight, dtype=dtype)
-        randomized(layer, dtype)
-        x, residual = torch.randn(2, 5, size + 9 * gaps).to(dtype)[..., :size]
-        total = x + residual if adds else x
-        wide = total.double()
-        normed = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
-        with ir.priority(norms):
-            found = layer(x, residual) if adds else (layer(x),)  # both donated
-        close(found[0], (normed * layer.weight.double()).to(dtype))
-        if adds:
-            close(found[1], total)
-
-
 @both_ways
-def test_without_a_weight(custom_ops: str) -> None:
-    layer = built(custom_ops, lambda: RMSNorm(48, has_weight=False))
+def test_the_variance_of_the_first_elements_without_a_weight(custom_ops: str) -> None:
+    layer = built(custom_ops, lambda: RMSNorm(48, var_hidden_size=16, has_weight=False))
     assert not [*layer.parameters()]
     assert torch.equal(layer.weight, torch.ones(48))
-    x = torch.randn(5, 48, dtype=torch.bfloat16)
-    expected = functional.rms_norm(x.float(), (48,), None, 1e-6)
-    close(layer(x), expected.bfloat16())
-
-
-@both_ways
-def test_the_variance_of_the_first_elements(custom_ops: str) -> None:
-    layer = built(custom_ops, lambda: RMSNorm(48, var_hidden_size=16))
     x = torch.randn(5, 48)
     mean = x[:, :16].double().pow(2).mean(-1, keepdim=True)
     close(layer(x), (x.double() * (mean + 1e-6).rsqrt()).float())
@@ -171,9 +139,18 @@ def hf_mixer_norm(groups: int, dtype: torch.dtype, size: int = 64) -> Any:
 
 
 @both_ways
-@each_dtype
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("groups", "size", "dtype"),
+    [
+        (1, 1, torch.float32),
+        (1, 4, torch.bfloat16),
+        (2, 2, torch.float16),
+        (2, 8, torch.float32),
+        (4, 4, torch.float32),
+        (4, 8, torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_the_mixers_norm_on_any_number_of_ranks(
     groups: int, size: int, dtype: torch.dtype, custom_ops: str
 ) -> None:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from opweave.layers import LayerArgumentError, MRotaryEmbedding, RotaryEmbedding, get_rope
-from opweave.layers.rotary import ROPE_TYPES, LongRopeScaling, Scaling
+from opweave.layers.rotary_scaling import ROPE_TYPES, LongRopeScaling, Scaling
 
 HEAD, TRAINED = 64, 128
 PARAMETERS: dict[str, dict[str, Any]] = {
@@ -85,8 +85,7 @@ def hugging_face(
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-@pytest.mark.parametrize("share", [1.0, 0.5])
-@pytest.mark.parametrize("theta", [10000.0, 5e5])
+@pytest.mark.parametrize(("share", "theta"), [(1.0, 5e5), (0.5, 1e4)])
 def test_frequencies_and_table(name: str, share: float, theta: float) -> None:
     parameters = dict(PARAMETERS[name])
     size = HEAD if name == "proportional" else int(HEAD * share)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,8 +21,12 @@ from opweave.layers import (
     WeightLoadError,
     tensor_parallel,
 )
-from opweave.layers.linear import UnquantizedLinearMethod
-from opweave.layers.parallel import set_weight_attrs
+from opweave.layers.linear_methods import (
+    LayerSizes,
+    MethodOfWeights,
+    UnquantizedLinearMethod,
+    Weight,
+)
 
 from .switch import ranks
 
@@ -36,11 +40,21 @@ def load(param: Any, tensor: Tensor) -> None:
     param.weight_loader(param, tensor)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-@pytest.mark.parametrize("index", [torch.int64, torch.int32], ids=str)
-@pytest.mark.parametrize(("vocab", "org"), [(1026, 1010), (1010, 1010), (64, 1), (1500, 300)])
+@pytest.mark.parametrize(
+    ("vocab", "org", "size", "index"),
+    [
+        (1026, 1010, 2, torch.int64),
+        (1010, 1010, 1, torch.int32),
+        (1010, 1010, 8, torch.int64),
+        (64, 1, 4, torch.int32),
+        (1500, 300, 1, torch.int64),
+        (32256, 32000, 4, torch.int32),
+        (128256, 128256, 2, torch.int64),
+    ],
+    ids=str,
+)
 def test_ranks_together_are_the_whole_table(
-    vocab: int, org: int, index: torch.dtype, size: int
+    vocab: int, org: int, size: int, index: torch.dtype
 ) -> None:
     table = torch.randn(vocab, 6, dtype=torch.bfloat16)
     ids = torch.cat([torch.randint(vocab, (40,)), torch.tensor([0, org - 1, org % vocab])])
@@ -61,22 +75,6 @@ def test_ranks_together_are_the_whole_table(
 
         for found in ranks(size, make, run):
             assert torch.equal(found, functional.embedding(shaped, table))
-
-
-@pytest.mark.parametrize(("vocab", "org"), [(128256, 128256), (32256, 32000)])
-@pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("index", [torch.int64, torch.int32], ids=str)
-def test_real_sizes(vocab: int, org: int, size: int, index: torch.dtype) -> None:
-    table = torch.randn(vocab, 2)
-    ids = torch.cat([torch.randint(vocab, (500,)), torch.arange(vocab - 256, vocab)]).to(index)
-
-    def make() -> VocabParallelEmbedding:
-        layer = VocabParallelEmbedding(vocab, 2, org_num_embeddings=org)
-        load(layer.weight, table)
-        return layer
-
-    for found in ranks(size, make, lambda rank, layer: layer(ids)):
-        assert torch.equal(found, table[ids])
 
 
 def test_the_rows_of_two_ranks() -> None:
@@ -148,29 +146,15 @@ def test_ids_that_are_not_there() -> None:
     assert layer(torch.empty(0, 2, dtype=torch.int32)).shape == (0, 2, 4)
 
 
-class Scaled:
+class Scaled(MethodOfWeights):
     """A table of 8 bits with one scale."""
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         return {"head": UnquantizedLinearMethod(), "table": self}.get(prefix)
 
-    def create_weights(
-        self,
-        layer: nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: Sequence[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **attrs: Any,
-    ) -> None:
-        shape = sum(output_partition_sizes), input_size_per_partition
-        weight = nn.Parameter(torch.empty(shape, dtype=torch.int8), requires_grad=False)
-        scale = nn.Parameter(torch.empty(1), requires_grad=False)
-        set_weight_attrs(weight, output_dim=0, **attrs)
-        set_weight_attrs(scale, **attrs)
-        layer.register_parameter("weight", weight)
-        layer.register_parameter("scale", scale)
+    def weights(self, sizes: LayerSizes) -> Iterator[Weight]:
+        yield Weight("weight", (sizes.rows, sizes.inputs), torch.int8, {"output_dim": 0})
+        yield Weight("scale", (1,), torch.float32, {})
 
     def embedding(self, layer: VocabParallelEmbedding, input_ids: Tensor) -> Tensor:
         shard, scale = layer.shard, layer.get_parameter("scale")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from .oracle import DTYPES
 
 NAN = float("nan")
 
@@ -129,3 +133,32 @@ DECODE = [(1, 1), (1, 16), (1, 17), (1, 70), (1, 128), (1, 5)]
 PREFILL = [(1, 1), (5, 5), (33, 70), (17, 17), (3, 129)]
 MIXED = [(0, 9), (1, 40), (0, 0), (20, 20), (7, 65)]
 BLIND = [(3, 0), (5, 2), (1, 1)]  # more queries than keys: the first ones see nothing
+
+
+def drawn_cases(count: int, seed: int = 0) -> Iterator[tuple[Case, Random]]:
+    """Yield any sequences, sizes and options, and what draws other arguments."""
+    pick = Random(seed)
+
+    def size() -> int:
+        return 32 * pick.randint(1, 4) if pick.random() < 0.7 else pick.randint(1, 70)
+
+    for number in range(count):
+        most = 200 if pick.random() < 0.1 else 50  # more than a tile of keys, or fewer
+        kv_heads, causal = pick.randint(1, 3), pick.random() < 0.75
+        drawn = case(
+            [
+                (pick.randint(0, most // 4), pick.randint(0, most))
+                for _ in range(pick.randint(0, 3))
+            ],
+            heads=(kv_heads * pick.randint(1, 5), kv_heads),
+            sizes=(size(), size()),
+            block_size=16 * pick.randint(1, 3),
+            dtype=pick.choice(DTYPES),
+            extra=pick.randint(0, 1),
+            seed=number,
+            scale=pick.random(),
+            causal=causal,
+            window=pick.choice([None, pick.randint(1, 40)]) if causal else None,
+            soft_cap=pick.choice([None, pick.uniform(0.1, 5)]),
+        )
+        yield drawn, pick

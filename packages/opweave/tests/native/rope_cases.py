@@ -10,8 +10,7 @@ from torch import Tensor
 
 from opweave.ir.ops.kv_cache import reshape_and_cache
 
-from .oracle import random
-from .rotary_oracle import positions, rounded, table
+from .oracle import positions, random, rounded, table
 
 
 @dataclass(frozen=True)

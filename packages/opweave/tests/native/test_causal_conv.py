@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from native.packed import by_sequence, layout, pack, poisoned
+from native.packed import by_sequence, layout, pack
 from opweave import ir
 
 CONV, UPDATE = ir.ops.causal_conv1d, ir.ops.causal_conv1d_update
@@ -67,23 +67,6 @@ def test_packed_sequences(
 
 @each_provider
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_layouts_and_dtypes(provider: str, dtype: torch.dtype) -> None:
-    packing = layout([3, 5], slots=7, after=1)
-    x, weight, bias, _ = random(dtype, packing.tokens, 10, 4)
-    state = torch.randn(7, 10, 3)  # float32 regardless of the inputs
-    wide = poisoned(x)
-    arguments = (weight.float().T.contiguous().T, bias.float(), state.mT.contiguous().mT)
-    kept = [t.clone() for t in (wide, *arguments)]
-    # A state in another layout is for native alone: what is returned must be laid out as it is.
-    found = CONV.using(provider)(wide, *arguments, *packing.arguments, "silu")
-    one = partial(oracle, weight=weight.float(), bias=bias.float(), activation="silu")
-    check(CONV, found, by_sequence(packing, x, state, one))
-    assert [t.dtype for t in found] == [dtype, torch.float32]
-    assert all(map(torch.equal, kept, (wide, *arguments)))
-
-
-@each_provider
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_update_is_a_sequence_of_one_token(provider: str, dtype: torch.dtype, width: int) -> None:
     for slots in ([3, 0, 6], [2, -1, 4], [-1], []):
@@ -113,21 +96,6 @@ def test_decoding_and_split_prefill_equal_one_prefill(provider: str) -> None:
             y, middle = update(token[None], weight, bias, middle, slot, "silu")
             steps.append(y)
         check(UPDATE, (torch.cat((first, *steps)), middle), whole)
-
-
-@each_provider
-def test_donated_states_change_in_their_slots_alone(provider: str) -> None:
-    packing = layout([3, 2], slots=7, after=0)
-    x, weight, bias, state = random(torch.float32, packing.tokens, 10, 4)
-    wanted = CONV.using("native!")(x, weight, bias, state, *packing.arguments)
-    with ir.priority(causal_conv1d=[f"{provider}!"]):
-        found = CONV.maybe_inplace(
-            x.clone(), weight, bias, given := state.clone(), *packing.arguments
-        )
-    check(CONV, found, wanted)
-    others = [i for i in range(7) if i not in packing.slots]
-    assert torch.equal(found[1][others], state[others])
-    assert provider == "native" or found[1] is given
 
 
 @each_provider

@@ -14,7 +14,7 @@ from torch.distributed import _functional_collectives as functional_collectives
 
 import opweave.compile
 from opweave import ir
-from opweave.compile.patterns import derivation
+from opweave.compile.match import derivation
 from opweave.ir.testing import restored
 
 op = ir.ops.all_reduce_rms_norm

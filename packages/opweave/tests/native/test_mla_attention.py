@@ -89,47 +89,6 @@ def test_gradients_of_both_forms_are_the_same() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_both_forms_are_sound_torch_ops() -> None:
-    for op in (prefill, decode):
-        torch.library.opcheck(
-            op.torch_op, op.generate_inputs(), test_utils=("test_schema", "test_faketensor")
-        )
-
-
-def test_a_sequence_has_the_same_bits_in_any_batch() -> None:
-    """Prefill is batch invariant where the ops that it is written in are."""
-    lengths = [(3, 7), (1, 1), (4, 4)]
-    together = Sequences(lengths, torch.float32)
-    with ir.require("batch_invariant"):
-        expected = together.prefill()
-        start_q = start_k = 0
-        for new, total in lengths:
-            alone = Sequences([(new, total)], torch.float32)
-            alone.query = together.query[start_q : start_q + new]
-            alone.rows = together.rows[start_k : start_k + total]
-            alone.weight = together.weight
-            assert torch.equal(alone.prefill(), expected[start_q : start_q + new])
-            start_q, start_k = start_q + new, start_k + total
-
-
-def test_a_step_has_the_same_bits_in_any_batch() -> None:
-    lengths = [(1, 7), (2, 19), (1, 1)]
-    together = Sequences(lengths, torch.bfloat16)
-    with ir.require("batch_invariant"):
-        expected = together.decode(16)
-        parts = zip(
-            lengths,
-            together.query.split(together.new),
-            together.rows.split(together.all),
-            expected.split(together.new),
-            strict=True,
-        )
-        for length, query, rows, wanted in parts:
-            alone = Sequences([length], torch.bfloat16)
-            alone.query, alone.rows, alone.weight = query, rows, together.weight
-            assert torch.equal(alone.decode(4), wanted)
-
-
 @pytest.mark.parametrize("provider", ["native", "batch_invariant"])
 def test_a_block_that_the_cache_does_not_have(provider: str) -> None:
     s = Sequences([(1, 3)], torch.float32)

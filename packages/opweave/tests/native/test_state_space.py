@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from native.packed import by_sequence, layout, pack, poisoned
+from native.packed import by_sequence, layout, pack
 from opweave import ir
 from opweave.ir.ops.state_space import linear_recurrence
 
@@ -248,70 +247,6 @@ def test_split_selective_scan(provider: str) -> None:
 
 
 @each_provider
-@each_op
-def test_other_layouts_and_unchanged_inputs(provider: str, op: ir.IrOp) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        values = op.generate_inputs(num_tokens=9, dtype=dtype)
-        kept = [v.clone() if isinstance(v, Tensor) else v for v in values]
-        wanted = op.native(*values)
-        wide = [
-            poisoned(v) if isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 1 else v
-            for v in values
-        ]
-        state = op.schema.names.index("x_state")
-        taken = [*wide[:state], values[state], *wide[state + 1 :]]
-        # A state in another layout is for native alone, which the results must be laid out like.
-        for call, arguments in (
-            (f"{provider}!", values),
-            (f"{provider}!", taken),
-            (provider, wide),
-        ):
-            found = op.using(call)(*arguments)
-            check(op, found, wanted)
-            assert [t.stride() for t in found] == [t.stride() for t in wanted]
-        assert all(
-            torch.equal(v, k) for v, k in zip(values, kept, strict=True) if isinstance(v, Tensor)
-        )
-
-
-@each_provider
-@each_op
-def test_a_donated_state_changes_in_its_slots_alone(provider: str, op: ir.IrOp) -> None:
-    values = op.generate_inputs(num_tokens=6)
-    wanted = op.native(*values)
-    given = dict(zip(op.schema.names, values, strict=True))
-    given |= {"x": given["x"].clone(), "x_state": given["x_state"].clone()}
-    with ir.priority({op.name: [f"{provider}!"]}):
-        found = op.maybe_inplace(**given)
-    check(op, found, wanted)
-    assert provider == "native" or found[1] is given["x_state"]
-    before = dict(zip(op.schema.names, values, strict=True))["x_state"]
-    others = sorted(set(range(len(before))) - set(given["slot_idx"].tolist()))
-    assert torch.equal(found[1][others], before[others])
-
-
-@each_op
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_sequence_has_the_same_bits_in_any_batch(op: ir.IrOp, dtype: torch.dtype) -> None:
-    alone = op.using("batch_invariant!")
-    given = dict(zip(op.schema.names, op.generate_inputs(num_tokens=11, dtype=dtype), strict=True))
-    slots, packed = given["slot_idx"].tolist(), "query_start_loc" in given
-    starts = given["query_start_loc"].tolist() if packed else range(12)
-    whole = alone(**given)
-    for i, slot in enumerate(slots):
-        rows = slice(starts[i], starts[i + 1])
-        part = {n: given[n][rows].clone() for n in ("x", "dt", "b", "c", "z") if n in given}
-        part |= {"slot_idx": torch.tensor([min(slot, 0)]), "x_state": given["x_state"][[slot]]}
-        if packed:
-            part["query_start_loc"] = pack([starts[i + 1] - starts[i]])
-            part["has_initial_state"] = given["has_initial_state"][[i]]
-        if slot >= 0:
-            y, new = alone(**{**given, **part})
-            assert torch.equal(y, whole[0][rows])
-            assert torch.equal(new[0], whole[1][slot])
-
-
-@each_provider
 @pytest.mark.parametrize("name", ["x", "dt", "b", "c", "z"])
 @pytest.mark.parametrize("op", [SCAN, SSD], ids=lambda op: op.name)
 def test_what_is_not_finite_stays_in_its_sequence(provider: str, op: ir.IrOp, name: str) -> None:
@@ -359,28 +294,6 @@ def test_gradients_of_native(op: ir.IrOp) -> None:
         v.requires_grad_() if isinstance(v, Tensor) and v.is_floating_point() else v for v in values
     )
     assert torch.autograd.gradcheck(op, leaves)
-
-
-@pytest.mark.slow
-@each_op
-def test_native_can_be_traced_for_any_number_of_tokens(op: ir.IrOp) -> None:
-    def traced(num_tokens: int) -> tuple[Any, list[Tensor]]:
-        values = op.generate_inputs(num_tokens=num_tokens)
-        places = [i for i, v in enumerate(values) if isinstance(v, Tensor)]
-
-        def call(*tensors: Tensor) -> Any:
-            filled = list(values)
-            for i, t in zip(places, tensors, strict=True):
-                filled[i] = t
-            return op.native(*filled)
-
-        return call, [values[i] for i in places]
-
-    call, tensors = traced(40)
-    graph = make_fx(call, tracing_mode="symbolic")(*tensors)
-    for num_tokens in (40, 57):
-        call, tensors = traced(num_tokens)
-        check(op, graph(*tensors), call(*tensors))
 
 
 def test_compiled_scans_are_the_eager_ones() -> None:

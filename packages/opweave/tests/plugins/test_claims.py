@@ -15,8 +15,6 @@ from opweave.plugins.entry import (
     Claim,
     ClaimApiError,
     PlatformConflictError,
-    PlatformReentryError,
-    PluginFailedError,
     PluginHookError,
     PluginsFailedError,
     PluginTypeError,
@@ -130,25 +128,6 @@ def test_the_names_of_builtin_platforms_are_reserved(installed: Install, name: s
     assert without.platform_claims() == []
 
 
-@pytest.mark.parametrize("catches", [False, True])
-def test_asking_for_the_current_platform(installed: Install, catches: bool) -> None:
-    asks = "refuse_reentry_of_loader()"
-    lines = [f"try: {asks}", "except Exception: pass"] if catches else [asks]
-    load = "from opweave_loader_of_test import refuse_reentry_of_loader"
-    before = f"\n{' ' * 12}".join([load, *lines])
-    module = type(sys)("opweave_loader_of_test")
-    sys.modules[module.__name__] = module
-    try:
-        loader = installed(platform("a", "'a_module.P'", before))
-        module.refuse_reentry_of_loader = loader.refuse_reentry  # type: ignore[attr-defined]
-        with pytest.raises(PlatformReentryError, match=r"platform plugin 'a' .*import_kernels"):
-            loader.platform_claims()
-        loader.refuse_reentry()  # nobody is asked any more
-    finally:
-        del sys.modules[module.__name__]
-    assert loader.plugins[0].state is State.FAILED
-
-
 def test_all_are_asked_before_an_error(installed: Install) -> None:
     loader = installed(platform("a", "1 / 0"), platform("b", "1 / 0"), platform("c", "'c.P'"))
     with pytest.raises(PluginsFailedError, match="2 plugins failed:"):
@@ -209,8 +188,3 @@ def test_hooks_are_the_plugins_own(installed: Install) -> None:
     assert table.entries["whole"].owner == candidate.owner
     assert acme.record.registered == ("thing whole",)
     assert acme.record.error is None
-
-
-def test_a_failure_in_the_function_is_no_claim(installed: Install) -> None:
-    with pytest.raises(PluginFailedError, match=r"platform plugin 'a' .*ZeroDivisionError"):
-        installed(platform("a", "1 / 0")).platform_claims()

@@ -98,7 +98,19 @@ UNKNOWN = """
 def test_options_of_plugins_where_nothing_is_generated(fresh_cases: FreshCases) -> None:
     commands = [
         (["explain", MODEL, "--json", "-", OPTION], SELECTED),
-        (["verify", "--provider", "acme", "--check", "predicate", "--json", OPTION], VERIFIED),
+        (
+            [
+                "verify",
+                "--provider",
+                "acme",
+                "--check",
+                "predicate",
+                "--in-process",
+                "--json",
+                OPTION,
+            ],
+            VERIFIED,
+        ),
         (["ops", "silu_and_mul", OPTION], LISTED),
         (["doctor", "--json", OPTION], SHOWN),
         (["doctor", "--json", "--plugin.acme.dpth=3"], UNKNOWN),

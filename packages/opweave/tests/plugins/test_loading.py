@@ -317,11 +317,6 @@ def test_an_entry_point_to_nothing(installed: Install) -> None:
         installed(plugin("a", "")).load_general()
 
 
-def test_a_plugin_cannot_end_the_program(installed: Install) -> None:
-    with pytest.raises(PluginFailedError, match="SystemExit: 3"):
-        installed(plugin("a", "def register(): raise SystemExit(3)")).load_general()
-
-
 def test_two_distributions_with_one_name(installed: Install, calls: list[str]) -> None:
     point = {GENERAL: {"acme": "one_module:register"}}
     other = {GENERAL: {"acme": "two_module:register"}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -11,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from opweave.errors import shown
 from opweave.ir.errors import described
 from opweave_engine.chat.traits import Traits
 from opweave_engine.errors import ChatTemplateError, InvalidArgumentError, PromptError, require
@@ -122,10 +122,6 @@ def _tojson(
 # Values that clients send: as plain objects, and in error messages.
 
 
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 100
-
-
 def as_mapping(value: Any) -> Any:
     """Return an object of a pydantic model as a dictionary, and anything else as it is.
 
@@ -134,11 +130,6 @@ def as_mapping(value: Any) -> Any:
     """
     dump = getattr(value, "model_dump", None)
     return dump() if callable(dump) else value
-
-
-def shown(value: object) -> str:
-    """Return *value* as an error message quotes it, shortened."""
-    return _short.repr(value)
 
 
 def _malformed(path: str, value: object, expected: str) -> PromptError:

@@ -12,10 +12,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 from unicodedata import category
 
-from opweave.cli.options import Flag, check_utf8
+from opweave.cli.options import (
+    Flag,
+    RunOptions,
+    check_utf8,
+)
 from opweave.cli.output import CliError, err, print_json_line, print_text, show_error
 from opweave_engine.cli.options import (
-    KernelOptions,
     ModelOptions,
     SamplingOptions,
     TemplateVariables,
@@ -53,7 +56,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 # The command.
 
 
-_SAMPLING, _RUNNING, _KERNELS = SamplingOptions(), ModelOptions(), KernelOptions()
+_SAMPLING, _RUNNING, _OPTIONS = SamplingOptions(), ModelOptions(), RunOptions()
 _HELP = "/reset clears the conversation; /exit or Ctrl-D quits; Ctrl-C stops an answer."
 
 
@@ -68,7 +71,7 @@ def chat(
     temperature: float | None = None,
     sampling: SamplingOptions = _SAMPLING,
     running: ModelOptions = _RUNNING,
-    kernels: KernelOptions = _KERNELS,
+    options: RunOptions = _OPTIONS,
     json: Flag = False,
 ) -> None:
     """Chat with the model in a directory; answers are streamed.
@@ -100,7 +103,7 @@ def chat(
 
     defaults = running.defaults(model, max_tokens=None, temperature=0.7)
     params = sampling.params(defaults, max_tokens=max_tokens, temperature=temperature)
-    kernels.apply()
+    options.apply()
     # Checked first: loading the model takes longer.
     template = template_for(Checkpoint(model), chat_template)
     variables = checked_variables(chat_template_kwargs)

@@ -12,14 +12,18 @@ from cyclopts import Parameter
 
 from opweave import ir
 from opweave.cli.explain import selection_table, selections
-from opweave.cli.options import Flag, check_utf8
+from opweave.cli.options import (
+    Flag,
+    RunOptions,
+    check_utf8,
+)
 from opweave.cli.output import CliError, out, print_json, print_text, progress_bar
-from opweave_engine.cli.options import KernelOptions, ModelOptions, SamplingOptions, loading_bar
+from opweave_engine.cli.options import ModelOptions, SamplingOptions, loading_bar
 
 if TYPE_CHECKING:
     from opweave_engine import RequestOutput
 
-_SAMPLING, _RUNNING, _KERNELS = SamplingOptions(), ModelOptions(), KernelOptions()
+_SAMPLING, _RUNNING, _OPTIONS = SamplingOptions(), ModelOptions(), RunOptions()
 
 
 def generate(
@@ -34,7 +38,7 @@ def generate(
     add_special_tokens: bool = True,
     sampling: SamplingOptions = _SAMPLING,
     running: ModelOptions = _RUNNING,
-    kernels: KernelOptions = _KERNELS,
+    options: RunOptions = _OPTIONS,
     explain: Flag = False,
     json: Flag = False,
 ) -> None:
@@ -67,7 +71,7 @@ def generate(
     prompts = _prompts(prompt, prompt_file, prompt_token_ids)
     defaults = running.defaults(model, max_tokens=64, temperature=0.0)
     params = sampling.params(defaults, max_tokens=max_tokens, temperature=temperature)
-    kernels.apply(like_eager=True)
+    options.apply_like_eager()
     config = running.config()
     with loading_bar(config) as loading:
         llm = LLM(model, config=config, progress=loading)

@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from cyclopts import Parameter, Token
 
 from opweave.cli.options import (
-    CompilationOption,
     Flag,
-    PluginOption,
-    PriorityOption,
-    TuningFileOption,
-    apply_compilation,
-    apply_compilation_like_eager,
-    apply_plugins,
-    apply_priorities,
-    apply_tuning,
     by_key,
 )
 from opweave.cli.output import CliError, progress_bar
@@ -292,30 +283,3 @@ class ModelOptions:
             ),
             **others,
         )
-
-
-@Parameter(name="*")
-@dataclass(frozen=True)
-class KernelOptions:
-    """Options for kernels, compilation and plugins."""
-
-    ir_op_priority: PriorityOption = None
-    tuning_file: TuningFileOption = None
-    compilation_config: CompilationOption = None
-    plugin: PluginOption = None
-
-    def apply(self, overrides: Mapping[str, object] = {}, *, like_eager: bool = False) -> None:
-        """Apply the options.
-
-        Args:
-            overrides: settings of compilation that take precedence over the options.
-            like_eager: compiled results equal eager results bit for bit by default.
-
-        Raises:
-            SettingError: a value is not valid.
-        """
-        apply_plugins(self.plugin)
-        apply_priorities(self.ir_op_priority)
-        apply_tuning(self.tuning_file)
-        apply = apply_compilation_like_eager if like_eager else apply_compilation
-        apply({**(self.compilation_config or {}), **overrides})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -15,18 +16,22 @@ from typing import Any, Literal
 from cyclopts import App, Argument, ArgumentCollection
 from cyclopts.config import Dict
 
-from opweave.cli.options import Flag
+from opweave.cli.options import (
+    Flag,
+    RunOptions,
+)
 from opweave.cli.output import CliError, print_text, show_error
 from opweave.config import CacheConfig, SchedulerConfig, environment
 from opweave.config.terminal import choose_log
 from opweave.ir.errors import did_you_mean, notes
-from opweave_engine.cli.options import KernelOptions, ModelOptions, given, loading_bar
+from opweave_engine.cli.options import ModelOptions, given, loading_bar
 from opweave_engine.server.state import ServerConfig
 
 # Option files of ``opweave serve --config``.
 
 
 _SECRET = ("--api-key",)
+_M_ARENA_MAX = -8  # of glibc's malloc.h
 _KINDS = ".yaml, .yml, .json or .toml"
 
 
@@ -232,7 +237,7 @@ _PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
 
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
-_SERVER, _RUNNING, _KERNELS = ServerConfig(), ModelOptions(), KernelOptions()
+_SERVER, _RUNNING, _OPTIONS = ServerConfig(), ModelOptions(), RunOptions()
 _sources = OptionSources()
 serve_app = App(name="serve", config=_sources, help_format="plaintext")
 
@@ -265,7 +270,7 @@ def serve(
     log_level: Level | None = None,
     log_format: Literal["text", "json"] = "text",
     config: Path | None = None,
-    kernels: KernelOptions = _KERNELS,
+    options: RunOptions = _OPTIONS,
 ) -> None:
     """Serve a model with an OpenAI-compatible HTTP API.
 
@@ -323,6 +328,7 @@ def serve(
     """
     level = log_level or environment.logging_level() or "INFO"
     choose_log(level, as_json=log_format == "json", others={"uvicorn": "WARNING"})
+    limit_arenas()
     from opweave_engine import ChatTemplate, Checkpoint, open_engine
     from opweave_engine.errors import require
     from opweave_engine.parallel.rank import launch_of
@@ -342,7 +348,11 @@ def serve(
     if not settings.api_keys:
         settings = replace(settings, api_keys=tuple(environment.api_keys()))
     check_certificate(settings)
-    kernels.apply({"mode": "0", "cudagraph_capture_sizes": ()} if enforce_eager else {})
+    if enforce_eager:
+        eager = {"mode": "0", "cudagraph_capture_sizes": ()}
+        compilation = {**(options.compilation_config or {}), **eager}
+        options = replace(options, compilation_config=compilation)
+    options.apply()
     engine_config = running.config(
         {
             "data_parallel_size": data_parallel_size,
@@ -418,6 +428,16 @@ def _check_utilization() -> None:
             "--kv-cache-memory BYTES",
             platform.name,
         )
+
+
+def limit_arenas() -> None:
+    """Let all threads of this process allocate from one arena, where glibc is the C library.
+
+    Each further arena keeps what the largest request of a thread freed, for that thread only.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def _log_options() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from opweave import platforms
-from opweave.layers.linear import LinearMethod
+from opweave.layers.linear_methods import LinearMethod
 from opweave.platforms.base import UnsupportedByPlatformError
 from opweave_engine.errors import CheckpointError, SamplingParamsError, require
 from opweave_engine.load.gguf import has_json, is_gguf, json_of, read_gguf
@@ -384,16 +384,16 @@ _TOO_LARGE = {
 }
 
 
-def check_layers(config: Mapping[str, Any], most: int, what: str) -> None:
+def check_layers(config: Mapping[str, Any], most: int, subject: str) -> None:
     """Raise CheckpointError if a model has more layers than *most*.
 
     Args:
         config: the object in ``config.json``.
         most: the limit.
-        what: its name in the message, with a verb.
+        subject: its name in the message, with a verb.
     """
     if (layers := num_layers(config)) > most:  # they would be built one by one
-        raise CheckpointError(f"config.json says num_hidden_layers={layers}, but {what} {most}.")
+        raise CheckpointError(f"config.json says num_hidden_layers={layers}, but {subject} {most}.")
 
 
 def num_layers(config: Mapping[str, Any]) -> int:
@@ -462,11 +462,11 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> CheckpointModel:
         return build_model(config, dtype=dtype)
     except (RuntimeError, TypeError) as error:
         text = str(error).partition("\n")[0]
-        what = next((_TOO_LARGE[sign] for sign in _TOO_LARGE if sign in text), None)
-        if what is None:
+        fault = next((_TOO_LARGE[sign] for sign in _TOO_LARGE if sign in text), None)
+        if fault is None:
             raise
         reason = text.rpartition("DefaultCPUAllocator: ")[2].rstrip(".")
-        raise CheckpointError(f"config.json {what}: {reason}.") from error
+        raise CheckpointError(f"config.json {fault}: {reason}.") from error
 
 
 # Sampling defaults from ``generation_config.json``.
@@ -542,17 +542,17 @@ def sampling_defaults(checkpoint: Checkpoint, source: str = "auto") -> dict[str,
         return {}
     folder = generation_folder(checkpoint, source)
     fields = folder.json(FILE) or {}
-    given = {
+    values = {
         ours: fields[theirs] for theirs, ours in _FOLLOWED.items() if fields.get(theirs) is not None
     }
     try:
-        SamplingParams(**given)
+        SamplingParams(**values)
     except SamplingParamsError as error:
         raise CheckpointError(
             f"{folder.path / FILE} has a wrong value: {error} Correct it, or do without the file's "
             "defaults (--generation-config none)."
         ) from error
-    return given
+    return values
 
 
 def log_defaults(checkpoint: Checkpoint, source: str, defaults: Mapping[str, Any]) -> None:

@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from opweave.errors import shown
 from opweave.ir.ops.low_bit import GGUF_BLOCKS
-from opweave.layers.linear import LinearMethod
-from opweave.layers.linear_methods import BlockMethod
+from opweave.layers.linear_methods import BlockMethod, LinearMethod
 from opweave_engine.errors import CheckpointError, TokenizerError, require
 from opweave_engine.models import CheckpointModel, UnsupportedModelError
 from opweave_engine.models.weights import shown_name
@@ -273,7 +273,7 @@ class GgufFile:
         value = self.metadata.get(key, default)
         kinds = int | float if kind is float else kind
         if not isinstance(value, kinds) or isinstance(value, bool):
-            problem = f"has {key}={str(value)[:80]!r}" if value is not None else f"has no {key}"
+            problem = f"has {key}={shown(value)}" if value is not None else f"has no {key}"
             raise CheckpointError(f"{self.path} {problem}; it must be {_KINDS[kind]}.")
         return value
 
@@ -874,8 +874,8 @@ class GgufTensors:
 
     def _log_formats(self) -> None:
         kinds = Counter(self._entry(name).kind.name for name in self._places)
-        kept = {*_PLAIN, *map(str.upper, GGUF_BLOCKS)}
-        if others := {k: n for k, n in kinds.items() if k not in kept}:
+        readable = {*_PLAIN, *map(str.upper, GGUF_BLOCKS)}
+        if others := {k: n for k, n in kinds.items() if k not in readable}:
             _log.warning(
                 "%s: %s are dequantized while they are loaded: no kernel reads their format",
                 self.file, ", ".join(f"{n} tensors of {k}" for k, n in others.items()),
@@ -1092,7 +1092,7 @@ def _flag(file: GgufFile, key: str, default: bool) -> bool:
     value = file.metadata.get(f"tokenizer.ggml.{key}", default)
     if not isinstance(value, int):
         raise TokenizerError(
-            f"{file.path} has tokenizer.ggml.{key}={str(value)[:80]!r}; it must be a boolean."
+            f"{file.path} has tokenizer.ggml.{key}={shown(value)}; it must be a boolean."
         )
     return bool(value)
 

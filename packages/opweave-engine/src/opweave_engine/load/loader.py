@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from opweave.config import EngineConfig
 from opweave.config.compilation import current_compilation_config
 from opweave.config.engine import LoadFormat, ModelImpl
-from opweave.layers.linear import LinearMethod
+from opweave.layers.linear_methods import LinearMethod
 from opweave.layers.parallel import ALONE, TensorParallel, tensor_parallel
-from opweave_engine import transformers as backend
 from opweave_engine.errors import CheckpointError, InvalidArgumentError, require
 from opweave_engine.load.checkpoint import (
     DTYPES,
@@ -59,8 +58,10 @@ from opweave_engine.models import (
 )
 from opweave_engine.models.causal_lm import HEAD
 from opweave_engine.models.config import Fields, warn_unread_rope_keys
-from opweave_engine.transformers import (
+from opweave_engine.transformers.loading import (
     check_transformers_ranks,
+    has_model,
+    is_available,
     load_transformers_encoder,
     load_transformers_model,
 )
@@ -193,7 +194,7 @@ def uses_transformers(config: Mapping[str, Any], model_impl: ModelImpl) -> bool:
     architecture = named[0] if len(named) == 1 else ""
     if model_impl == "transformers":
         require("transformers", "transformers")
-        if not backend.is_causal_lm(architecture):
+        if not has_model(architecture, "causal_lm"):
             raise UnsupportedModelError(
                 f"model_impl='transformers', but transformers has no causal language model "
                 f"{', '.join(named) or 'without a name'}. Leave model_impl out."
@@ -205,12 +206,12 @@ def uses_transformers(config: Mapping[str, Any], model_impl: ModelImpl) -> bool:
             with torch.device("meta"):
                 build(without_quantization(config), torch.float32)
     except UnsupportedModelError as error:
-        if not backend.is_available():
+        if not is_available():
             raise UnsupportedModelError(
                 f"{str(error).removesuffix('.')}. With transformers, its causal language models "
                 "run, too: pip install 'opweave-engine[transformers]'."
             ) from error
-        if not backend.is_causal_lm(architecture):
+        if not has_model(architecture, "causal_lm"):
             raise
         if architecture in supported_architectures():
             _log.warning("transformers' code runs the model, because of opweave's: %s", error)
@@ -470,8 +471,7 @@ def is_encoder(checkpoint: Checkpoint) -> bool:
     if (model := _own_class(config)) is not None:  # without a question to transformers
         return issubclass(model, Encoder)
     named = Fields(config).texts("architectures")
-    kinds = (backend.is_base_model, backend.is_masked_lm, backend.is_sequence_classifier)
-    return bool(named) and any(is_kind(named[0]) for is_kind in kinds)
+    return bool(named) and has_model(named[0], "base", "masked_lm", "sequence_classifier")
 
 
 def load_encoder(
@@ -511,7 +511,7 @@ def load_encoder(
         )
     # All checkpoints with modules.json make embeddings, also those that have a classifier's head.
     has_modules = checkpoint.json_list("modules.json") is not None
-    scores = not has_modules and backend.is_sequence_classifier(architectures[0])
+    scores = not has_modules and has_model(architectures[0], "sequence_classifier")
     return load_by_transformers(
         partial(load_transformers_encoder, scores=scores),
         checkpoint,

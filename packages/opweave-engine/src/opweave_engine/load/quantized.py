@@ -18,12 +18,13 @@ from torch import Tensor
 from opweave.ir.ops.low_bit import dequantized_w4
 from opweave.layers import FusedMoE, ParallelLMHead, VocabParallelEmbedding
 from opweave.layers.embedding import BlockEmbeddingMethod
-from opweave.layers.linear import ColumnParallelLinear, LinearBase, LinearMethod
+from opweave.layers.linear import ColumnParallelLinear, LinearBase
 from opweave.layers.linear_methods import (
     GROUP,
     ActivationScheme,
     BlockMethod,
     GroupedInt4Method,
+    LinearMethod,
     SeparatePartsMethod,
     UnquantizedLinearMethod,
     W8A8Method,
@@ -337,10 +338,11 @@ class StrictConfig:
         if unknown := sorted(self.config.keys() - self._read - {*harmless}):
             raise self._unsupported(f"the key {unknown[0]!r}", ())
 
-    def _unsupported(self, what: str, supported: tuple[Any, ...]) -> UnsupportedModelError:
+    def _unsupported(self, setting: str, supported: tuple[Any, ...]) -> UnsupportedModelError:
         options = f" Supported: {', '.join(map(repr, supported))}." if supported else ""
         return UnsupportedModelError(
-            f"quantization_config ({self.name}) has {what[:200]}, which is not supported.{options}"
+            f"quantization_config ({self.name}) has {setting[:200]}, which is not supported."
+            f"{options}"
         )
 
 
@@ -1101,12 +1103,12 @@ def _warn_of_cache(
 ) -> None:
     """Log that keys and values stay in the model's dtype, if the checkpoint quantizes them."""
     if scales := sum(map(is_cache_scale, dtypes_of(files))):
-        what = f"{scales} scales of a quantized KV cache are"
+        subject = f"{scales} scales of a quantized KV cache are"
     elif _settings(config).get("kv_cache_scheme"):
-        what = "kv_cache_scheme is"
+        subject = "kv_cache_scheme is"
     else:
         return
-    _log.warning("%s: %s ignored: the cache is not quantized", checkpoint.path, what)
+    _log.warning("%s: %s ignored: the cache is not quantized", checkpoint.path, subject)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -1204,24 +1206,24 @@ def build_quantized(
     with deferred_weights():
         model = build(config, dtype)
     names = {model.own_name(name): name for name in methods}
-    own = {model.own_name(name): method for name, method in methods.items()}
-    kept: dict[str, LinearMethod] = {}
+    by_own_name = {model.own_name(name): method for name, method in methods.items()}
+    stored: dict[str, LinearMethod] = {}
     for name, layer in list(model.named_modules()):
         if isinstance(layer, LinearBase):
             parts = dict(part_names(model, name))
             layer.prefix = layer.prefix or name  # for errors
-            quantized = {} if name.rpartition(".")[2] in model.dense else own
+            quantized = {} if name.rpartition(".")[2] in model.dense else by_own_name
             method = _method(layer, parts, quantized)
             layer.set_quant_method(method)
             for part in parts:
                 if part in quantized:
-                    kept[names[part]] = _of_part(method, part)
+                    stored[names[part]] = _of_part(method, part)
         elif isinstance(layer, FusedMoE):
-            of_experts = set_experts(model, name, layer, own)
-            kept |= {names[part]: method for part, method in of_experts.items()}
-    kept |= {names[name]: own[name] for name in _set_tables(model, own)}
+            of_experts = set_experts(model, name, layer, by_own_name)
+            stored |= {names[part]: method for part, method in of_experts.items()}
+    stored |= {names[name]: by_own_name[name] for name in _set_tables(model, by_own_name)}
     model.requires_grad_(False)
-    if left := methods.keys() - kept:
+    if left := methods.keys() - stored:
         kinds = Counter(name.rpartition(".")[2] for name in left)
         _log.warning(
             "%d quantized weights are dequantized to %s while they are loaded, because their "
@@ -1229,7 +1231,7 @@ def build_quantized(
             len(left), str(dtype).removeprefix("torch."),
             ", ".join(f"{n} x {kind}" for kind, n in sorted(kinds.items())),
         )  # fmt: skip
-    return model, kept
+    return model, stored
 
 
 def _of_part(method: LinearMethod, part: str) -> LinearMethod:
@@ -1291,5 +1293,5 @@ def _method(
         name.rpartition(".")[2]: (layer.parts[shard].index, layer.parts[shard].count)
         for name, shard in parts.items()
     }
-    own = [m and for_outputs(m, [size]) for m, size in zip(chosen, sizes, strict=True)]
-    return SeparatePartsMethod(dict(zip(shards, own, strict=True)), shards)
+    separate = [m and for_outputs(m, [size]) for m, size in zip(chosen, sizes, strict=True)]
+    return SeparatePartsMethod(dict(zip(shards, separate, strict=True)), shards)

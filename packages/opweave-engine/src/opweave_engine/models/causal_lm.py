@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from opweave.layers import LogitsProcessor, ParallelLMHead, RMSNorm, VocabParallelEmbedding
-from opweave_engine.models.blocks import DecoderLayer
 from opweave_engine.models.config import DecoderConfig, WeightsError
 from opweave_engine.models.weights import CheckpointModel, Merged
 
@@ -199,14 +198,26 @@ class PreNormLM(CausalLM, Generic[Config]):
     Args:
         config: the configuration.
         dtype: dtype of weights and activations.
+        norm: the last norm; by default RMSNorm.
+        embed_scale: factor on the embedding.
+        soft_cap: the soft cap of the logits.
     """
 
-    def __init__(self, config: Config, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dtype: torch.dtype = torch.float32,
+        norm: nn.Module | None = None,
+        embed_scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> None:
         layers = range(config.num_hidden_layers)
         decoder = Decoder(
             VocabParallelEmbedding(config.vocab_size, config.hidden_size, params_dtype=dtype),
             (self.layer(config, layer, dtype) for layer in layers),
-            RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype),
+            norm or RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype),
+            embed_scale,
         )
         super().__init__(
             decoder,
@@ -215,10 +226,11 @@ class PreNormLM(CausalLM, Generic[Config]):
             dtype=dtype,
             tied=config.tie_word_embeddings,
             max_positions=config.max_positions,
+            soft_cap=soft_cap,
         )
         self.config = config
 
     @classmethod
-    def layer(cls, config: Config, layer: int, dtype: torch.dtype) -> DecoderLayer:
+    def layer(cls, config: Config, layer: int, dtype: torch.dtype) -> nn.Module:
         """Build one block."""
         raise NotImplementedError

@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from opweave.errors import shown
 from opweave.ir.errors import OpweaveError, UnknownError
 from opweave.layers import get_act_and_mul_fn, get_act_fn
 from opweave.layers.registry import LayerArgumentError
@@ -61,7 +62,6 @@ _log = logging.getLogger(__name__)
 _COUNT = "a positive integer below 2**63"  # which is what torch counts to
 _NATURAL = "an integer from 0, below 2**63"
 _NUMBER = "a finite positive number"
-_SHOWN = 100  # characters of a value in an error
 
 
 class Fields:
@@ -73,7 +73,7 @@ class Fields:
 
     def __init__(self, values: object, name: str = "config.json") -> None:
         if not isinstance(values, Mapping):
-            raise InvalidConfigError(f"{name} must hold a JSON object, not {_shown(values)}.")
+            raise InvalidConfigError(f"{name} must hold a JSON object, not {shown(values)}.")
         self.values, self.name = values, name
 
     def __contains__(self, key: str) -> bool:
@@ -92,16 +92,15 @@ class Fields:
         return self._integer(key, default, 0, _NATURAL)
 
     def _integer(self, key: str, default: int | None, least: int, kind: str) -> int:
-        value = self._value(key, default, kind)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+        value: int = self._value(key, default, kind, int)
+        if not least <= value < 2**63:
             raise self._wrong(key, value, kind)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number."""
-        value = self._value(key, default, _NUMBER)
-        top = sys.float_info.max
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= top:
+        value = self._value(key, default, _NUMBER, int, float)
+        if not 0 < value <= sys.float_info.max:
             raise self._wrong(key, value, _NUMBER)
         return float(value)
 
@@ -111,23 +110,20 @@ class Fields:
 
     def flag(self, key: str, default: bool) -> bool:
         """Return a boolean."""
-        value = self._value(key, default, "true or false")
-        if not isinstance(value, bool):
-            raise self._wrong(key, value, "true or false")
+        value: bool = self._value(key, default, "true or false", bool)
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         """Return a string."""
-        value = self._value(key, default, "a string")
-        if not isinstance(value, str):
-            raise self._wrong(key, value, "a string")
+        value: str = self._value(key, default, "a string", str)
         return value
 
     def texts(self, key: str) -> list[str]:
         """Return a list of strings; empty if the key is absent."""
-        value = self._value(key, [], "a list of strings")
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self._wrong(key, value, "a list of strings")
+        kind = "a list of strings"
+        value = self._value(key, [], kind, list)
+        if not all(isinstance(item, str) for item in value):
+            raise self._wrong(key, value, kind)
         return [*value]
 
     def nested(self, key: str) -> Fields:
@@ -147,7 +143,7 @@ class Fields:
         """Return *value* if it is supported; say what is, if not."""
         if value not in supported:
             raise UnsupportedModelError(
-                f"{self.name} has {key!r}: {_shown(value)}, which is not supported. "
+                f"{self.name} has {key!r}: {shown(value)}, which is not supported. "
                 f"Supported: {', '.join(map(str, supported))}."
             )
         return value
@@ -170,7 +166,7 @@ class Fields:
         """Log the keys, other than null ones, that are not in *read*: they have no effect."""
         unread = sorted(str(key) for key in self.values if key in self and key not in read)
         if unread:
-            _log.warning("%s: unknown keys are ignored: %s", self.name, _shown(", ".join(unread)))
+            _log.warning("%s: unknown keys are ignored: %s", self.name, shown(", ".join(unread)))
 
     def refuse_quantized(self) -> None:
         """Raise UnsupportedModelError if the checkpoint is quantized."""
@@ -180,23 +176,22 @@ class Fields:
             return
         method = value.get("quant_method") if isinstance(value, Mapping) else value
         raise UnsupportedModelError(
-            f"{self.name} has {key!r}: quantized checkpoints (quant_method {_shown(method)}) are "
+            f"{self.name} has {key!r}: quantized checkpoints (quant_method {shown(method)}) are "
             "not supported; use unquantized weights."
         )
 
-    def _value(self, key: str, default: object, kind: str) -> object:
+    def _value(self, key: str, default: object, kind: str, *types: type) -> Any:
         value = self.values.get(key)
-        if value is None and default is None:
+        value = default if value is None else value
+        if value is None:
             raise InvalidConfigError(f"{self.name} lacks {key!r}; it must be {kind}.")
-        return default if value is None else value
+        is_other = not isinstance(value, types) or (isinstance(value, bool) and bool not in types)
+        if types and is_other:
+            raise self._wrong(key, value, kind)
+        return value
 
     def _wrong(self, key: str, value: object, kind: str) -> InvalidConfigError:
-        return InvalidConfigError(f"{self.name} has {key!r}: {_shown(value)}; it must be {kind}.")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+        return InvalidConfigError(f"{self.name} has {key!r}: {shown(value)}; it must be {kind}.")
 
 
 # Configurations as dataclasses, whose fields say how their keys are read.

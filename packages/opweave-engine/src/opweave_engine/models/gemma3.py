@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from opweave.layers import GemmaRMSNorm, VocabParallelEmbedding
+from opweave.layers import GemmaRMSNorm
 from opweave_engine.models.blocks import GatedMlp, SelfAttention, add_and_norm
-from opweave_engine.models.causal_lm import CausalLM, Decoder
+from opweave_engine.models.causal_lm import PreNormLM
 from opweave_engine.models.config import (
     AttentionConfig,
     Fields,
@@ -135,8 +136,8 @@ class Gemma3Layer(nn.Module):
 
     def __init__(self, config: Gemma3Config, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
-        size, epsilon = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = GemmaRMSNorm(size, epsilon)
+        size, norm = config.hidden_size, partial(GemmaRMSNorm, eps=config.rms_norm_eps)
+        self.input_layernorm = norm(size)
         self.self_attn = SelfAttention(
             config,
             layer,
@@ -144,19 +145,16 @@ class Gemma3Layer(nn.Module):
             dtype,
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
-            norms=(
-                GemmaRMSNorm(config.head_dim, epsilon),
-                GemmaRMSNorm(config.head_dim, epsilon),
-            ),
+            norms=(norm(config.head_dim), norm(config.head_dim)),
             window=config.window(layer),
             scale=config.query_pre_attn_scalar**-0.5,
             soft_cap=config.attn_logit_softcapping,
         )
-        self.post_attention_layernorm = GemmaRMSNorm(size, epsilon)
-        self.pre_feedforward_layernorm = GemmaRMSNorm(size, epsilon)
+        self.post_attention_layernorm = norm(size)
+        self.pre_feedforward_layernorm = norm(size)
         activation = gated_activation(config.hidden_activation)
         self.mlp = GatedMlp(size, config.intermediate_size, activation, dtype=dtype)
-        self.post_feedforward_layernorm = GemmaRMSNorm(size, epsilon)
+        self.post_feedforward_layernorm = norm(size)
 
     def forward(
         self, positions: Tensor, hidden: Tensor, residual: Tensor | None
@@ -167,7 +165,7 @@ class Gemma3Layer(nn.Module):
         return self.post_feedforward_layernorm(self.mlp(hidden)), residual
 
 
-class Gemma3ForCausalLM(CausalLM):
+class Gemma3ForCausalLM(PreNormLM[Gemma3Config]):
     """A Gemma 3 language model, without the vision encoder.
 
     Args:
@@ -179,23 +177,18 @@ class Gemma3ForCausalLM(CausalLM):
 
     def __init__(self, config: Gemma3Config, *, dtype: torch.dtype = torch.float32) -> None:
         size = config.hidden_size
-        decoder = Decoder(
-            VocabParallelEmbedding(config.vocab_size, size, params_dtype=dtype),
-            (Gemma3Layer(config, i, dtype) for i in range(config.num_hidden_layers)),
-            GemmaRMSNorm(size, config.rms_norm_eps),
-            # Rounded as a weight is.
-            torch.tensor(size**0.5, dtype=dtype, device="cpu").item(),
-        )
         super().__init__(
-            decoder,
-            config.vocab_size,
-            size,
+            config,
             dtype=dtype,
-            tied=config.tie_word_embeddings,
-            max_positions=config.max_positions,
+            norm=GemmaRMSNorm(size, config.rms_norm_eps),
+            # Rounded as a weight is.
+            embed_scale=torch.tensor(size**0.5, dtype=dtype, device="cpu").item(),
             soft_cap=config.final_logit_softcapping,
         )
-        self.config = config
+
+    @classmethod
+    def layer(cls, config: Gemma3Config, layer: int, dtype: torch.dtype) -> nn.Module:
+        return Gemma3Layer(config, layer, dtype)
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):

@@ -77,6 +77,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 8,
     },
 }
+_MAY_BE_BIASED = (LLAMA, QWEN3, QWEN3_MOE)  # by the key "attention_bias"
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -118,9 +119,7 @@ class LlamaConfig(AttentionConfig):
         fields.refuse_quantized()
         defaults = DEFAULTS[architecture]
         positions = fields.count("max_position_embeddings", defaults["max_position_embeddings"])
-        is_biased = fields.flag("attention_bias", False) and architecture in (
-            *(LLAMA, QWEN3, QWEN3_MOE),
-        )
+        is_biased = fields.flag("attention_bias", False) and architecture in _MAY_BE_BIASED
         return cls.read(
             fields,
             defaults,

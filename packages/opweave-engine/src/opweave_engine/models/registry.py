@@ -55,20 +55,20 @@ class ModelEntry:
         Raises:
             InvalidModelError: the class does not exist, or is not a :class:`CheckpointModel`.
         """
-        found: object = self.model
+        model: object = self.model
         if isinstance(self.model, str):
             try:
-                found = resolve_obj_by_qualname(self.model)
+                model = resolve_obj_by_qualname(self.model)
             except ImportError as error:
                 raise InvalidModelError(
                     f"the model of {self.architecture}, {self}, cannot be imported: {error}"
                 ) from error
-        if not (isinstance(found, type) and issubclass(found, CheckpointModel)):
+        if not (isinstance(model, type) and issubclass(model, CheckpointModel)):
             raise InvalidModelError(
-                f"the model of {self.architecture}, {self}, is {found!r}; it must be a class that "
+                f"the model of {self.architecture}, {self}, is {model!r}; it must be a class that "
                 "derives from opweave_engine.models.CheckpointModel, such as a CausalLM."
             )
-        return found
+        return model
 
 
 _models: dict[str, ModelEntry] = {}

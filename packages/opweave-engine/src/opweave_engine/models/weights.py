@@ -121,7 +121,7 @@ class CheckpointModel(nn.Module):
     def places(self) -> dict[str, WeightTarget]:
         """Return the target of each checkpoint tensor, by name."""
         layers = {n: m for n, m in self.named_modules() if isinstance(m, FusedMoE)}
-        found = {}
+        places = {}
         for name, parameter in self.named_parameters():
             module, _, leaf = name.rpartition(".")
             parent, dot, last = module.rpartition(".")
@@ -131,14 +131,14 @@ class CheckpointModel(nn.Module):
                 # Of a part whose weights the merged layer keeps in a child module.
                 parent, dot, _ = parent.rpartition(".")
             for part, *shard in self.merged.get(last, {}).items() or [(last,)]:
-                found[f"{parent}{dot}{part}.{leaf}"] = WeightTarget(parameter, tuple(shard))
+                places[f"{parent}{dot}{part}.{leaf}"] = WeightTarget(parameter, tuple(shard))
         for name, layer in layers.items():
-            found |= _expert_places(name, layer, self.experts)
-        return found
+            places |= _expert_places(name, layer, self.experts)
+        return places
 
     def fused_places(self) -> dict[str, FusedWeightTarget]:
         """Return the targets of tensors with all experts of a layer, by name."""
-        found = {}
+        places = {}
         gate, down, up = self.experts
         for name, layer in self.named_modules():
             if isinstance(layer, FusedMoE):
@@ -151,23 +151,23 @@ class CheckpointModel(nn.Module):
                         for expert in range(layer.num_experts)
                         for part in parts
                     )
-                    found[f"{name}.{leaf}"] = FusedWeightTarget(place, frozenset(replaced))
-        return found
+                    places[f"{name}.{leaf}"] = FusedWeightTarget(place, frozenset(replaced))
+        return places
 
 
 def _expert_places(
     name: str, layer: FusedMoE, parts: tuple[str, str, str]
 ) -> dict[str, WeightTarget]:
     """Return the targets of each expert's tensors; the experts of quantized ones have several."""
-    found = {}
-    for own, parameter in layer.named_parameters(recurse=False):
-        of_both, _, leaf = own.partition("_")
+    places = {}
+    for parameter_name, parameter in layer.named_parameters(recurse=False):
+        of_both, _, leaf = parameter_name.partition("_")
         shards = {"w13": (("w1", parts[0]), ("w3", parts[2])), "w2": (("w2", parts[1]),)}[of_both]
         for shard, part in shards if leaf != "bias" else ():
             for expert in range(layer.num_experts):
                 target = WeightTarget(parameter, (shard, expert))
-                found[f"{name}.{expert}.{part}.{leaf}"] = target
-    return found
+                places[f"{name}.{expert}.{part}.{leaf}"] = target
+    return places
 
 
 def fill(

@@ -108,11 +108,11 @@ class Communicator(ABC):
 SLOT = 1 << 20  # bytes that a rank can bring at a time
 _LINE = 8  # words in a cache line
 _HEADER = mmap.PAGESIZE // 8  # words before the slots
-_MOST_RANKS = _HEADER // _LINE - 1
+_MAX_RANKS = _HEADER // _LINE - 1
 _ABORTED = 0  # the word of the first line
 _SPINS = 200  # about ten microseconds
-_PATIENCE = 0.002  # seconds before a rank that waits lets the processor sleep
-_NAP = 0.0002
+_YIELD_SECONDS = 0.002  # before a waiting rank lets the processor sleep
+_SLEEP_SECONDS = 0.0002
 
 
 class Segment:
@@ -143,8 +143,8 @@ class Segment:
         Raises:
             OSError: there is not enough memory.
         """
-        if size > _MOST_RANKS:
-            raise OSError(f"{size} ranks share a segment for {_MOST_RANKS} at most")
+        if size > _MAX_RANKS:
+            raise OSError(f"{size} ranks share a segment for {_MAX_RANKS} at most")
         if not hasattr(os, "memfd_create"):
             raise OSError("the system has no memfd_create")
         name = f"opweave-{secrets.token_hex(16)}"
@@ -152,12 +152,12 @@ class Segment:
         try:
             # Now, and not at the first write, where a lack of memory would kill the process.
             os.posix_fallocate(descriptor, 0, _HEADER * 8 + size * 2 * SLOT)
-            made = cls(descriptor, 0, size, timeout)
+            segment = cls(descriptor, 0, size, timeout)
         except OSError:
             os.close(descriptor)
             raise
-        weakref.finalize(made, os.close, descriptor)
-        return made, Path(f"/proc/{os.getpid()}/fd/{descriptor}"), name
+        weakref.finalize(segment, os.close, descriptor)
+        return segment, Path(f"/proc/{os.getpid()}/fd/{descriptor}"), name
 
     @classmethod
     def open(cls, path: Path, name: str, rank: int, size: int, timeout: float) -> Self | None:
@@ -187,9 +187,9 @@ class Segment:
         parity, words, count = number & 1, self._words, piece.numel()
         if count:
             self._slots[self.rank, parity, :count].copy_(piece)
-        own = _LINE * (self.rank + 1)
-        words[own + 1 + parity] = tag
-        words[own] = number  # last: who sees it sees the rest (see SharedMemoryCommunicator)
+        line = _LINE * (self.rank + 1)
+        words[line + 1 + parity] = tag
+        words[line] = number  # last: who sees it sees the rest (see SharedMemoryCommunicator)
         for other in self._others:
             self._wait(other, number)
         # Only now: who goes on while another is in the step before writes what that one reads.
@@ -221,7 +221,9 @@ class Segment:
                     "come to a collective."
                 )
             os.sched_yield()
-            time.sleep(0 if waited < _PATIENCE else _NAP)  # lets other threads run in any case
+            time.sleep(
+                0 if waited < _YIELD_SECONDS else _SLEEP_SECONDS
+            )  # lets other threads run in any case
 
 
 # Collectives of ``torch.distributed``: gloo, NCCL, or what a platform's devices bring.
@@ -247,14 +249,14 @@ class TorchCommunicator(Communicator):
                     world_size=group.size,
                     timeout=timedelta(seconds=group.timeout),
                 )
-        found = distributed.get_rank(), distributed.get_world_size()
-        if found != (group.rank, group.size):
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        if (rank, size) != (group.rank, group.size):
             raise CommunicatorError(
-                f"The engine's rank {group.rank} of {group.size} is rank {found[0]} of {found[1]} "
+                f"The engine's rank {group.rank} of {group.size} is rank {rank} of {size} "
                 "in torch.distributed's group of this process. Make tensor_parallel_size the size "
                 "of that group, or leave the group to the engine."
             )
-        # Bound once: Dynamo follows plain functions, and not what goes through a property.
+        # Bound once: Dynamo follows plain functions, but not properties.
         self._functional = TensorParallel.from_process_group()
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -292,13 +294,13 @@ class TorchCommunicator(Communicator):
         self._owns = False
 
     @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def _named(self, task: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
             group = self.group
             raise CommunicatorError(
-                f"rank {group.rank} of {group.size}: {what} failed: {error}"
+                f"rank {group.rank} of {group.size}: {task} failed: {error}"
             ) from error
 
 
@@ -338,32 +340,32 @@ class SharedMemoryCommunicator(TorchCommunicator):
         return self._segment is not None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if self._segment is None or torch_compat.is_dynamo_compiling() or x.device.type != "cpu":
+        if (segment := self._segment_for(x)) is None:
             return super().all_reduce(x)
         flat = x.contiguous().view(-1)
         total = torch.empty_like(flat)
-        for start, brought in self._pieces(self._segment, flat, _REDUCE):
-            total[start : start + len(brought[0])] = _sum(brought)
+        for start, pieces in self._pieces(segment, flat, _REDUCE):
+            total[start : start + len(pieces[0])] = _sum(pieces)
         return total.view(x.shape)
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        if self._segment is None or torch_compat.is_dynamo_compiling() or x.device.type != "cpu":
+        if (segment := self._segment_for(x)) is None:
             return super().all_gather(x, dim)
         flat = x.contiguous().view(-1)
         stacked = flat.new_empty(self.group.size, len(flat))
-        for start, brought in self._pieces(self._segment, flat, _GATHER):
-            for rank, piece in enumerate(brought):
+        for start, pieces in self._pieces(segment, flat, _GATHER):
+            for rank, piece in enumerate(pieces):
                 stacked[rank, start : start + len(piece)] = piece
         dim %= x.ndim
         return stacked.view(self.group.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
 
     def broadcast(self, x: Tensor, source: int = 0) -> None:
-        if self._segment is None or x.device.type != "cpu":
+        if (segment := self._segment_for(x)) is None:
             super().broadcast(x, source)
             return
         flat = x.view(-1)
-        for start, brought in self._pieces(self._segment, flat, _BROADCAST):
-            flat[start : start + len(brought[source])] = brought[source]
+        for start, pieces in self._pieces(segment, flat, _BROADCAST):
+            flat[start : start + len(pieces[source])] = pieces[source]
 
     def barrier(self) -> None:
         if self._segment is None:
@@ -380,36 +382,42 @@ class SharedMemoryCommunicator(TorchCommunicator):
         self._segment = None
         super().close()
 
-    def _pieces(self, segment: Segment, flat: Tensor, what: int) -> Any:
-        """Exchange *flat* piece by piece; yield where each begins, and it of every rank."""
+    def _segment_for(self, x: Tensor) -> Segment | None:
+        """Return the shared memory if it can move *x*."""
+        is_movable = x.device.type == "cpu" and not torch_compat.is_dynamo_compiling()
+        return self._segment if is_movable else None
+
+    def _pieces(self, segment: Segment, flat: Tensor, kind: int) -> Any:
+        """Exchange *flat* piece by piece; yield the start of each, and the piece of every rank."""
         step = SLOT // flat.element_size()
         for start in range(0, len(flat), step):
             piece = flat[start : start + step].view(torch.uint8)
-            tag = what << 48 | _DTYPES[flat.dtype] << 32 | len(piece)
-            yield start, [each.view(flat.dtype) for each in segment.exchange(piece, tag)]
+            tag = kind << 48 | _DTYPES[flat.dtype] << 32 | len(piece)
+            yield start, [data.view(flat.dtype) for data in segment.exchange(piece, tag)]
 
     def _meet(self) -> Segment | None:
         """Share memory with the other ranks, if all can; else none does."""
-        group, made, path, name = self.group, None, Path(), ""
+        group, segment = self.group, None
+        shared: list[Any] = [None]  # the path and the name of the segment
         if group.rank == 0 and platform.machine() in _ORDERED:
             try:
-                made, path, name = Segment.create(group.size, group.timeout)
+                segment, path, name = Segment.create(group.size, group.timeout)
+                shared = [(path, name)]
             except OSError as error:
                 _log.warning("no memory is shared between ranks: %s", error)
-        told: list[Any] = [(str(path), name) if made is not None else None]
-        distributed.broadcast_object_list(told, src=0)
-        if told[0] is None:
+        distributed.broadcast_object_list(shared, src=0)
+        if shared[0] is None:
             return None
         if group.rank:
-            place = Path(told[0][0])
-            made = Segment.open(place, told[0][1], group.rank, group.size, group.timeout)
-        found: list[Any] = [None] * group.size
-        distributed.all_gather_object(found, made is not None)
-        return made if all(found) else None
+            path, name = shared[0]
+            segment = Segment.open(path, name, group.rank, group.size, group.timeout)
+        outcomes: list[Any] = [None] * group.size
+        distributed.all_gather_object(outcomes, segment is not None)
+        return segment if all(outcomes) else None
 
 
-def _sum(brought: list[Tensor]) -> Tensor:
-    first, dtype = brought[0], brought[0].dtype
-    if len(brought) > 2 and dtype in (torch.float16, torch.bfloat16):
-        return reduce(torch.Tensor.add_, brought[1:], first.float()).to(dtype)
-    return reduce(torch.add, brought)  # two are rounded once in either case
+def _sum(pieces: list[Tensor]) -> Tensor:
+    dtype = pieces[0].dtype
+    if len(pieces) > 2 and dtype in (torch.float16, torch.bfloat16):
+        return reduce(torch.Tensor.add_, pieces[1:], pieces[0].float()).to(dtype)
+    return reduce(torch.add, pieces)  # two are rounded once in either case

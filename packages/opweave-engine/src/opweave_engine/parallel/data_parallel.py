@@ -5,47 +5,47 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from opweave import platforms
 from opweave.config import EngineConfig
+from opweave.ir.errors import OpweaveError
 from opweave_engine.async_engine import AsyncEmbedder, AsyncEngine, engine_class
 from opweave_engine.client import StreamingClient
 from opweave_engine.core import engine_priorities
-from opweave_engine.errors import EngineDeadError
+from opweave_engine.errors import EngineDeadError, ReplicaFailedError
 from opweave_engine.kv_cache import extend_hashes
 from opweave_engine.load.checkpoint import Checkpoint, Progress, sampling_defaults
 from opweave_engine.load.loader import check_ranks
-from opweave_engine.metrics import EngineStats, merged
+from opweave_engine.metrics import NOTHING, EngineStats, after_death, merged
 from opweave_engine.outputs import EmbeddingOutput, PoolingParams, RequestOutput
 from opweave_engine.parallel.rank import Agreement
-from opweave_engine.parallel.ray import RayGroup
-from opweave_engine.parallel.replicas import (
+from opweave_engine.parallel.ray import (
     LoadOrder,
+    RayGroup,
     ReplicaGroup,
-    ReplicaHandle,
+    ReplicaLocation,
     ReplicaReport,
-    Replicas,
     RequestFailure,
     Submission,
 )
 from opweave_engine.prompts import Prompt, as_ids, split_prompt
 from opweave_engine.sampling.params import RequestSeeds, SamplingParams, check_params
-from opweave_engine.tokenizer import Tokenizer, tokenizer_of
+from opweave_engine.tokenizer import tokenizer_of
 
 # Routes requests to replicas.
 
 
-_BLOCK = 64  # tokens; computing a shorter prefix is faster than looking for it
-_REMEMBERED = 16_384  # blocks for each replica: a million tokens
-_SLACK = 4  # extra load that a replica may have for the sake of a cached prefix
+_BLOCK_TOKENS = 64  # computing a shorter prefix is faster than looking for it
+_MAX_BLOCKS = 16_384  # remembered for each replica: a million tokens
+_MAX_EXTRA_LOAD = 4  # that a replica may have for the sake of a cached prefix
 
 
 class ReplicaRouter:
@@ -64,7 +64,7 @@ class ReplicaRouter:
         self._finds_prefixes = finds_prefixes
         self._loads = [0] * size
         self._turns, self._last = count(1), [0] * size
-        self._known: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(size)]
+        self._prefixes: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(size)]
 
     @property
     def loads(self) -> tuple[int, ...]:
@@ -86,13 +86,22 @@ class ReplicaRouter:
             able: the replicas that take requests; at least one.
             cache_salt: of the prompt; prefixes with other salts do not count.
         """
-        hashes = self._hashes(token_ids, cache_salt)
-        least = min(self._loads[each] for each in able)
-        near = [each for each in able if self._loads[each] <= least + _SLACK]
+        hashes: list[bytes] = []
+        if self._finds_prefixes:
+            with suppress(OverflowError, TypeError):  # the replica reports invalid tokens
+                extend_hashes(hashes, token_ids, _BLOCK_TOKENS, cache_salt)
+        least = min(self._loads[replica] for replica in able)
+        near = [r for r in able if self._loads[r] <= least + _MAX_EXTRA_LOAD]
         chosen = max(near, key=lambda r: (self._length(r, hashes), -self._loads[r], -self._last[r]))
         self._loads[chosen] += answers
         self._last[chosen] = next(self._turns)
-        self._remember(chosen, hashes)
+        prefixes = self._prefixes[chosen]
+        # The end first: as in the replica's cache, the end of a prompt is evicted first.
+        for block_hash in reversed(hashes):
+            prefixes[block_hash] = None
+            prefixes.move_to_end(block_hash)
+        while len(prefixes) > _MAX_BLOCKS:
+            prefixes.popitem(last=False)
         return chosen
 
     def release(self, replica: int, answers: int) -> None:
@@ -101,36 +110,202 @@ class ReplicaRouter:
 
     def forget(self, replica: int) -> None:
         """Forget the prefixes of a replica whose cache is lost."""
-        self._known[replica].clear()
-
-    def _hashes(self, token_ids: Sequence[int], cache_salt: str | None) -> list[bytes]:
-        hashes: list[bytes] = []
-        if self._finds_prefixes:
-            with suppress(
-                OverflowError, TypeError
-            ):  # invalid tokens: the replica reports the error
-                extend_hashes(hashes, token_ids, _BLOCK, cache_salt)
-        return hashes
+        self._prefixes[replica].clear()
 
     def _length(self, replica: int, hashes: Sequence[bytes]) -> int:
         """Return the number of leading blocks that the replica got before."""
-        known = self._known[replica]
-        return next((i for i, each in enumerate(hashes) if each not in known), len(hashes))
-
-    def _remember(self, replica: int, hashes: Sequence[bytes]) -> None:
-        known = self._known[replica]
-        # The end first: as in the replica's cache, the end of a prompt is evicted first.
-        for each in reversed(hashes):
-            known[each] = None
-            known.move_to_end(each)
-        while len(known) > _REMEMBERED:
-            known.popitem(last=False)
+        prefixes = self._prefixes[replica]
+        return next((i for i, h in enumerate(hashes) if h not in prefixes), len(hashes))
 
 
-# The engine.
+# The engine's view of one replica.
+
+
+_START_SECONDS = 300.0  # to import opweave and its plugins on a busy machine
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaHandle:
+    """The state of a replica: its process, whether it has loaded, and its statistics.
+
+    Attributes:
+        number: its number.
+        timeout: seconds without a report after which it counts as dead.
+        past: the statistics of its predecessors.
+        place: its process; None: not started yet.
+        is_ordered: whether its load order was sent.
+        max_model_len: the limit of its engine; None: not loaded yet.
+        vocab_size: the size of its vocabulary; 0: not loaded yet.
+        failure: the error that it died of; None: it is alive.
+        current: the statistics of its engine.
+        last_report: when it reported last, by ``time.monotonic``.
+    """
+
+    number: int
+    timeout: float
+    past: EngineStats = NOTHING
+    place: ReplicaLocation | None = None
+    is_ordered: bool = False
+    max_model_len: int | None = None
+    vocab_size: int = 0
+    failure: ReplicaFailedError | None = None
+    current: EngineStats = NOTHING
+    last_report: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it takes requests."""
+        return self.max_model_len is not None and self.failure is None
+
+    @property
+    def stats(self) -> EngineStats:
+        """Its statistics, with those of its predecessors."""
+        return merged([self.past, self.current])
+
+    @property
+    def silence(self) -> str | None:
+        """How it missed its timeout; None: it did not."""
+        if self.failure is not None:
+            return None
+        silent = time.monotonic() - self.last_report
+        if self.place is None and silent > _START_SECONDS:
+            return f"did not start within {_START_SECONDS:g} s: Ray has no room, or does not answer"
+        if self.place is not None and silent > self.timeout:
+            return f"has not reported for {self.timeout:g} s"
+        return None
+
+
+# Supervises the replicas: starts them, reads their reports, and replaces dead ones.
 
 
 _log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 1.0  # to wait for messages
+
+
+class Replicas:
+    """The replicas of one engine. Only one thread at a time may call :meth:`receive`.
+
+    A replica that dies is replaced, unless it dies before it has loaded: its replacement would not
+    load either.
+
+    Args:
+        group: the processes of the replicas.
+        size: the number of replicas.
+        order: the model and configuration of each.
+        on_report: called with each report.
+        on_loss: called with the handle of a replica that has died.
+        progress: called while the first replica loads, with the number of tensors loaded so far and
+            in total.
+
+    Attributes:
+        members: the handles of the current replicas, by number.
+        last_failure: the error of the replica that died last; None: no replica has died.
+    """
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        size: int,
+        order: LoadOrder,
+        on_report: Callable[[ReplicaReport], None],
+        on_loss: Callable[[ReplicaHandle], None],
+        progress: Progress | None = None,
+    ) -> None:
+        timeout = order.config.parallel.timeout
+        self.members = [ReplicaHandle(number, timeout) for number in range(size)]
+        self.last_failure: ReplicaFailedError | None = None
+        self._group, self._order, self._progress = group, order, progress
+        self._on_report, self._on_loss = on_report, on_loss
+
+    @property
+    def able(self) -> list[int]:
+        """The numbers of the replicas that take requests."""
+        return [member.number for member in self.members if member.is_loaded]
+
+    def load(self) -> None:
+        """Wait until all replicas have loaded.
+
+        Raises:
+            ReplicaFailedError: a replica failed.
+        """
+        while not all(member.is_loaded for member in self.members):
+            self.receive()
+            for member in self.members:
+                if member.failure is not None:
+                    raise member.failure
+        self._progress = None
+
+    def receive(self) -> None:
+        """Process new messages; wait for them for at most a second."""
+        for number, news in self._group.receive(_POLL_SECONDS):
+            member = self.members[number]
+            if isinstance(news, ReplicaFailedError):
+                self._replace(member, news)
+            elif isinstance(news, ReplicaLocation):
+                member.place, member.last_report = news, time.monotonic()
+                _log.info("replica %d: process %d on %s", number, news.pid, news.node)
+            else:
+                self._take(member, news)
+        self._start_what_is_placed()
+        for member in list(self.members):
+            if (reason := member.silence) is not None:
+                self._replace(member, ReplicaFailedError(f"replica {member.number} {reason}."))
+
+    def _take(self, member: ReplicaHandle, report: ReplicaReport) -> None:
+        for record in report.records:
+            record.msg = f"replica {member.number}: {record.msg}"
+            logger = logging.getLogger(record.name)
+            if logger.isEnabledFor(record.levelno):
+                logger.handle(record)
+        if report.progress is not None and self._progress is not None and member.number == 0:
+            self._progress(*report.progress)
+        was_loaded = member.is_loaded
+        member.last_report, member.vocab_size = time.monotonic(), report.vocab_size
+        member.max_model_len = report.max_model_len
+        if report.stats is not None:
+            member.current = report.stats
+        if member.is_loaded and not was_loaded:
+            _log.info("replica %d: loaded", member.number)
+        self._on_report(report)
+        if (error := report.failure) is not None:
+            shown = error if isinstance(error, OpweaveError) else repr(error)
+            failure = ReplicaFailedError(f"replica {member.number} failed: {shown}")
+            failure.__cause__ = error
+            self._replace(member, failure)
+
+    def _start_what_is_placed(self) -> None:
+        places = [member.place for member in self.members if member.failure is None]
+        nodes = Counter(place.node for place in places if place is not None)
+        if None in places:
+            return  # the number of replicas per machine is not known yet
+        for member in self.members:
+            if member.place is not None and member.failure is None and not member.is_ordered:
+                member.is_ordered = True
+                order = replace(self._order, neighbors=nodes[member.place.node])
+                self._group.tell(member.number, "start", order)
+
+    def _replace(self, member: ReplicaHandle, failure: ReplicaFailedError) -> None:
+        was_loaded = member.is_loaded
+        self._group.kill(member.number)
+        self.last_failure = member.failure = failure
+        member.current = after_death(member.current)
+        self._on_loss(member)
+        if not was_loaded:
+            _log.error("%s", failure)
+            return
+        try:
+            self._group.renew(member.number)
+        except ReplicaFailedError as error:
+            _log.critical("%s None takes its place: %s Start the server again.", failure, error)
+        else:
+            _log.error("%s Another one takes its place.", failure)
+            self.members[member.number] = ReplicaHandle(
+                member.number, member.timeout, past=member.stats
+            )
+
+
+# The engine.
 
 
 class DataParallelEngine(StreamingClient):
@@ -178,8 +353,8 @@ class DataParallelEngine(StreamingClient):
         fitted, _ = platforms.configured(config), engine_priorities(None, config)
         if (ranks := config.parallel.tensor_parallel_size) > 1:
             check_ranks(model, ranks, config.model_impl)
-        self._tokenizer, self._seeds = tokenizer_of(checkpoint, fitted), RequestSeeds(fitted.seed)
-        self._sampling_defaults = sampling_defaults(checkpoint, fitted.generation_config)
+        self.tokenizer, self._seeds = tokenizer_of(checkpoint, fitted), RequestSeeds(fitted.seed)
+        self.sampling_defaults = sampling_defaults(checkpoint, fitted.generation_config)
         order = LoadOrder(
             agreement=Agreement.here().to_json(),
             model=checkpoint.path.resolve(),
@@ -194,8 +369,9 @@ class DataParallelEngine(StreamingClient):
         self._vectors: dict[str, asyncio.Future[EmbeddingOutput]] = {}
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="opweave-replicas", daemon=True)
+        self._group = group or RayGroup(config.parallel)
         self._replicas = Replicas(
-            group or RayGroup(config.parallel),
+            self._group,
             size,
             order,
             self._pass_on,
@@ -205,40 +381,19 @@ class DataParallelEngine(StreamingClient):
         try:
             self._replicas.load()
         except BaseException:
-            self._replicas.close()
+            self._group.close()
             raise
-        lengths = [member.max_model_len for member in self._replicas.members]
-        self._max_model_len = min(length for length in lengths if length is not None)
-        self._vocab_size = max(member.vocab_size for member in self._replicas.members)
+        members = self._replicas.members
+        self.max_model_len = min(m.max_model_len for m in members if m.max_model_len is not None)
+        self.vocab_size = max(member.vocab_size for member in members)
         self._thread.start()
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._tokenizer
-
-    @property
-    def sampling_defaults(self) -> Mapping[str, Any]:
-        return self._sampling_defaults
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
 
     @property
     def dead_with(self) -> BaseException | None:
         return self._dead_with or (None if self._replicas.able else self._replicas.last_failure)
 
     def generate_deltas(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         def prepare() -> Callable[[], None]:
             check_params(params)
@@ -250,11 +405,7 @@ class DataParallelEngine(StreamingClient):
         return self._outputs(request_id, prepare)
 
     async def embed(
-        self,
-        prompt: Prompt,
-        params: PoolingParams | None = None,
-        *,
-        request_id: str,
+        self, prompt: Prompt, params: PoolingParams | None = None, *, request_id: str
     ) -> EmbeddingOutput:
         self._enter_loop()
         self._check_unused(request_id)
@@ -275,9 +426,10 @@ class DataParallelEngine(StreamingClient):
     def shutdown(self) -> None:
         self._is_closed = True
         self._is_over.set()
-        self._replicas.stop()
+        for number in self._replicas.able:
+            self._group.tell(number, "stop")
         self._thread.join()
-        self._replicas.close()
+        self._group.close()
 
     # In the event loop
 
@@ -293,13 +445,13 @@ class DataParallelEngine(StreamingClient):
             return
         chosen = self._router.choose(tokens, answers, able, cache_salt)
         self._owed[ask.request_id] = self._replicas.members[chosen], answers
-        self._replicas.ask(chosen, ask)
+        self._group.tell(chosen, "ask", ask)
 
     def _give_up(self, request_id: str) -> None:
         if (vector := self._vectors.get(request_id)) is not None:
             vector.cancel()
         if (owed := self._owed.get(request_id)) is not None:
-            self._replicas.abort(owed[0].number, request_id)
+            self._group.tell(owed[0].number, "abort", request_id)
 
     def _take(self, report: ReplicaReport) -> None:
         for answer in report.answers:
@@ -349,10 +501,11 @@ class DataParallelEngine(StreamingClient):
     def _listen(self) -> None:
         try:
             while not self._is_over.is_set():
-                self._replicas.hear()
+                self._replicas.receive()
         except BaseException as error:  # all readers must be released, regardless of the error
             self._dead_with = error
-            _log.critical("the replicas cannot be heard any more", exc_info=error)
+            if not isinstance(error, SystemExit):  # which Ray raises when the program ends
+                _log.critical("the messages of the replicas cannot be read", exc_info=error)
         finally:
             self._tell(lambda: self._fail(self._unfinished, self._why_not()))
 

@@ -27,7 +27,6 @@ from opweave.config import EngineConfig
 from opweave.config.child_process import ChildProcess
 from opweave.ir.errors import OpweaveError, described
 from opweave.platforms import Platform
-from opweave.plugins import resolve_obj_by_qualname
 from opweave_engine.decode_graphs import SequenceStep
 from opweave_engine.errors import (
     CommunicatorError,
@@ -51,6 +50,7 @@ from opweave_engine.parallel.rank import (
     Start,
     follow,
 )
+from opweave_engine.parts import part
 from opweave_engine.runner import ModelFacts, Worker, cpu_threads
 from opweave_engine.sampling.sampler import Sampled
 
@@ -138,7 +138,7 @@ class InProcessExecutor(Executor):
                 f"tensor_parallel_size={config.parallel.tensor_parallel_size}, but "
                 f"{type(self).__name__} runs one rank. The platform {platform.name!r} chose it."
             )
-        worker: type[Worker] = resolve_obj_by_qualname(platform.get_worker_cls(config))
+        worker: type[Worker] = part(platform, "get_worker_cls", config)
         with ExitStack() as stack:
             stack.enter_context(cpu_threads(config.cpu_threads))
             self.worker: Worker | None = worker(model, config, platform)

@@ -38,11 +38,11 @@ from opweave.plugins import (
     State,
     load_general_plugins,
     plugin_report,
-    resolve_obj_by_qualname,
 )
 from opweave_engine.errors import InvalidArgumentError, NonFiniteLogitsError, RankFailedError
 from opweave_engine.load.checkpoint import Progress
 from opweave_engine.parallel.communicators import Communicator, RankGroup
+from opweave_engine.parts import part
 from opweave_engine.runner import Worker
 
 # Ranks started by ``torchrun``, which all run the same command.
@@ -453,7 +453,7 @@ class RankWorker:
         self._start, self._platform, self._store = start, platform, store
         self._progress = progress
         self.communicator: Communicator | None = None
-        worker: type[Worker] = resolve_obj_by_qualname(platform.get_worker_cls(start.config))
+        worker: type[Worker] = part(platform, "get_worker_cls", start.config)
         self.worker = worker(start.model, start.config, platform, start.local_rank)
         self._threads = torch.get_num_threads()
         if start.threads is not None:
@@ -467,9 +467,7 @@ class RankWorker:
     def join(self) -> None:
         """Initialize the device, and connect to the other ranks."""
         self.worker.init_device()
-        kind: type[Communicator] = resolve_obj_by_qualname(
-            self._platform.get_device_communicator_cls()
-        )
+        kind: type[Communicator] = part(self._platform, "get_device_communicator_cls")
         self.communicator = kind(
             RankGroup(
                 self._start.rank,

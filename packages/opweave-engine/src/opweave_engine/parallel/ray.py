@@ -1,37 +1,389 @@
-"""Replicas as Ray actors."""
+"""Replicas of an engine: processes of their own, as Ray actors."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import pickle
 import socket
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from logging import LogRecord
+from logging.handlers import QueueHandler
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Literal, Protocol
 
 import torch
 
 from opweave import platforms
-from opweave.config import ParallelConfig, environment
-from opweave_engine.errors import InvalidArgumentError, ReplicaFailedError, require
-from opweave_engine.parallel.rank import Launch
-from opweave_engine.parallel.replicas import (
-    CPU,
-    LoadOrder,
-    Method,
-    News,
-    Replica,
-    ReplicaLocation,
-    replica_resources,
-    resource_name,
+from opweave.config import EngineConfig, ParallelConfig, environment
+from opweave.ir.errors import OpweaveError, described
+from opweave.packages import PROJECT
+from opweave_engine.async_engine import engine_class
+from opweave_engine.client import EngineClient
+from opweave_engine.errors import (
+    EngineDeadError,
+    EngineError,
+    InvalidArgumentError,
+    ReplicaFailedError,
+    require,
 )
+from opweave_engine.load.checkpoint import Progress
+from opweave_engine.metrics import EngineStats
+from opweave_engine.outputs import EmbeddingOutput, PoolingParams, RequestOutput
+from opweave_engine.parallel.rank import Agreement, Launch
+from opweave_engine.prompts import Prompt
+from opweave_engine.request import merge_deltas
+from opweave_engine.runner import share_of_host
+from opweave_engine.sampling.params import SamplingParams
+
+# Messages between an engine and its replicas.
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """The model and the configuration that a replica loads.
+
+    Attributes:
+        agreement: the settings of the sending process, as JSON.
+        model: the directory of a checkpoint; the same on every machine.
+        config: the engine's configuration.
+        model_name: the model's name in requests.
+        neighbors: the number of replicas on its machine, including itself.
+        log_level: the lowest level of log records that it reports.
+    """
+
+    agreement: str
+    model: Path
+    config: EngineConfig
+    model_name: str
+    neighbors: int
+    log_level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request: a prompt to continue, or to embed.
+
+    Attributes:
+        request_id: the name of the request.
+        prompt: a text, token ids, or a dict with one of them.
+        params: sampling or pooling parameters.
+        priority: the scheduling priority; lower numbers go first.
+    """
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams | PoolingParams
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLocation:
+    """The process of a replica.
+
+    Attributes:
+        node: the name of its machine.
+        pid: its process id there.
+    """
+
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """A request failed.
+
+    Attributes:
+        request_id: the name of the request.
+        error: the reason.
+    """
+
+    request_id: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """The news of a replica since its last report.
+
+    Attributes:
+        answers: results of requests: outputs as deltas, vectors, and refusals.
+        stats: statistics of its engine, once that is loaded.
+        max_model_len: the engine's limit, once that is loaded.
+        vocab_size: the size of the vocabulary, once the model is loaded.
+        progress: the number of tensors loaded so far and in total; None: unchanged.
+        records: log records.
+        failure: the error that it died of.
+    """
+
+    answers: Sequence[RequestOutput | EmbeddingOutput | RequestFailure] = ()
+    stats: EngineStats | None = None
+    max_model_len: int | None = None
+    vocab_size: int = 0
+    progress: tuple[int, int] | None = None
+    records: Sequence[LogRecord] = ()
+    failure: Exception | None = None
+
+
+# The interface between an engine and its replicas.
+
+
+Method = Literal["start", "ask", "abort", "stop"]
+News = ReplicaLocation | ReplicaReport | ReplicaFailedError
+
+
+class ReplicaGroup(Protocol):
+    """Replicas, identified by number.
+
+    Each first sends its :class:`ReplicaLocation`, then its reports, and last the error that it died
+    of.
+    """
+
+    def tell(self, replica: int, method: Method, *arguments: object) -> None:
+        """Call a replica's method; a no-op if it has died. May be called from any thread."""
+
+    def receive(self, timeout: float) -> Sequence[tuple[int, News]]:
+        """Return new messages with the numbers of their replicas; wait for at most *timeout* s."""
+
+    def renew(self, replica: int) -> None:
+        """Replace a replica that has died.
+
+        Raises:
+            ReplicaFailedError: it cannot be replaced.
+        """
+
+    def kill(self, replica: int) -> None:
+        """Kill a replica; :meth:`receive` returns no more messages from it."""
+
+    def close(self) -> None:
+        """Stop all replicas, and free their resources. A second call is a no-op."""
+
+
+# A replica: runs an engine in its process, and reports its news.
+
 
 _log = logging.getLogger(__name__)
 
-_ENDING = 5.0  # seconds to end after being told to
-_STORE = 128 * 2**20  # bytes for what is larger than a message; reports are not
-_CONNECTING = 10.0  # seconds to reach a cluster
+REPORT_SECONDS = 1.0  # between reports at most; longer silence means that the replica hangs
+
+Load = Callable[[LoadOrder, Progress], EngineClient]
+
+
+class Replica:
+    """An engine in a process of its own, driven by one event loop.
+
+    Its methods return nothing; results are in :meth:`report`.
+
+    Args:
+        load: creates the engine.
+    """
+
+    def __init__(self, load: Load | None = None) -> None:
+        self._load = load or load_engine
+        self._engine: EngineClient | None = None
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+        self._records: SimpleQueue[LogRecord] = SimpleQueue()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._deltas: dict[str, list[RequestOutput]] = {}  # since the last report
+        self._others: list[EmbeddingOutput | RequestFailure] = []
+        self._progress: tuple[int, int] | None = None
+        self._failure: BaseException | None = None
+
+    async def start(self, order: LoadOrder) -> None:
+        """Load the engine in a thread, so that the loop is not blocked."""
+        threading.Thread(target=self._start, args=(order,), name="opweave-replica").start()
+
+    async def ask(self, ask: Submission) -> None:
+        """Run a request."""
+        if self._engine is None:  # it was sent to the previous replica of this number
+            gone = EngineDeadError("The replica died before the request came to it. Ask again.")
+            self._refuse(ask.request_id, gone)
+            return
+        self._tasks[ask.request_id] = asyncio.create_task(self._answer(self._engine, ask))
+
+    async def abort(self, request_id: str) -> None:
+        """Abort a request; a no-op if it is unknown or has finished."""
+        if self._engine is not None:
+            await asyncio.sleep(0)  # lets a request that has just arrived start
+            await self._engine.abort(request_id)
+
+    async def report(self) -> ReplicaReport:
+        """Return the news as soon as there are any, or after a second."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REPORT_SECONDS):
+                await self._news.wait()
+        self._news.clear()
+        answers = [*map(merge_deltas, self._deltas.values()), *self._others]
+        records = [self._records.get_nowait() for _ in range(self._records.qsize())]
+        news = ReplicaReport(answers, progress=self._progress, records=records)
+        self._deltas, self._others, self._progress = {}, [], None
+        if (engine := self._engine) is not None:
+            news = replace(
+                news,
+                stats=engine.stats(),
+                max_model_len=engine.max_model_len,
+                vocab_size=engine.vocab_size,
+            )
+            self._failure = engine.dead_with or self._failure
+        return news if self._failure is None else replace(news, failure=portable(self._failure))
+
+    async def stop(self) -> None:
+        """Stop the engine."""
+        self._news.set()
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.shutdown)
+
+    def take_log(self, level: int) -> None:
+        """Report the log records of this process from now on, from *level* up."""
+        for name in PROJECT:
+            logger = logging.getLogger(name)
+            logger.setLevel(level)
+            logger.addHandler(QueueHandler(self._records))
+
+    # In the thread that loads
+
+    def _start(self, order: LoadOrder) -> None:
+        try:
+            self._engine = self._load(order, self._loading)
+        except Exception as error:  # the engine must receive any error
+            if not isinstance(error, OpweaveError):
+                _log.exception("the model cannot be loaded")
+            self._failure = error
+        self._wake()
+
+    def _loading(self, done: int, most: int) -> None:
+        self._progress = done, most
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    # In the event loop
+
+    async def _answer(self, engine: EngineClient, ask: Submission) -> None:
+        params, name = ask.params, ask.request_id
+        try:
+            if isinstance(params, SamplingParams):
+                outputs = engine.generate_deltas(
+                    ask.prompt, params, request_id=name, priority=ask.priority
+                )
+                async for output in outputs:
+                    self._deltas.setdefault(name, []).append(output)
+                    self._news.set()
+            else:
+                self._others.append(await engine.embed(ask.prompt, params, request_id=name))
+                self._news.set()
+        except asyncio.CancelledError:  # an encoder cancels an aborted request
+            self._refuse(name, EngineError("The request was given up."))
+        except Exception as error:  # the engine must receive any error
+            self._refuse(name, error)
+        finally:
+            del self._tasks[name]
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        if not isinstance(error, OpweaveError):
+            _log.error("request %s failed", request_id, exc_info=error)
+        self._deltas.pop(request_id, None)
+        self._others.append(RequestFailure(request_id, portable(error)))
+        self._news.set()
+
+
+def load_engine(order: LoadOrder, progress: Progress) -> EngineClient:
+    """Apply the settings of the sending process, and load the engine.
+
+    Raises:
+        RankFailedError, PlatformMismatchError: this process has another platform, other plugins or
+            other kernels.
+        OpweaveError: as :func:`~opweave_engine.open_engine`.
+    """
+    agreement = Agreement.from_json(order.agreement)
+    agreement.impose()
+    agreement.settle()
+    config = alone(order.config, order.neighbors)
+    return engine_class(order.model)(
+        order.model, config=config, model_name=order.model_name, progress=progress
+    )
+
+
+def alone(config: EngineConfig, neighbors: int) -> EngineConfig:
+    """Return the configuration of a replica that shares its machine with *neighbors* in total."""
+    parallel = replace(config.parallel, data_parallel_size=1, data_parallel_address=None)
+    platform, cache = platforms.current_platform, config.cache
+    is_sized = cache.memory_bytes is not None or cache.num_blocks is not None
+    if platform.capabilities.unified_memory and not is_sized:
+        free, _ = platform.memory_info()
+        cache = replace(cache, memory_bytes=max(1, share_of_host(free) // neighbors))
+    return replace(config, parallel=parallel, cache=cache)
+
+
+def portable(error: BaseException) -> Exception:
+    """Return *error* if it can be pickled, else an EngineError with the same text."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:  # unpickling runs code of the exception's class
+        copy = None
+    if isinstance(copy, Exception) and repr(copy) == repr(error):
+        return copy
+    return EngineError(described(error))
+
+
+# Placement: divides the resources of a cluster between replicas.
+
+
+CPU = "CPU"
+_RESOURCES = {"cuda": "GPU", "xpu": "GPU"}
+
+
+def resource_name(device_type: str) -> str:
+    """Return Ray's resource name for torch's *device_type*, such as ``GPU`` for ``cuda``."""
+    return _RESOURCES.get(device_type, device_type.upper())
+
+
+def replica_resources(
+    nodes: Sequence[Mapping[str, float]], replicas: int, devices: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the resources of each replica: its devices, and the most CPUs that all can have.
+
+    Args:
+        nodes: the resources of each machine.
+        replicas: the number of replicas; each runs on a single machine.
+        devices: the devices that each replica needs, in addition to at least one CPU.
+
+    Raises:
+        InvalidArgumentError: the machines have too few resources.
+    """
+    others = {name: count for name, count in devices.items() if name != CPU}
+    needs = {**others, CPU: max(1, devices.get(CPU, 1))}
+    most = max((int(node.get(CPU, 0)) for node in nodes), default=0)
+    for processors in range(most, needs[CPU] - 1, -1):
+        share = {**others, CPU: processors}
+        rooms = (min(int(node.get(name, 0) // n) for name, n in share.items()) for node in nodes)
+        if sum(rooms) >= replicas:
+            return share
+    needed = ", ".join(f"{count} {name}" for name, count in needs.items())
+    present = "; ".join(", ".join(f"{node.get(n, 0):g} {n}" for n in needs) for node in nodes)
+    raise InvalidArgumentError(
+        f"data_parallel_size={replicas}: each replica needs {needed} on one machine, but Ray's "
+        f"machines have: {present or 'nothing'}. Lower data_parallel_size or "
+        "tensor_parallel_size, or add machines to the cluster."
+    )
+
+
+# The replicas as actors of Ray.
+
+
+_STOP_SECONDS = 5.0  # for replicas to end
+_STORE_BYTES = 128 * 2**20  # for objects larger than a message; reports are not
+_CONNECT_SECONDS = 10.0  # to reach a cluster
 _LOCAL = "local"
 # No usage statistics, no warnings about variables of missing devices, and workers of normal
 # priority, which other programs cannot starve.
@@ -57,7 +409,7 @@ class RayReplica(Replica):
 
 
 class RayGroup:
-    """Implements :class:`~opweave_engine.parallel.replicas.ReplicaGroup` with Ray.
+    """Implements :class:`ReplicaGroup` with Ray.
 
     If the program has initialized Ray, that connection is used and stays open. Otherwise, this
     class connects to a cluster or starts Ray on this machine, and shuts it down in :meth:`close`.
@@ -72,7 +424,12 @@ class RayGroup:
     """
 
     def __init__(self, config: ParallelConfig) -> None:
-        _check_launch(config)
+        if Launch.from_environment() is not None:
+            raise InvalidArgumentError(
+                f"data_parallel_size={config.data_parallel_size}, but several processes were "
+                "launched (WORLD_SIZE), as torchrun does. Ray starts the replicas and their ranks: "
+                "run one process, or leave data_parallel_size out."
+            )
         self._ray = require("ray", "ray")
         self._is_own = not self._ray.is_initialized()
         if self._is_own:
@@ -96,21 +453,19 @@ class RayGroup:
         if not self._waiting:  # all replicas have died and were not replaced
             time.sleep(timeout)
             return []
-        ready, _ = self._ray.wait(list(self._waiting), timeout=timeout)
-        if len(self._waiting) > 1:  # all others that are ready
-            ready, _ = self._ray.wait(
-                list(self._waiting), num_returns=len(self._waiting), timeout=0
-            )
+        self._ray.wait(list(self._waiting), timeout=timeout)  # for the first one
+        count = len(self._waiting)
+        ready, _ = self._ray.wait(list(self._waiting), num_returns=count, timeout=0)
         return [self._news(reference) for reference in ready]
 
     def renew(self, replica: int) -> None:
-        own = self._ray.get_runtime_context().get_node_id()
-        if not any(node["Alive"] for node in self._ray.nodes() if node["NodeID"] == own):
+        here = self._ray.get_runtime_context().get_node_id()
+        if not any(node["Alive"] for node in self._ray.nodes() if node["NodeID"] == here):
             raise ReplicaFailedError("Ray does not run on the server's machine any more.")
         self._actors[replica] = self._new(replica)
 
     def kill(self, replica: int) -> None:
-        self._waiting = {ref: each for ref, each in self._waiting.items() if each != replica}
+        self._waiting = {ref: number for ref, number in self._waiting.items() if number != replica}
         self._ray.kill(self._actors[replica])
 
     def close(self) -> None:
@@ -118,7 +473,7 @@ class RayGroup:
             return
         self._is_closed = True
         if stops := [actor.stop.remote() for actor in self._actors]:
-            self._ray.wait(stops, num_returns=len(stops), timeout=_ENDING)
+            self._ray.wait(stops, num_returns=len(stops), timeout=_STOP_SECONDS)
         for actor in self._actors:
             self._ray.kill(actor)
         if self._is_own:
@@ -141,15 +496,6 @@ class RayGroup:
         return replica, news
 
 
-def _check_launch(config: ParallelConfig) -> None:
-    if Launch.from_environment() is not None:
-        raise InvalidArgumentError(
-            f"data_parallel_size={config.data_parallel_size}, but several processes were launched "
-            "(WORLD_SIZE), as torchrun does. Ray starts the replicas and their ranks: run one "
-            "process, or leave data_parallel_size out."
-        )
-
-
 def _initialize(ray: Any, config: ParallelConfig) -> None:
     """Connect to the configured cluster, or start Ray here. Never join another cluster."""
     for name, value in SETTINGS.items():
@@ -161,9 +507,15 @@ def _initialize(ray: Any, config: ParallelConfig) -> None:
     if address == _LOCAL:
         ranks = config.data_parallel_size * config.tensor_parallel_size
         processors = max(ranks, torch.get_num_threads())
-        _warn_of_few_processors(ranks)
+        present = os.cpu_count() or ranks
+        if platforms.current_platform.device_type == "cpu" and ranks > present:
+            _log.warning(
+                "%d ranks share %d processors; lower data_parallel_size or tensor_parallel_size.",
+                ranks,
+                present,
+            )
         local = {
-            "num_cpus": processors, "include_dashboard": False, "object_store_memory": _STORE,
+            "num_cpus": processors, "include_dashboard": False, "object_store_memory": _STORE_BYTES,
         }  # fmt: skip
     else:
         replace(config, data_parallel_address=address)  # validates the address from the environment
@@ -171,7 +523,7 @@ def _initialize(ray: Any, config: ParallelConfig) -> None:
         if address not in (_LOCAL, "auto"):
             host, _, port = address.rpartition(":")
             # Ray itself would retry for minutes.
-            socket.create_connection((host.strip("[]"), int(port)), _CONNECTING).close()
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
         first = str(error).strip().partition("\n")[0].rstrip(".")
@@ -181,34 +533,24 @@ def _initialize(ray: Any, config: ParallelConfig) -> None:
         ) from error
 
 
-def _warn_of_few_processors(ranks: int) -> None:
-    found = os.cpu_count() or ranks
-    if platforms.current_platform.device_type == "cpu" and ranks > found:
-        _log.warning(
-            "%d ranks share %d processors; lower data_parallel_size or tensor_parallel_size.",
-            ranks,
-            found,
-        )
-
-
 def _options(ray: Any, config: ParallelConfig) -> dict[str, Any]:
     """Return the Ray options of each replica: its resources, and its environment."""
     ranks = config.tensor_parallel_size
     resource = resource_name(platforms.current_platform.device_type)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    room = replica_resources(nodes, config.data_parallel_size, {resource: ranks})
-    processors, devices = room.pop(CPU), room.pop("GPU", 0)
-    threads = os.environ.get(_THREADS) or str(max(1, processors // ranks))
-    own = {name: os.environ[name] for name in environment.in_use()}
-    own.pop(environment.API_KEY, None)
+    share = replica_resources(nodes, config.data_parallel_size, {resource: ranks})
+    processors, devices = share.pop(CPU), share.pop("GPU", 0)
+    variables = {name: os.environ[name] for name in environment.in_use()}
+    variables.pop(environment.API_KEY, None)
+    variables[_THREADS] = os.environ.get(_THREADS) or str(max(1, processors // ranks))
     return {
-        "num_cpus": processors, "num_gpus": devices, "resources": room, "max_restarts": 0,
-        "runtime_env": {"env_vars": {**own, _THREADS: threads}},
+        "num_cpus": processors, "num_gpus": devices, "resources": share, "max_restarts": 0,
+        "runtime_env": {"env_vars": variables},
     }  # fmt: skip
 
 
 def _reason(error: Exception) -> str:
     """Return Ray's reason for a death, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    found = next((line for line in lines if "because" in line or "Error" in line), lines[0])
-    return found.partition(". ")[0].rstrip(".")
+    reason = next((line for line in lines if "because" in line or "Error" in line), lines[0])
+    return reason.partition(". ")[0].rstrip(".")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from opweave.errors import shown
 from opweave_engine.errors import SamplingParamsError
 from opweave_engine.structured.params import StructuredOutputsParams
 
@@ -19,9 +20,9 @@ def check_int(name: str, value: object, least: int, note: str, *, what: str = ""
     """Raise SamplingParamsError unless *value* is an integer from *least* up to 64 bits."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if is_int and value >= 2**63:  # type: ignore[operator]
-        raise SamplingParamsError(f"{what}{name}={_shown(value)} must be below 2**63.", name)
+        raise SamplingParamsError(f"{what}{name}={shown(value)} must be below 2**63.", name)
     if not is_int or value < least:  # type: ignore[operator]
-        message = f"{what}{name}={_shown(value)} must be an integer of at least {least}, {note}."
+        message = f"{what}{name}={shown(value)} must be an integer of at least {least}, {note}."
         raise SamplingParamsError(message, name)
 
 
@@ -31,14 +32,8 @@ def check_number(name: str, value: object, low: float, high: float, *, place: st
     most = min(high, sys.float_info.max)  # integers above it become no float
     if not is_number or not low <= value <= most:  # type: ignore[operator]
         limit = "finite" if high == math.inf else f"at most {high:g}"
-        message = f"{name}{place}={_shown(value)} must be a number of at least {low:g}, {limit}."
+        message = f"{name}{place}={shown(value)} must be a number of at least {low:g}, {limit}."
         raise SamplingParamsError(message, name)
-
-
-def _shown(value: object) -> str:
-    """Return ``repr(value)``, or the size of a huge integer, which Python refuses to print."""
-    is_long = isinstance(value, int) and value.bit_length() > 128
-    return f"<an integer of {value.bit_length()} bits>" if is_long else repr(value)  # type: ignore[attr-defined]
 
 
 def check_flag(name: str, value: object) -> None:

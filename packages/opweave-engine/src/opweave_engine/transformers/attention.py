@@ -69,8 +69,8 @@ class AttentionRecorder:
             raise NotSuitableError(f"{name} attends twice in one forward")
         unknown = [
             option
-            for option, given in options.items()
-            if option not in _KNOWN and given is not None and given is not False
+            for option, setting in options.items()
+            if option not in _KNOWN and setting is not None and setting is not False
         ]
         if unknown:
             raise NotSuitableError(f"{name} uses {', '.join(unknown)}")
@@ -93,10 +93,10 @@ class AttentionRecorder:
         self, name: str, module: nn.Module, mask: Tensor | None, options: dict[str, Any]
     ) -> int | None:
         if mask is not None:
-            known = self.masks.get(mask.untyped_storage().data_ptr())
-            if known is None:
+            recorded = self.masks.get(mask.untyped_storage().data_ptr())
+            if recorded is None:
                 raise NotSuitableError(f"{name} has a mask of its own")
-            return known[1]
+            return recorded[1]
         causal = options.get("is_causal")
         if not (getattr(module, "is_causal", True) if causal is None else causal):
             raise NotSuitableError(f"{name} is not causal")
@@ -168,7 +168,7 @@ def attention(
         query: ``(1, query_heads, T, head_size)``.
         key: ``(1, kv_heads, T, head_size)``.
         value: ``(1, kv_heads, T, value_size)``.
-        attention_mask: what :func:`mask` returned.
+        attention_mask: the result of :func:`mask`.
         scaling: factor on the scores.
         options: further options of transformers, checked while a model is recorded.
 
@@ -178,7 +178,7 @@ def attention(
     if not torch.compiler.is_dynamo_compiling() and (recorder := _recorder.get()) is not None:
         recorder.layer(module, query, key, value, attention_mask, scaling, options)
     attend: Attention = module._modules[_CHILD]  # type: ignore[assignment]
-    packed = attend(*(each[0].transpose(0, 1) for each in (query, key, value)))
+    packed = attend(*(x[0].transpose(0, 1) for x in (query, key, value)))
     return packed.unflatten(-1, (query.shape[1], -1))[None], None
 
 

@@ -1,11 +1,14 @@
-"""Load models with transformers' own code, strictly."""
+"""Load models with transformers' own code, strictly.
+
+transformers is imported only when such a model is loaded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -13,11 +16,20 @@ from opweave.ir.errors import described
 from opweave.packages import is_installed
 from opweave_engine.models.config import InvalidConfigError, WeightsError
 from opweave_engine.models.weights import check_fit
-from opweave_engine.transformers.cross_encoder import TransformersCrossEncoder
-from opweave_engine.transformers.model import TransformersEncoder, TransformersModel, check_ranks
+from opweave_engine.transformers.encoder import TransformersCrossEncoder, TransformersEncoder
+from opweave_engine.transformers.model import TransformersModel, check_ranks
 
 Build = Callable[..., Any]
 Check = Callable[[torch.nn.Module], None]
+
+
+Kind = Literal["base", "causal_lm", "masked_lm", "sequence_classifier"]
+_NAMES: Mapping[Kind, str] = {
+    "base": "MODEL_MAPPING_NAMES",
+    "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked_lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "sequence_classifier": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+}
 
 
 def is_available() -> bool:
@@ -25,13 +37,18 @@ def is_available() -> bool:
     return is_installed("transformers")
 
 
-def is_causal_lm(architecture: str) -> bool:
-    """Whether transformers has a causal language model of that name, as in ``config.json``."""
+def has_model(architecture: str, *kinds: Kind) -> bool:
+    """Whether transformers has a model of that name, as in ``config.json``, of one of *kinds*.
+
+    Base models have no head, masked language models predict masked tokens, and sequence classifiers
+    classify texts.
+    """
     if not is_available():
         return False
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
-    return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    models = [getattr(modeling_auto, _NAMES[kind]) for kind in kinds]
+    return any(architecture in by_type.values() for by_type in models)
 
 
 def load_transformers_model(
@@ -59,14 +76,9 @@ def load_transformers_model(
         ShardingError: it cannot be divided over the current tensor-parallel ranks.
         WeightsError: tensors are missing, unexpected or do not fit.
     """
-    build = _class(config)._from_config
+    auto = _class(config)
     with _quiet():
-        _check(path, build, dtype, check)
-        if seed is None:
-            model = _loaded(path, _class(config), dtype)
-        else:
-            model = _random(path, build, dtype, seed)
-        return TransformersModel(model.eval())
+        return TransformersModel(_model(path, auto, auto._from_config, dtype, seed, check))
 
 
 def check_transformers_ranks(path: Path, config: Mapping[str, Any], size: int) -> None:
@@ -104,44 +116,19 @@ def load_transformers_encoder(
     """
     from transformers import AutoModel, AutoModelForSequenceClassification
 
-    auto: Any = AutoModelForSequenceClassification if scores else AutoModel
     with _quiet():
-        _check(path, auto.from_config, dtype, check)
-        if seed is not None:
-            model = _random(path, auto.from_config, dtype, seed)
-        elif scores:
-            model = _loaded(path, auto, dtype)
-        else:
-            has_head = not is_base_model(config["architectures"][0])
-            model = _loaded(path, auto, dtype, may_lack="pooler.", may_have_more=has_head)
-        return (TransformersCrossEncoder if scores else TransformersEncoder)(model.eval())
-
-
-def is_base_model(architecture: str) -> bool:
-    """Whether transformers has a model without a head of that name."""
-    if not is_available():
-        return False
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
-
-    return architecture in MODEL_MAPPING_NAMES.values()
-
-
-def is_masked_lm(architecture: str) -> bool:
-    """Whether transformers has a model of that name that predicts masked tokens."""
-    if not is_available():
-        return False
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    return architecture in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
-
-
-def is_sequence_classifier(architecture: str) -> bool:
-    """Whether transformers has a model of that name that classifies texts."""
-    if not is_available():
-        return False
-    from transformers.models.auto import modeling_auto
-
-    return architecture in modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
+        if scores:
+            auto: Any = AutoModelForSequenceClassification
+            classifier = _model(path, auto, auto.from_config, dtype, seed, check)
+            return TransformersCrossEncoder(classifier)
+        leniency = {
+            "may_lack": "pooler.",
+            "may_have_more": not has_model(config["architectures"][0], "base"),
+        }
+        auto = AutoModel
+        return TransformersEncoder(
+            _model(path, auto, auto.from_config, dtype, seed, check, **leniency)
+        )
 
 
 def _class(config: Mapping[str, Any]) -> Any:
@@ -151,17 +138,25 @@ def _class(config: Mapping[str, Any]) -> Any:
     return getattr(transformers, architecture)
 
 
-def _check(path: Path, build: Build, dtype: torch.dtype, check: Check | None) -> None:
+def _model(
+    path: Path,
+    model_class: Any,
+    build: Build,
+    dtype: torch.dtype,
+    seed: int | None,
+    check: Check | None,
+    **leniency: Any,
+) -> Any:
+    """Return a checkpoint's model, or with a *seed* one with random weights; see ``_loaded``."""
     if check is not None:
         with torch.device("meta"):
             planned = _built(path, build, dtype)
         check(planned)
-
-
-def _random(path: Path, build: Build, dtype: torch.dtype, seed: int) -> Any:
+    if seed is None:
+        return _loaded(path, model_class, dtype, **leniency).eval()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _built(path, build, dtype)
+        return _built(path, build, dtype).eval()
 
 
 def _built(path: Path, build: Build, dtype: torch.dtype) -> Any:

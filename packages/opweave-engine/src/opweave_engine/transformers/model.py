@@ -5,24 +5,23 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
+from opweave import ir
 from opweave.ir.errors import described
-from opweave.layers.mamba_states import StatefulLayer, states_of
+from opweave.layers.mamba_states import SequenceStates, StateCache, StatefulLayer, states_of
 from opweave.layers.parallel import TensorParallel, current_tensor_parallel
 from opweave.layers.registry import ShardingError
 from opweave.optimization import optimize
-from opweave_engine.models.causal_lm import Encoder, LanguageModel
+from opweave_engine.models.causal_lm import LanguageModel
 from opweave_engine.models.config import UnsupportedModelError
-from opweave_engine.transformers import attention, verify
+from opweave_engine.models.forward_context import ForwardContext, forward_context
+from opweave_engine.transformers import attention
 from opweave_engine.transformers.attention import NotSuitableError
 
 # The two halves of a causal transformers model: hidden states and logits.
@@ -48,22 +47,22 @@ class Halves(nn.Module):
         Raises:
             UnsupportedModelError: no module returns hidden states.
         """
-        found: list[tuple[Any, Any]] = []
+        bases: list[tuple[Any, Any]] = []
 
         def note(module: nn.Module, _: Any, output: Any) -> None:
             if module is not causal_lm and hasattr(output, "last_hidden_state"):
-                found.append((module, type(output)))
+                bases.append((module, type(output)))
 
         with ExitStack() as hooks:
             for module in causal_lm.modules():
                 hooks.callback(module.register_forward_hook(note).remove)
             logits: Tensor = causal_lm(input_ids=tokens[None], use_cache=False).logits
-        if not found:
+        if not bases:
             raise UnsupportedModelError(
                 f"{type(causal_lm).__name__} has no base model that returns hidden states."
             )
         # The outermost module is the last to return.
-        return cls(causal_lm, *found[-1]), logits[0]
+        return cls(causal_lm, *bases[-1]), logits[0]
 
     def hidden(self, input_ids: Tensor, **options: Any) -> tuple[Tensor, Any]:
         """Return the hidden states ``(T, hidden_size)`` of one row of tokens, and all outputs.
@@ -84,18 +83,12 @@ class Halves(nn.Module):
         output = self._output_class(last_hidden_state=hidden[None])
         # Some models look at the shape of the ids.
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-        with _replaced_forward(self.base, output):
+        vars(self.base)["forward"] = lambda *args, **kwargs: output
+        try:
             logits: Tensor = self.causal_lm(input_ids=ids, use_cache=False).logits
+        finally:
+            del vars(self.base)["forward"]
         return logits[0]
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, result: Any) -> Iterator[None]:
-    vars(module)["forward"] = lambda *args, **kwargs: result
-    try:
-        yield
-    finally:
-        del vars(module)["forward"]
 
 
 def ropes_by_length(config: Any) -> set[str]:
@@ -161,12 +154,6 @@ class PackedSequences(nn.Module):
 _CACHES = ("past_key_values", "cache_params", "state")
 
 
-@dataclass
-class _Sequence:
-    tokens: Tensor
-    cache: Any
-
-
 class RecomputedSequences(StatefulLayer):
     """Computes all tokens of a sequence in every step, without a cache.
 
@@ -184,7 +171,7 @@ class RecomputedSequences(StatefulLayer):
         # Every sequence counts one element, so that the engine can size the cache.
         self.state_shapes = {"conv": (1,)}
         self.halves = halves
-        self._kept: dict[int, _Sequence] = {}
+        self._slots: dict[int, tuple[Tensor, Any]] = {}  # the tokens and the cache of each
 
     @classmethod
     def of(cls, halves: Halves, tokens: Tensor, undo: ExitStack) -> Self:
@@ -194,21 +181,17 @@ class RecomputedSequences(StatefulLayer):
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the hidden states ``(T, hidden_size)`` of the new tokens of packed sequences."""
         states = states_of(input_ids)
-        ends = states.query_start_loc.tolist()
-        found = []
+        ends, hidden = states.query_start_loc.tolist(), []
         for first, end, slot in zip(ends[:-1], ends[1:], states.slot_idx.tolist(), strict=True):
             if positions[first] == 0:
-                self._kept.pop(slot, None)
-            found.append(self._run(slot, input_ids[first:end]))
-        return torch.cat(found)
-
-    def _run(self, slot: int, new: Tensor) -> Tensor:
-        known = self._kept.get(slot)
-        tokens = new if known is None else torch.cat([known.tokens, new])
-        hidden, cache = self.compute(tokens, len(new), None if known is None else known.cache)
-        if slot >= 0:  # else nothing is to be kept
-            self._kept[slot] = _Sequence(tokens, cache)
-        return hidden
+                self._slots.pop(slot, None)
+            tokens, cache = self._slots.get(slot, (input_ids[:0], None))
+            tokens = torch.cat([tokens, input_ids[first:end]])
+            rows, cache = self.compute(tokens, end - first, cache)
+            hidden.append(rows)
+            if slot >= 0:  # else nothing is to be stored
+                self._slots[slot] = tokens, cache
+        return torch.cat(hidden)
 
     def compute(self, tokens: Tensor, new: int, cache: Any) -> tuple[Tensor, Any]:
         """Return the hidden states of the last *new* tokens, and the sequence's cache.
@@ -245,8 +228,8 @@ class CachedSequences(RecomputedSequences):
         config = halves.causal_lm.config.get_text_config(decoder=True)
         self._may_be_outdated = bool(ropes_by_length(config))
 
-    def _is_outdated(self, tokens: Tensor, cache: Any) -> bool:
-        """Whether the model does without *cache* for the last of *tokens*.
+    def _still_valid(self, tokens: Tensor, cache: Any) -> Any:
+        """Return *cache*, or None if the model does without it for the last of *tokens*.
 
         Some models whose rope depends on the length do so at the token at which it changes, in the
         method by which transformers' ``generate`` prepares each step.
@@ -254,12 +237,13 @@ class CachedSequences(RecomputedSequences):
         prepared = self.halves.causal_lm.prepare_inputs_for_generation(
             tokens[None], next_sequence_length=1, use_cache=True, **{self._name: cache}
         )
-        return prepared.get(self._name) is None
+        return prepared.get(self._name)
 
     def compute(self, tokens: Tensor, new: int, cache: Any) -> tuple[Tensor, Any]:
         options: dict[str, Any] = {"use_cache": True}
-        is_new = cache is None or new > 1
-        if is_new or (self._may_be_outdated and self._is_outdated(tokens, cache)):
+        if cache is not None and new == 1 and self._may_be_outdated:
+            cache = self._still_valid(tokens, cache)
+        if cache is None or new > 1:
             hidden, output = self.halves.hidden(tokens, **options)
             return hidden[-new:], getattr(output, self._name)
         if self._takes_positions:
@@ -316,13 +300,22 @@ def shard(model: Any, parallel: TensorParallel) -> None:
         if _size(layer, style) % parallel.size:
             continue  # of a style that whole layers fit, too
         if style in (_COLUMNS, _GATHERED_COLUMNS):
-            _keep_columns(layer, parallel)
+            layer.out_features //= parallel.size
+            layer.weight = _part(layer.weight, 0, parallel)
+            if layer.bias is not None:
+                layer.bias = _part(layer.bias, 0, parallel)
         else:
-            _keep_rows(layer, parallel)
+            layer.in_features //= parallel.size
+            layer.weight = _part(layer.weight, 1, parallel)
+            if layer.bias is not None and parallel.rank > 0:  # the sum has it once
+                layer.register_parameter("bias", None)
+            layer.register_forward_hook(_after(parallel.all_reduce))
         if style == _GATHERED_COLUMNS:
             layer.register_forward_hook(_after(parallel.all_gather))
         if style == _SPLIT_ROWS:
-            layer.register_forward_pre_hook(partial(_split, parallel=parallel))
+            layer.register_forward_pre_hook(
+                lambda module, inputs: inputs[0].chunk(parallel.size, -1)[parallel.rank]
+            )
 
 
 def _planned(model: Any) -> Iterator[tuple[str, tuple[nn.Linear, str]]]:
@@ -330,28 +323,13 @@ def _planned(model: Any) -> Iterator[tuple[str, tuple[nn.Linear, str]]]:
     plan = getattr(model, "tp_plan", None) or {}
     for path, module in model.named_modules():
         style = str(plan.get(re.sub(r"\b\d+\b", "*", path)))
-        known = style in (_COLUMNS, _GATHERED_COLUMNS, _ROWS, _SPLIT_ROWS)
-        if known and isinstance(module, nn.Linear):
+        is_planned = style in (_COLUMNS, _GATHERED_COLUMNS, _ROWS, _SPLIT_ROWS)
+        if is_planned and isinstance(module, nn.Linear):
             yield path, (module, style)
 
 
 def _size(layer: nn.Linear, style: str) -> int:
     return layer.out_features if style in (_COLUMNS, _GATHERED_COLUMNS) else layer.in_features
-
-
-def _keep_columns(layer: nn.Linear, parallel: TensorParallel) -> None:
-    layer.out_features //= parallel.size
-    layer.weight = _part(layer.weight, 0, parallel)
-    if layer.bias is not None:
-        layer.bias = _part(layer.bias, 0, parallel)
-
-
-def _keep_rows(layer: nn.Linear, parallel: TensorParallel) -> None:
-    layer.in_features //= parallel.size
-    layer.weight = _part(layer.weight, 1, parallel)
-    if layer.bias is not None and parallel.rank > 0:  # the sum has it once
-        layer.register_parameter("bias", None)
-    layer.register_forward_hook(_after(parallel.all_reduce))
 
 
 def _part(whole: Tensor, dim: int, parallel: TensorParallel) -> nn.Parameter:
@@ -363,12 +341,196 @@ def _after(collective: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Any, 
     return lambda module, inputs, output: collective(output)
 
 
-def _split(module: nn.Module, inputs: tuple[Tensor], *, parallel: TensorParallel) -> Tensor:
-    return inputs[0].chunk(parallel.size, -1)[parallel.rank]
-
-
 def _not_called(x: Tensor, dim: int = -1) -> Tensor:
     raise AssertionError("a model that is only checked needs no other ranks")
+
+
+# Compare a way to run a model with the model's own forward, before it is used.
+
+
+# Relative to the largest logit. Rows of logits outside are counted: in 16 bits, a mixture of
+# experts may route a token differently for a difference in the last bit.
+_TOLERANCES = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_ROWS_OUTSIDE = {torch.float32: 0.0, torch.float16: 0.2, torch.bfloat16: 0.2}
+_LENGTHS = (11, 6)
+# Tokens of both sequences in each step: prompts, a chunk after a token, single tokens, a chunk.
+_STEPS = ((7, 1), (1, 4), (1, 1), (2, 0))
+# The same as generation: a prompt that passes _SWITCH tokens later, and one that is longer already.
+_GENERATION_STEPS = ((7, 10), (1, 0), (1, 1), (1, 0), (1, 0))
+_SWITCH = 8
+
+Forward = Callable[[Tensor, Tensor], Tensor]
+
+
+def sample_tokens(vocab_size: int, avoid: Collection[int], device: torch.device) -> list[Tensor]:
+    """Return two sequences of token ids, without special ones."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    ids = torch.tensor([token for token in range(min(vocab_size, 4096)) if token not in avoid])
+    return [
+        ids[torch.randint(len(ids), (length,), generator=generator)].to(device)
+        for length in _LENGTHS
+    ]
+
+
+def difference(
+    forward: Forward,
+    logits_of: Callable[[Tensor], Tensor],
+    tokens: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    steps: Sequence[tuple[int, int]] = _STEPS,
+) -> str:
+    """Return how the logits of packed sequences in several steps differ; "" if they do not.
+
+    Args:
+        forward: takes ids and positions ``(T,)`` of packed sequences, in a forward context.
+        logits_of: hidden states to logits.
+        tokens: two sequences.
+        expected: the logits ``(n, vocab_size)`` of the last tokens of each.
+        dtype: of the model.
+        steps: the number of tokens of both in each step.
+    """
+    dense, states, done = _Dense(), StateCache(2), [0, 0]
+    logits: list[list[Tensor]] = [[], []]
+    for counts in steps:
+        present = [i for i in (0, 1) if counts[i]]
+        parts = [slice(done[i], done[i] + counts[i]) for i in present]
+        dense.sequences = [(i, counts[i]) for i in present]
+        sizes, starts = [counts[i] for i in present], [done[i] for i in present]
+        state = SequenceStates.of(sizes, starts, present, states, tokens[0].device)
+        ids = torch.cat([tokens[i][part] for i, part in zip(present, parts, strict=True)])
+        positions = torch.cat([torch.arange(p.start, p.stop, device=ids.device) for p in parts])
+        with forward_context(ForwardContext(dense, state)):
+            step = logits_of(forward(ids, positions))
+        for i, rows in zip(present, torch.split_with_sizes(step, sizes), strict=True):
+            logits[i].append(rows)
+            done[i] += counts[i]
+    errors = []
+    for chunks, reference in zip(logits, expected, strict=True):
+        last, exact = torch.cat(chunks)[-len(reference) :].double(), reference.double()
+        # Of each row, relative to the largest logit of all.
+        errors.append((last - exact).abs().amax(-1) / exact.abs().amax().clamp(min=1e-6))
+    error = torch.cat(errors)
+    outside = (~(error <= _TOLERANCES[dtype])).double().mean().item()
+    return "" if outside <= _ROWS_OUTSIDE[dtype] else f"its logits differ by {error.max():.2g}"
+
+
+def generated_logits(causal_lm: Any, tokens: Tensor) -> list[Tensor]:
+    """Return the logits of two generations of *tokens* by transformers' ``generate``.
+
+    The first has a prompt below the length at which the model's rope changes, which is lowered; the
+    second has a longer one. :func:`generation_difference` runs the same two.
+
+    Args:
+        causal_lm: a model whose rope depends on the length of a sequence.
+        tokens: a sequence, to be generated.
+
+    Raises:
+        UnsupportedModelError: transformers cannot generate with the model.
+    """
+    import transformers
+
+    library: Any = transformers  # without types
+
+    class Forced(library.LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            forced = torch.full_like(scores, -torch.inf)
+            forced[:, tokens[min(input_ids.shape[1], len(tokens) - 1)]] = 0.0
+            return forced
+
+    logits = []
+    for prompt in _GENERATION_STEPS[0]:
+        count = len(tokens) - prompt + 1  # the last token's logits, too
+        config = library.GenerationConfig(
+            max_new_tokens=count, do_sample=False, num_beams=1, output_logits=True,
+            return_dict_in_generate=True, pad_token_id=0,
+        )  # fmt: skip
+        try:
+            with _lowered_switch(causal_lm.config):
+                output = causal_lm.generate(
+                    tokens[None, :prompt],
+                    attention_mask=torch.ones_like(tokens[None, :prompt]),
+                    generation_config=config,
+                    logits_processor=library.LogitsProcessorList([Forced()]),
+                )
+        except Exception as error:  # code of the model, which may fail in any way
+            raise UnsupportedModelError(
+                f"{type(causal_lm).__name__} cannot run in the engine: its rope depends on the "
+                f"length of a sequence, and transformers' generate fails ({described(error)})."
+            ) from error
+        logits.append(torch.cat(output.logits))
+    return logits
+
+
+def generation_difference(
+    forward: Forward,
+    logits_of: Callable[[Tensor], Tensor],
+    config: Any,
+    tokens: Tensor,
+    expected: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> str:
+    """Return how the logits of two generations of *tokens* differ; "" if they do not.
+
+    Args:
+        forward, logits_of, dtype: as for :func:`difference`.
+        config: of the model.
+        tokens: a sequence.
+        expected: of :func:`generated_logits`.
+    """
+    with _lowered_switch(config):
+        return difference(
+            forward, logits_of, [tokens, tokens], expected, dtype, steps=_GENERATION_STEPS
+        )
+
+
+@contextmanager
+def _lowered_switch(config: Any) -> Iterator[None]:
+    """Let ropes that depend on the length change after _SWITCH tokens, for a quick check."""
+    key, text = "original_max_position_embeddings", config.get_text_config(decoder=True)
+    ropes = [text.rope_parameters, *text.rope_parameters.values()]
+    places = [vars(config), vars(text), *(rope for rope in ropes if isinstance(rope, dict))]
+    before = [(place, place[key]) for place in places if isinstance(place.get(key), int)]
+    for place, _ in before:
+        place[key] = _SWITCH
+    try:
+        yield
+    finally:
+        for place, value in before:
+            place[key] = value
+
+
+class _Dense:
+    """Attention that keeps the keys and values of each sequence in one tensor."""
+
+    def __init__(self) -> None:
+        self.sequences: list[tuple[int, int]] = []  # of the current step, with the new tokens
+        self._cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> Tensor:
+        counts = [count for _, count in self.sequences]
+        parts = (torch.split_with_sizes(x, counts) for x in (query, key, value))
+        outputs = []
+        for (sequence, _), q, *new in zip(self.sequences, *parts, strict=True):
+            earlier = self._cache.get((layer, sequence))
+            k, v = new if earlier is None else map(torch.cat, zip(earlier, new, strict=True))
+            self._cache[layer, sequence] = k, v
+            ends = [torch.tensor([0, len(x)], device=q.device) for x in (q, k)]
+            outputs.append(ir.ops.varlen_attention(q, k, v, *ends, scale, True, window, soft_cap))
+        return torch.cat(outputs)
+
+    def attend_latent(self, *inputs: Any) -> Tensor:
+        raise AssertionError("models of transformers expand latent attention themselves")
 
 
 # A causal transformers model with the engine's interface of models.
@@ -400,13 +562,13 @@ class TransformersModel(LanguageModel):
         positions = getattr(text, "max_position_embeddings", None)
         self.max_positions = positions if positions and positions > 0 else None  # XLNet has -1
         causal_lm.requires_grad_(False)
-        tokens = verify.sample_tokens(text.vocab_size, _special_tokens(text), causal_lm.device)
+        tokens = sample_tokens(text.vocab_size, _special_tokens(text), causal_lm.device)
         with torch.inference_mode():
             halves, first = Halves.of(causal_lm, tokens[0])
             expected = [first, Halves.of(causal_lm, tokens[1])[1]]
             # Of generations that pass the length at which the rope changes; others need no check.
             by_length = ropes_by_length(text)
-            generated = _generated(causal_lm, tokens[0]) if "longrope" in by_length else None
+            generated = generated_logits(causal_lm, tokens[0]) if "longrope" in by_length else None
             self.vocab_size = expected[0].shape[-1]
             shard(causal_lm, current_tensor_parallel())
             self.report = optimize(causal_lm)
@@ -443,7 +605,7 @@ def _choose(
 ) -> tuple[Sequences, str]:
     """Return the fastest way to run a model that gives *expected*, and why not a faster one.
 
-    *generated* are the logits of ``verify.generated_logits``, to be given, too.
+    *generated* are the logits of ``generated_logits``, to be given, too.
 
     Raises:
         UnsupportedModelError: none does.
@@ -457,9 +619,9 @@ def _choose(
                 # the last one change with the tokens that follow.
                 compared = slice(-1 if kind is RecomputedSequences else 0, None)
                 logits = [rows[compared] for rows in expected]
-                reason = verify.difference(sequences, halves.logits, tokens, logits, dtype)
+                reason = difference(sequences, halves.logits, tokens, logits, dtype)
                 if not reason and generated is not None:
-                    reason = verify.generation_difference(
+                    reason = generation_difference(
                         sequences,
                         halves.logits,
                         halves.causal_lm.config,
@@ -481,122 +643,11 @@ def _choose(
     )
 
 
-def _generated(causal_lm: Any, tokens: Tensor) -> list[Tensor]:
-    """Return ``verify.generated_logits``.
-
-    Raises:
-        UnsupportedModelError: transformers cannot generate with the model.
-    """
-    try:
-        return verify.generated_logits(causal_lm, tokens)
-    except Exception as error:  # code of the model, which may fail in any way
-        raise UnsupportedModelError(
-            f"{type(causal_lm).__name__} cannot run in the engine: its rope depends on the length "
-            f"of a sequence, and transformers' generate fails ({described(error)})."
-        ) from error
-
-
 def _special_tokens(config: Any) -> set[int]:
     """Return the ids that a configuration names, which models may treat specially."""
-    found = set()
+    ids = set()
     for name, value in config.to_dict().items():
         if name.endswith(("_token_id", "_token_index")):
             with suppress(TypeError):
-                found |= set(value) if isinstance(value, list) else {value}
-    return found
-
-
-# A transformers encoder with the engine's interface of encoders.
-
-
-class TransformersEncoder(Encoder):
-    """A base model of transformers with loaded weights; its attention may be causal.
-
-    Texts are padded to one length for a forward, with an attention mask, as transformers does. If
-    the model's rope depends on the length, each text has a forward of its own.
-
-    Args:
-        base: the model, in evaluation mode.
-
-    Attributes:
-        config: its configuration.
-        report: which modules run opweave's ops.
-
-    Raises:
-        UnsupportedModelError: its configuration does not limit the length of texts.
-    """
-
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        self.config, self.dtype = base.config, base.dtype
-        self.base = base.requires_grad_(False)
-        self._text: Any = base.config.get_text_config(decoder=True)
-        self._padding: int = self._text.pad_token_id or 0
-        self._is_by_length = bool(ropes_by_length(self._text))
-        self._max_positions = _max_positions(base, self._text, self._padding)
-        self.report = optimize(base)
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self._text.hidden_size)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._text.vocab_size)
-
-    @property
-    def max_positions(self) -> int:
-        return self._max_positions
-
-    def forward(self, input_ids: Tensor, positions: Tensor, *, cu_seqlens: Tensor) -> Tensor:
-        """Return the hidden states: ``(T, hidden_size)``.
-
-        Args:
-            input_ids: ``(T,)``, integer: packed texts.
-            positions: unused; the model computes the positions.
-            cu_seqlens: ``(texts + 1,)``, int32: the start of each text, and the end of the last.
-        """
-        lengths = cu_seqlens.diff()
-        texts = torch.split_with_sizes(input_ids, lengths.tolist())
-        if self._is_by_length:
-            return torch.cat([self.base(input_ids=text[None])[0][0] for text in texts])
-        ids = pad_sequence(list(texts), batch_first=True, padding_value=self._padding)
-        mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-        output = self.base(input_ids=ids, attention_mask=mask.long())
-        hidden: Tensor = output[0][mask]
-        return hidden
-
-
-@torch.inference_mode()
-def _max_positions(base: Any, config: Any, padding: int) -> int:
-    """Return the length of the longest text for which the model has positions.
-
-    RoBERTa and its relatives number tokens from the row after the padding's, so that the table of
-    positions is longer than a text. The embeddings of one token at two places show the first: only
-    the table of positions is read at two consecutive rows.
-    """
-    limits = [getattr(config, "max_position_embeddings", None) or 0]
-    if limits[0] < 1:
-        raise UnsupportedModelError(
-            f"{type(base).__name__} is not supported as an encoder: its configuration lacks a "
-            "positive max_position_embeddings, the length of the longest text."
-        )
-
-    def record(table: Any, inputs: tuple[Any, ...]) -> None:
-        if inputs and not inputs[0].is_floating_point() and inputs[0].numel() == len(ids[0]):
-            first, second = inputs[0].flatten().tolist()
-            if second == first + 1:
-                limits.append(len(table.weight) - first)
-
-    token = next(token for token in range(config.vocab_size) if token != padding)
-    ids = torch.full((1, 2), token, device=base.device)
-    if (embeddings := getattr(base, "embeddings", None)) is not None:
-        # LUKE's fail without them.
-        typed = "token_type_ids" in inspect.signature(embeddings.forward).parameters
-        options = {"token_type_ids": torch.zeros_like(ids)} if typed else {}
-        with ExitStack() as hooks:
-            for module in embeddings.children():
-                if hasattr(module, "weight"):
-                    hooks.callback(module.register_forward_pre_hook(record).remove)
-            embeddings(ids, **options)
-    return min(limits)
+                ids |= set(value) if isinstance(value, list) else {value}
+    return ids

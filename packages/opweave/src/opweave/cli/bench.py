@@ -14,12 +14,9 @@ from opweave.cli.companions import add_commands
 from opweave.cli.options import (
     Flag,
     ImportOption,
-    PluginOption,
-    PriorityOption,
     RoundsOption,
     SeedOption,
-    apply_plugins,
-    apply_priorities,
+    SelectionOptions,
     import_modules,
 )
 from opweave.cli.output import (
@@ -42,6 +39,7 @@ if TYPE_CHECKING:
 # ``opweave bench OP``: compare the implementations of an op on this machine.
 
 
+_OPTIONS = SelectionOptions()
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 Results = list[tuple["Sized", str, list["Measurement"]]]
 
@@ -57,8 +55,7 @@ def bench_op(
     plot: str | None = None,
     seed: SeedOption = 0,
     rounds: RoundsOption = 15,
-    ir_op_priority: PriorityOption = None,
-    plugin: PluginOption = None,
+    options: SelectionOptions = _OPTIONS,
     import_: ImportOption = None,
     json: Flag = False,
 ) -> int:
@@ -91,8 +88,7 @@ def bench_op(
 
     _check_plot(plot)
     import_modules(import_)
-    apply_plugins(plugin)
-    apply_priorities(ir_op_priority)
+    options.apply()
     chosen = current_registry().op(op.replace("-", "_"))
     cases = _cases(chosen, tokens, shape, dtype, trace, seed)
     results, limit = _measured(cases, Effort(rounds=rounds))

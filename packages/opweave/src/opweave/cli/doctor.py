@@ -34,6 +34,7 @@ from opweave.plugins import (
     plugin_report,
 )
 from opweave.plugins.entry import PluginsFailedError
+from opweave.registration import Owner
 
 # Optional tools and packages that ``opweave doctor`` looks for.
 
@@ -70,39 +71,31 @@ class Tool:
 
 def tools() -> list[Tool]:
     """Return the C++ compiler, Python's headers, Triton, and the packages that extend opweave."""
-    companions = [_companion(package, use) for package, use in _COMPANIONS.items()]
-    return [_compiler(), _headers(), _triton(), *companions]
+    needed_for = "torch.compile on the CPU, opweave native build"
+    return [
+        Tool(
+            "C++ compiler",
+            _built_with(lambda: toolchain.cxx().version.partition("\n")[0]),
+            needed_for,
+            "Install g++ or clang++, or set CXX.",
+            required=True,
+        ),
+        Tool(
+            "Python headers",
+            _built_with(lambda: str(toolchain.python_include())),
+            needed_for,
+            "Install Python.h (Debian: python3-dev).",
+        ),
+        Tool("Triton", installed_version("triton"), "the provider triton", "pip install triton"),
+        *(_companion(package, use) for package, use in _COMPANIONS.items()),
+    ]
 
 
-def _compiler() -> Tool:
+def _built_with(find: Callable[[], str]) -> str | None:
     try:
-        found = toolchain.cxx().version.partition("\n")[0]
+        return find()
     except NativeBuildError:
-        found = None
-    return Tool(
-        "C++ compiler",
-        found,
-        "torch.compile on the CPU, opweave native build",
-        "Install g++ or clang++, or set CXX.",
-        required=True,
-    )
-
-
-def _headers() -> Tool:
-    try:
-        found = str(toolchain.python_include())
-    except NativeBuildError:
-        found = None
-    return Tool(
-        "Python headers",
-        found,
-        "torch.compile on the CPU, opweave native build",
-        "Install Python.h (Debian: python3-dev).",
-    )
-
-
-def _triton() -> Tool:
-    return Tool("Triton", installed_version("triton"), "the provider triton", "pip install triton")
+        return None
 
 
 def _companion(package: str, use: str) -> Tool:
@@ -339,10 +332,8 @@ def plugin_table(plugins: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def owner_text(owner: Mapping[str, str] | None) -> str:
-    """Format an owner like its ``str()``: ``acme (acme-device 0.1.0)``."""
-    if owner is None:
-        return "opweave"
-    return f"{owner['plugin']} ({owner['distribution']} {owner['version']})"
+    """Format an owner: ``acme (acme-device 0.1.0)``."""
+    return "opweave" if owner is None else str(Owner(**owner))
 
 
 # The command.

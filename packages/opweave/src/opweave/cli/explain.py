@@ -19,16 +19,9 @@ from torch import Tensor
 from opweave import ir
 from opweave.cli.companions import model_runner
 from opweave.cli.options import (
-    CompilationOption,
     Flag,
     ImportOption,
-    PluginOption,
-    PriorityOption,
-    TuningFileOption,
-    apply_compilation,
-    apply_plugins,
-    apply_priorities,
-    apply_tuning,
+    RunOptions,
     check_utf8,
     import_modules,
 )
@@ -289,6 +282,7 @@ def _shapes(values: tuple[Any, ...]) -> str:
 # The command.
 
 
+_OPTIONS = RunOptions()
 PROMPT = "The quick brown fox jumps over the lazy dog"
 
 
@@ -302,10 +296,7 @@ def explain(
     json: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     prompt: str = PROMPT,
     dtype: str = "auto",
-    ir_op_priority: PriorityOption = None,
-    tuning_file: TuningFileOption = None,
-    compilation_config: CompilationOption = None,
-    plugin: PluginOption = None,
+    options: RunOptions = _OPTIONS,
     import_: ImportOption = None,
 ) -> None:
     """Show which kernels a model runs, and why others were rejected.
@@ -331,10 +322,7 @@ def explain(
     check_utf8(prompt)
     import_modules(import_)
     _check(html, json, compiles=compile, profiles=profile)
-    apply_plugins(plugin)
-    apply_priorities(ir_op_priority)
-    apply_tuning(tuning_file)
-    apply_compilation(compilation_config)
+    options.apply()
     if compile:
         _compiled(model, prompt, dtype, json, html)
     else:
@@ -414,7 +402,7 @@ def _compile(model: torch.nn.Module, tokens: list[int]) -> tuple[list[Report], i
     from opweave.compile import CompiledGraph, backend, report
     from opweave.compile.compat import BackendCompilerFailed
     from opweave.config import current_compilation_config
-    from opweave.conformance.compat import maybe_mark_dynamic
+    from opweave.torch_compat import maybe_mark_dynamic
 
     reports: list[Report] = []
     options = current_compilation_config().backend_options

@@ -9,7 +9,7 @@ from cyclopts import App
 from rich.markup import escape
 
 from opweave.cli.options import Flag
-from opweave.cli.output import fail, out, print_json
+from opweave.cli.output import fail, out, print_created, print_json
 from opweave.native import NativeBuildError, jit
 from opweave.native import scaffold as native_scaffold
 from opweave.plugins.entry import PluginScaffoldError
@@ -36,12 +36,8 @@ def new(name: str, /, *, json: Flag = False) -> None:
         fail(str(error))
     except NativeBuildError as error:
         _fail(error)
-    if json:
-        print_json({"name": name, "files": [str(path) for path in files]})
-        return
-    for path in files:
-        out.print(escape(str(path.relative_to(Path.cwd()))))
-    out.print(f"\nNow: opweave native build {name} && pip install pytest && pytest {name}")
+    then = f"opweave native build {name} && pip install pytest && pytest {name}"
+    print_created(name, files, then, json=json)
 
 
 @native.command

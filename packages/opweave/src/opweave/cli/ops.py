@@ -10,16 +10,9 @@ from rich.table import Table
 from torch import nn
 
 from opweave.cli.options import (
-    CompilationOption,
     Flag,
     ImportOption,
-    PluginOption,
-    PriorityOption,
-    TuningFileOption,
-    apply_compilation,
-    apply_plugins,
-    apply_priorities,
-    apply_tuning,
+    RunOptions,
     import_modules,
 )
 from opweave.cli.output import CliError, ListTable, PlainTable, out, print_json
@@ -83,14 +76,14 @@ def layer_table(found: list[dict[str, Any]]) -> Table:
 # The command.
 
 
+_OPTIONS = RunOptions()
+
+
 def ops(
     op: str | None = None,
     /,
     *,
-    ir_op_priority: PriorityOption = None,
-    tuning_file: TuningFileOption = None,
-    compilation_config: CompilationOption = None,
-    plugin: PluginOption = None,
+    options: RunOptions = _OPTIONS,
     import_: ImportOption = None,
     json: Flag = False,
 ) -> None:
@@ -105,10 +98,7 @@ def ops(
         Print JSON.
     """
     import_modules(import_)
-    apply_plugins(plugin)
-    apply_priorities(ir_op_priority)
-    apply_tuning(tuning_file)
-    apply_compilation(compilation_config)
+    options.apply()
     name = None if op is None else op.replace("-", "_")
     found, chosen = layers(name), _ops(name)
     if name is not None and not found and not chosen:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -130,26 +131,6 @@ CompilationOption = Annotated[
 ]
 
 
-def apply_compilation(values: Mapping[str, object] | None) -> None:
-    """Apply the option, and check weaker sources; raises SettingError for invalid settings."""
-    apply_command_line_config(values or {})
-
-
-def apply_compilation_like_eager(values: Mapping[str, object] | None) -> None:
-    """Apply the option, with defaults for which compiled results equal eager results bit for bit.
-
-    The kernels of eager mode run, and fused code rounds like eager mode.
-    """
-    apply_compilation(values)
-    config, unsaid = current_compilation_config(), dict[str, object]()
-    if config.uses_passes and not config.backend_options:
-        unsaid["options"] = {"eager_rounding": True}
-    if config.uses_passes and isinstance(config.custom_ops, CustomOps):
-        unsaid |= {} if config.custom_ops.given else {"custom_ops": "all"}
-    if unsaid:
-        apply_compilation({**(values or {}), **unsaid})
-
-
 # The option ``--ir-op-priority.<op>=a,b``, shared by the commands.
 
 
@@ -172,26 +153,6 @@ TuningFileOption = Annotated[
         help="Tuning file of opweave tune, whose measurements choose kernels.",
     ),
 ]
-
-
-def apply_tuning(path: Path | None) -> None:
-    """Use a tuning file, in child processes too.
-
-    Raises:
-        SettingError: it is missing or malformed.
-    """
-    if path is None:
-        return
-    from opweave.tuning.choose import apply_tuning_file
-
-    current_registry().ensure_ready()
-    apply_tuning_file(current_registry(), path, "--tuning-file")
-    os.environ[TUNING_FILE] = str(path.resolve())
-
-
-def apply_priorities(priorities: Mapping[str, str | Iterable[str]] | None) -> None:
-    """Apply the option, and check all priorities; raises SettingError for invalid ones."""
-    apply_command_line(current_registry(), priorities or {})
 
 
 # The option ``--plugin.<plugin>.<key>=value``, shared by the commands that load plugins.
@@ -237,3 +198,64 @@ def set_options(values: GivenOptions) -> None:
             for key, text in keys.items()
         }
     )
+
+
+# Options that select kernels, and how they are applied.
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class SelectionOptions:
+    """The options of commands that call ops."""
+
+    ir_op_priority: PriorityOption = None
+    plugin: PluginOption = None
+
+    def apply(self) -> None:
+        """Load the plugins, and apply and check the options.
+
+        Raises:
+            SettingError: an option, or a setting of a weaker source, is invalid.
+            PluginError: a plugin failed.
+        """
+        apply_plugins(self.plugin)
+        apply_command_line(current_registry(), self.ir_op_priority or {})
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class RunOptions(SelectionOptions):
+    """The options of commands that run a model."""
+
+    tuning_file: TuningFileOption = None
+    compilation_config: CompilationOption = None
+
+    def apply(self) -> None:
+        """Load the plugins, and apply and check the options; child processes use them too.
+
+        Raises:
+            SettingError: an option, or a setting of a weaker source, is invalid.
+            PluginError: a plugin failed.
+        """
+        super().apply()
+        if self.tuning_file is not None:
+            from opweave.tuning.choose import apply_tuning_file
+
+            current_registry().ensure_ready()
+            apply_tuning_file(current_registry(), self.tuning_file, "--tuning-file")
+            os.environ[TUNING_FILE] = str(self.tuning_file.resolve())
+        apply_command_line_config(self.compilation_config or {})
+
+    def apply_like_eager(self) -> None:
+        """Apply the options, with defaults for which compiled results equal eager results.
+
+        They are equal bit for bit: the kernels of eager mode run, and fused code rounds alike.
+        """
+        self.apply()
+        config, unset = current_compilation_config(), dict[str, object]()
+        if config.uses_passes and not config.backend_options:
+            unset["options"] = {"eager_rounding": True}
+        if config.uses_passes and isinstance(config.custom_ops, CustomOps):
+            unset |= {} if config.custom_ops.given else {"custom_ops": "all"}
+        if unset:
+            apply_command_line_config({**(self.compilation_config or {}), **unset})

@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -140,37 +141,34 @@ class PlainTable(Table):
     at least as wide as its longest word of up to 24 characters.
     """
 
-    def __init__(self, *columns: str) -> None:
+    def __init__(self, *columns: str, no_wrap: bool = False) -> None:
         super().__init__(box=None, header_style="bold", padding=(0, _GAP, 0, 0), pad_edge=False)
         for column in columns:
-            self.add_column(column, overflow="fold", min_width=_longest_word(column))
+            width = self._least_width(column)
+            self.add_column(column, overflow="fold", no_wrap=no_wrap, min_width=width)
 
     def add_row(self, *cells: RenderableType | None, **options: object) -> None:
         for column, cell in zip(self.columns, cells, strict=False):
             if isinstance(cell, str) and column.min_width is not None:
-                column.min_width = max(column.min_width, _longest_word(cell))
+                column.min_width = max(column.min_width, self._least_width(cell))
         super().add_row(*cells, **options)  # type: ignore[arg-type]
 
+    def _least_width(self, cell: str) -> int:
+        words = Text.from_markup(cell).plain.split()
+        return min(max(map(len, words), default=1), _LONGEST_WORD)
 
-def _longest_word(cell: str) -> int:
-    words = Text.from_markup(cell).plain.split()
-    return min(max(map(len, words), default=1), _LONGEST_WORD)
 
-
-class ListTable(Table):
+class ListTable(PlainTable):
     """A table with one line per row; the last column is truncated to the terminal."""
 
     def __init__(self, *columns: str) -> None:
-        super().__init__(box=None, header_style="bold", padding=(0, _GAP, 0, 0), pad_edge=False)
-        for column in columns:
-            self.add_column(column, no_wrap=True, min_width=len(column))
+        super().__init__(*columns, no_wrap=True)
+        for column in self.columns:
+            column.overflow = "ellipsis"
         self.columns[-1].min_width = None
 
-    def add_row(self, *cells: RenderableType | None, **options: object) -> None:
-        for column, cell in zip(self.columns, cells, strict=False):
-            if isinstance(cell, str) and column.min_width is not None:
-                column.min_width = max(column.min_width, len(Text.from_markup(cell).plain))
-        super().add_row(*cells, **options)  # type: ignore[arg-type]
+    def _least_width(self, cell: str) -> int:
+        return len(Text.from_markup(cell).plain)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         *whole, last = self.columns
@@ -217,6 +215,16 @@ def write(option: str, file: str, text: str) -> None:
     except OSError as error:
         raise CliError(f"{option} {file!r} cannot be written: {error.strerror}.") from error
     err.print(f"wrote {file}", markup=False)
+
+
+def print_created(name: str, files: Sequence[Path], then: str, *, json: bool) -> None:
+    """Print the files of a new package, and the commands to run next."""
+    if json:
+        print_json({"name": name, "files": [str(path) for path in files]})
+        return
+    for path in files:
+        out.print(escape(str(path.relative_to(Path.cwd()))))
+    out.print(f"\nNow: {escape(then)}")
 
 
 def write_json(option: str, file: str, value: Any) -> None:

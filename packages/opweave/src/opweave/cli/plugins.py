@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from opweave.cli.doctor import plugin_table
 from opweave.cli.options import Flag
-from opweave.cli.output import out, print_json
+from opweave.cli.output import out, print_created, print_json
 from opweave.ir.errors import OpweaveError
 from opweave.platforms import resolution
 from opweave.plugins import load_general_plugins, plugin_problems, plugin_report, scaffold
@@ -35,12 +35,8 @@ def new(name: str, /, *, platform: Flag = False, json: Flag = False) -> None:
         Print JSON.
     """
     files = scaffold.new(name, Path.cwd(), platform=platform)
-    if json:
-        print_json({"name": name, "files": [str(path) for path in files]})
-        return
-    for path in files:
-        out.print(escape(str(path.relative_to(Path.cwd()))))
-    out.print(f"\nNow: pip install -e './{name}\\[test]' && pytest {name} && opweave plugins list")
+    then = f"pip install -e './{name}[test]' && pytest {name} && opweave plugins list"
+    print_created(name, files, then, json=json)
 
 
 @plugins.command(name="list")

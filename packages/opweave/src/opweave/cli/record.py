@@ -15,12 +15,9 @@ from opweave.cli.explain import PROMPT
 from opweave.cli.options import (
     Flag,
     ImportOption,
-    PluginOption,
-    PriorityOption,
     RoundsOption,
     SeedOption,
-    apply_plugins,
-    apply_priorities,
+    SelectionOptions,
     check_utf8,
     import_modules,
 )
@@ -38,6 +35,7 @@ from opweave.config.engine import LoadFormat
 if TYPE_CHECKING:
     from opweave.tuning import Effort, Replay, Time, Trace
 
+_OPTIONS = SelectionOptions()
 TokensOption = Annotated[list[int] | None, Parameter(negative=(), consume_multiple=True)]
 
 
@@ -52,8 +50,7 @@ def record(
     data: Flag = False,
     dtype: str = "auto",
     load_format: LoadFormat = "auto",
-    ir_op_priority: PriorityOption = None,
-    plugin: PluginOption = None,
+    options: SelectionOptions = _OPTIONS,
     import_: ImportOption = None,
 ) -> None:
     """Record the op calls of a model run to a file.
@@ -89,8 +86,7 @@ def record(
             "another suffix, such as .jsonl."
         )
     import_modules(import_)
-    apply_plugins(plugin)
-    apply_priorities(ir_op_priority)
+    options.apply()
     trace = record_model(
         model, prompt, tokens, max_tokens, data=data, dtype=dtype, load_format=load_format
     )
@@ -152,8 +148,7 @@ def replay(
     op: Annotated[list[str] | None, Parameter(negative=())] = None,
     seed: SeedOption = 0,
     rounds: RoundsOption = 15,
-    ir_op_priority: PriorityOption = None,
-    plugin: PluginOption = None,
+    options: SelectionOptions = _OPTIONS,
     import_: ImportOption = None,
     json: Flag = False,
 ) -> int:
@@ -177,8 +172,7 @@ def replay(
     from opweave.tuning import Effort, Trace
 
     import_modules(import_)
-    apply_plugins(plugin)
-    apply_priorities(ir_op_priority)
+    options.apply()
     found = Trace.load(trace)
     replays = _replays(found, provider, op or [], Effort(rounds=rounds), seed)
     if json:

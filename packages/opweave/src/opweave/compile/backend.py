@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule
 
 from opweave.compile import compat, pipeline
 from opweave.compile.aliasing import note_writes, overlaps_another
-from opweave.compile.graph import GraphInfo, all_graphs, has_fakes, ir_calls, named_graphs
+from opweave.compile.graph import GraphInfo, all_calls, all_graphs, has_fakes, named_graphs
 from opweave.compile.options import CompileError, CompileOptions, logger
 from opweave.compile.passes import donated_inputs
 from opweave.compile.pipeline import HOOKS, Stage, hooks
@@ -343,10 +343,8 @@ def remember(log: ReportLog) -> None:
 
 def registries_of(graph_module: GraphModule) -> list[Registry]:
     """Return the current registry and those of the ops in the graph."""
-    found = dict.fromkeys([current_registry()])
-    for module in all_graphs(graph_module):
-        found |= dict.fromkeys(call.op.registry for call in ir_calls(module.graph))
-    return list(found)
+    of_ops = (call.op.registry for call in all_calls(graph_module))
+    return list(dict.fromkeys([current_registry(), *of_ops]))
 
 
 def prepare_ops(graph_module: GraphModule) -> None:
@@ -355,7 +353,7 @@ def prepare_ops(graph_module: GraphModule) -> None:
     Dynamo guards on the function object of an op; the first eager call would replace it, and the
     graph would recompile.
     """
-    for op in {call.op for each in all_graphs(graph_module) for call in ir_calls(each.graph)}:
+    for op in {call.op for call in all_calls(graph_module)}:
         op.prepare()
 
 
@@ -465,7 +463,7 @@ def backend(
         )
     if not parsed.codegen:
         return CompiledGraph(graph_module, example_inputs, parsed, run_lowered)
-    if _has_ops(graph_module):
+    if all_calls(graph_module):
         return CompiledGraph(graph_module, example_inputs, parsed)
     differentiated = is_differentiated(graph_module, example_inputs)
     if not parsed.recognition or differentiated:
@@ -493,7 +491,7 @@ def install(**options: Any) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def compile_fx(model: Any, inputs: Sequence[Any], **kwargs: Any) -> Any:
-            if compat.is_inside() or not isinstance(model, GraphModule) or not _has_ops(model):
+            if compat.is_inside() or not isinstance(model, GraphModule) or not all_calls(model):
                 return original(model, inputs, **kwargs)
             patches = kwargs.pop("config_patches", None) or {}
             parsed = CompileOptions.parse({**options, **patches})
@@ -529,7 +527,3 @@ def _warn_of_no_ops(report: Report) -> None:
     if not _logged:
         _logged = True
         logger.warning("%s", *report.remarks)
-
-
-def _has_ops(graph_module: GraphModule) -> bool:
-    return any(ir_calls(module.graph) for module in all_graphs(graph_module))

@@ -102,7 +102,7 @@ def _keep_written_buffers(loop_body: Any) -> None:
 # All uses of private torch APIs in opweave.compile.
 #
 # The counterpart of :mod:`opweave.torch_compat` for Dynamo, AOTAutograd and Inductor, which are
-# slow to import. ``tests/compile/test_compat.py`` tests each name.
+# slow to import.
 
 
 InductorConfig = Mapping[str, Any]

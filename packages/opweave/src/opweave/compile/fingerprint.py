@@ -68,11 +68,6 @@ def together(module: ModuleType, other: ModuleType) -> bool:
     return scripts and folder_of(module) == folder_of(other)
 
 
-def is_installed(module: ModuleType) -> bool:
-    """Return whether a module is in site-packages, where the version identifies its content."""
-    return _is_in_packages(getattr(module, "__file__", None) or "")
-
-
 def is_versioned(name: str) -> bool:
     """Return whether a module is in torch, Triton or the standard library.
 
@@ -119,6 +114,7 @@ def _file_of(name: str) -> str | None:
 
 
 def _is_in_packages(file: str) -> bool:
+    """Return whether a file is in site-packages, where the version identifies its content."""
     return any(file.startswith(folder + os.sep) for folder in _INSTALLED)
 
 
@@ -316,7 +312,7 @@ class Footprint:
 
     def _elsewhere(self, module: ModuleType | None) -> None:
         """Add a module of another package; if installed, its version and file are enough."""
-        if module is not None and is_installed(module):
+        if module is not None and _is_in_packages(getattr(module, "__file__", None) or ""):
             if not _is_versioned(module):
                 self.installed[module.__name__] = module
         else:

@@ -1,14 +1,14 @@
 """Fusion: replace chains of ops with the composite that is defined as that chain.
 
 A composite is formed only if an implementation other than native supports the arguments. Patterns
-are derived from the composites (:mod:`opweave.compile.patterns`). Larger patterns are tried first
+are derived from the composites (:mod:`opweave.compile.match`). Larger patterns are tried first
 in the whole graph, so that a chain of two ops does not break up a chain of three.
 """
 
 from __future__ import annotations
 
-import operator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from opweave.compile import compat
 from opweave.compile.graph import (
     GraphInfo,
     IrCall,
-    call_arguments,
+    annotate,
+    computed_fake,
     fake_of,
     ir_call,
     is_op,
@@ -27,36 +28,189 @@ from opweave.compile.graph import (
     source_line,
     substitute,
 )
+from opweave.compile.match import WHOLE, Match, NoMatchError, Pattern, derivation, find
 from opweave.compile.passes import donated_nodes
-from opweave.compile.patterns import WHOLE, Match, NoMatchError, Pattern, derivation, find
 from opweave.compile.plan import Context
 from opweave.compile.report import MatchReport
+from opweave.compile.tracing import Function, arguments, inline
 from opweave.ir import IrOp, Registry, current_registry
 from opweave.ir.errors import IrError
 from opweave.ir.priority import NATIVE
 from opweave.ir.selection import candidates
 
+# The search that fusion and recognition share.
+
+
+class Miss(NamedTuple):
+    """A pattern that ends in *anchor*, and why it was not replaced."""
+
+    pattern: Pattern
+    anchor: Node
+    error: NoMatchError
+
+
+def replace_matches(
+    nodes: Sequence[Node],
+    patterns: Iterable[Pattern],
+    replace: Callable[[Match], None],
+    context: Context,
+    *,
+    skip_parts: bool = False,
+) -> list[Miss]:
+    """Replace the matches of *patterns* among *nodes*, larger patterns first in the whole graph.
+
+    Args:
+        nodes: operators, in order.
+        patterns: the patterns.
+        replace: replaces a match; raises NoMatchError if it should stay as it is.
+        context: traces definitions.
+        skip_parts: do not form an op from a part of a larger form of it that *replace* rejected.
+
+    Returns:
+        The misses whose last op was not replaced.
+    """
+    by_kind: dict[object, list[Pattern]] = {}
+    for pattern in patterns:
+        by_kind.setdefault(kind(pattern.anchor), []).append(pattern)
+    chances = [(node, p) for node in reversed(nodes) for p in by_kind.get(kind(node), ())]
+    used: set[Node] = set()
+    parts: set[tuple[IrOp, Node]] = set()
+    misses: list[Miss] = []
+    for anchor, pattern in sorted(chances, key=lambda chance: -chance[1].size):
+        if anchor in used or (pattern.op, anchor) in parts:
+            continue
+        try:
+            match = find(pattern, anchor, context.tracer)
+            inner = match.inner
+            if used & set(inner):
+                raise NoMatchError("a part of it is in another op", 1)
+            replace(match)
+            used |= set(inner)
+        except NoMatchError as error:
+            misses.append(Miss(pattern, anchor, error))
+            if skip_parts:
+                parts |= {(pattern.op, node) for node in error.inner if node is not anchor}
+    return [miss for miss in misses if miss.anchor not in used]
+
+
+def nearest(
+    misses: Iterable[Miss],
+    key: Callable[[Miss], Hashable],
+    nearness: Callable[[Miss], float],
+    *,
+    above: float,
+) -> list[MatchReport]:
+    """Report the nearest miss of each *key*, if its *nearness* is larger than *above*."""
+    best: dict[Hashable, Miss] = {}
+    for miss in misses:
+        other = best.get(key(miss))
+        if nearness(miss) > (nearness(other) if other else above):
+            best[key(miss)] = miss
+    return [
+        MatchReport(pattern.op.name, anchor.name, "rejected", error.reason, source_line(anchor))
+        for pattern, anchor, error in best.values()
+    ]
+
+
+def form_op(
+    match: Match,
+    context: Context,
+    outcome: str,
+    reports: list[MatchReport],
+    function: Function | None = None,
+) -> tuple[IrCall, list[str]]:
+    """Replace a match with a call of its op, or of *function*, which calls the op.
+
+    Adds the *outcome* to *reports*, and returns the call and the names of the replaced nodes.
+
+    Raises:
+        NoMatchError: no implementation other than native would run.
+    """
+    op, inner = match.pattern.op, match.inner
+    anchor, names = inner[-1], [node.name for node in inner]
+    whole = IrCall(anchor, op, match.values, (), ())
+    trace = context.tracer.trace(op.impls[NATIVE], whole.fakes, function or op)
+    if trace.failure:
+        raise NoMatchError(trace.failure, WHOLE)
+    for part in trace.info.calls.values():
+        _check_kernel(part, context)
+    outputs = inline(anchor.graph, trace, anchor, arguments(whole))
+    with anchor.graph.inserting_before(anchor):
+        for old, new in zip(match.outputs(), outputs, strict=True):
+            if old is not None:
+                substitute(old, _reshaped(anchor.graph, new, fake_of(old).shape))
+    _erase(inner)
+    node = outputs[0]
+    while (call := ir_call(node)) is None:  # a part of the result, or a view of it
+        node = node.all_input_nodes[0]
+    reason, source = ", ".join(names), source_line(node)
+    reports.append(MatchReport(op.name, node.name, outcome, reason, source))
+    context.notes.append(f"{op.name} from {reason} ({source})")
+    return call, names
+
+
+def has_kernel(op: IrOp, context: Context) -> bool:
+    """Return whether an implementation other than native comes first for some arguments."""
+    policy = context.plan.policy(op)
+    for sized in (policy, *(sized for _, sized in policy.by_size())):
+        usable = [c for c in candidates(op, sized) if c.obstacle is None]
+        if usable and usable[0].impl.provider != NATIVE:
+            return True
+    return False
+
+
+def _check_kernel(call: IrCall, context: Context) -> None:
+    """Raise NoMatchError unless an implementation other than native would run *call*."""
+    try:
+        selection = context.plan.select(call)
+    except IrError as error:
+        raise NoMatchError(str(error), WHOLE) from error
+    if selection.provider == NATIVE:
+        reasons = "; ".join(f"{r.provider}: {r.reason}" for r in selection.rejected)
+        raise NoMatchError(f"no kernel for it: {reasons or 'native comes first'}", WHOLE)
+
+
+def _reshaped(graph: Graph, node: Node, shape: torch.Size) -> Node:
+    """Return *node*, reshaped if its users expect another shape."""
+    fake = fake_of(node)
+    if fake.shape == shape:
+        return node
+    view = graph.call_function(torch.ops.aten.reshape.default, (node, list(shape)))
+    view.meta["val"] = computed_fake(view, compat.fake_mode_of([fake]))
+    return view
+
+
+def _erase(nodes: list[Node]) -> None:
+    """Erase the replaced nodes; dead code elimination would keep collectives."""
+    for node in dict.fromkeys(reversed(nodes)):  # ops of a match may share a node
+        for user in [u for u in node.users if not is_op(u) and not u.users]:
+            user.graph.erase_node(user)
+        if not node.users:
+            node.graph.erase_node(node)
+
+
+# Fusion.
+
 
 def fuse(info: GraphInfo, context: Context) -> None:
     """Replace every chain of ops for which a composite with a kernel exists."""
-    patterns: dict[object, list[Pattern]] = {}
-    for op in _composites(info, context):
-        for pattern in derivation(op).patterns:
-            patterns.setdefault(kind(pattern.anchor), []).append(pattern)
-    anchors = [node for node in reversed(info.nodes) if kind(node) in patterns]
-    chances = [(anchor, pattern) for anchor in anchors for pattern in patterns[kind(anchor)]]
-    used: set[Node] = set()
-    misses: dict[Node, dict[str, NoMatchError]] = {anchor: {} for anchor in anchors}
-    for anchor, pattern in sorted(chances, key=lambda chance: -chance[1].size):
-        if anchor not in used:
-            _try(info.graph, pattern, anchor, used, misses[anchor], context)
-    for anchor in anchors:
-        if anchor not in used:
-            context.report.fusions += [
-                MatchReport(name, anchor.name, "rejected", miss.reason, source_line(anchor))
-                for name, miss in misses[anchor].items()
-                if miss.matched > 1
-            ]
+    patterns = [pattern for op in _composites(info, context) for pattern in derivation(op).patterns]
+
+    def replace(match: Match) -> None:
+        _check_parts(match, context)
+        donate = _donations(match)
+        call, names = form_op(match, context, "fused", context.report.fusions)
+        if donate:
+            annotate(call, donate=donate)
+        context.fused_from[call.node.name] = names
+
+    misses = replace_matches(info.nodes, patterns, replace, context)
+    context.report.fusions += nearest(
+        misses,
+        key=lambda miss: (miss.anchor, miss.pattern.op),
+        nearness=lambda miss: miss.error.matched,
+        above=1,
+    )
 
 
 class FusionForm(NamedTuple):
@@ -106,16 +260,6 @@ def _composites(info: GraphInfo, context: Context) -> list[IrOp]:
     return found
 
 
-def has_kernel(op: IrOp, context: Context) -> bool:
-    """Return whether an implementation other than native comes first for some arguments."""
-    policy = context.plan.policy(op)
-    for each in (policy, *(each for _, each in policy.by_size())):
-        usable = [c for c in candidates(op, each) if c.obstacle is None]
-        if usable and usable[0].impl.provider != NATIVE:
-            return True
-    return False
-
-
 def _parts_are(present: set[IrOp], op: IrOp) -> bool:
     """Return whether the ops that the definition of *op* calls, or their parts, are in the graph.
 
@@ -125,35 +269,6 @@ def _parts_are(present: set[IrOp], op: IrOp) -> bool:
     named = {n for n in named if not (hasattr(Tensor, n) or hasattr(functional, n))}
     parts = [op.registry.ops[name] for name in sorted(named & op.registry.ops.keys())]
     return all(p in present or (p.composite and _parts_are(present, p)) for p in parts)
-
-
-def _try(
-    graph: Graph,
-    pattern: Pattern,
-    anchor: Node,
-    used: set[Node],
-    misses: dict[str, NoMatchError],
-    context: Context,
-) -> None:
-    op = pattern.op
-    try:
-        match = find(pattern, anchor, context.tracer)
-        if used & set(match.inner):
-            raise NoMatchError("a part of it is in another fusion", 1)
-        _check_parts(match, context)
-        check_kernel(IrCall(match.inner[-1], op, match.values, (), ()), context)
-    except NoMatchError as miss:
-        nearest = misses.get(op.name)
-        if nearest is None or miss.matched > nearest.matched:
-            misses[op.name] = miss
-        return
-    used |= set(match.inner)
-    names = [node.name for node in match.inner]
-    new = _replace(graph, match, anchor)
-    context.fused_from[new.name] = names
-    source = source_line(new)
-    context.report.fusions.append(MatchReport(op.name, new.name, "fused", ", ".join(names), source))
-    context.notes.append(f"{op.name} from {', '.join(names)} ({source})")
 
 
 def _check_parts(match: Match, context: Context) -> None:
@@ -167,63 +282,6 @@ def _check_parts(match: Match, context: Context) -> None:
         for entry in context.plan.policy(call.op).priority:
             if entry.strict:
                 raise NoMatchError(f"{name} must run {entry} [{entry.origin}]", WHOLE)
-
-
-def check_kernel(call: IrCall, context: Context) -> None:
-    """Raise NoMatchError unless an implementation other than native would run *call*."""
-    try:
-        selection = context.plan.select(call)
-    except IrError as error:
-        raise NoMatchError(str(error), WHOLE) from error
-    if selection.provider == NATIVE:
-        reasons = "; ".join(f"{r.provider}: {r.reason}" for r in selection.rejected)
-        raise NoMatchError(f"no kernel for it: {reasons or 'native comes first'}", WHOLE)
-
-
-def _replace(graph: Graph, match: Match, anchor: Node) -> Node:
-    op, outputs = match.pattern.op, match.outputs()
-    args, kwargs = call_arguments(op, match.values)
-    fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), fake_of)
-    target: Any = op.torch_op
-    donate = _donations(match)
-    if donate:
-        target, kwargs = op.torch_ops.annotated, {**kwargs, "donate": donate}
-    mode = compat.fake_mode_of([fake_of(v) for v in match.values if isinstance(v, Node)])
-    with graph.inserting_before(anchor), mode or compat.FakeTensorMode(), torch.no_grad():
-        new = graph.call_function(target, args, kwargs)
-        new.meta = {k: v for k, v in anchor.meta.items() if k not in ("val", "tensor_meta")}
-        new.meta["val"] = op.fake(*fake_args, **fake_kwargs)
-        for position, output in enumerate(outputs):
-            if output is not None:
-                made = _part(graph, new, position) if op.schema.returns_tuple else new
-                substitute(output, reshaped(graph, made, fake_of(output).shape))
-    erase(match.inner)
-    return new
-
-
-def erase(nodes: list[Node]) -> None:
-    """Erase the replaced nodes; dead code elimination would keep collectives."""
-    for node in dict.fromkeys(reversed(nodes)):  # ops of a match may share a node
-        for user in [u for u in node.users if not is_op(u) and not u.users]:
-            user.graph.erase_node(user)
-        if not node.users:
-            node.graph.erase_node(node)
-
-
-def _part(graph: Graph, node: Node, position: int) -> Node:
-    part = graph.call_function(operator.getitem, (node, position))
-    part.meta["val"] = node.meta["val"][position]
-    return part
-
-
-def reshaped(graph: Graph, node: Node, shape: torch.Size) -> Node:
-    """Return *node*, reshaped if its users expect another shape."""
-    fake = fake_of(node)
-    if fake.shape == shape:
-        return node
-    view = graph.call_function(torch.ops.aten.reshape.default, (node, list(shape)))
-    view.meta["val"] = fake.reshape(shape)
-    return view
 
 
 def _donations(match: Match) -> list[int]:

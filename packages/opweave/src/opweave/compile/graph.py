@@ -131,6 +131,11 @@ def ir_calls(graph: Graph) -> list[IrCall]:
     return [call for node in graph.nodes if (call := ir_call(node))]
 
 
+def all_calls(graph_module: GraphModule) -> list[IrCall]:
+    """Return the IR calls of a graph and of its control-flow subgraphs."""
+    return [call for module in all_graphs(graph_module) for call in ir_calls(module.graph)]
+
+
 def replace(call: IrCall, outputs: Sequence[Node]) -> list[Node]:
     """Replace *call* with *outputs*, and erase it.
 

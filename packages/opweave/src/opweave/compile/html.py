@@ -8,6 +8,7 @@ import html
 import os
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from itertools import zip_longest
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
-from markupsafe import Markup
 
 from opweave.compile.report import Report, alike
 
@@ -46,8 +46,7 @@ def render(reports: Sequence[Report], title: str, facts: Mapping[str, str] | Non
         for f in (alike, color, common_folder, count, diff, reuse_groups, split_source)
     }
     style, script = (
-        Markup((_TEMPLATES / name).read_text(encoding="utf-8"))
-        for name in ("style.css", "filter.js")
+        (_TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "filter.js")
     )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page = environment.get_template("page.html")
@@ -77,14 +76,14 @@ def _visible(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
-def breakable(value: object) -> Markup:
-    """Escape *value*, and allow line breaks in long names after underscores and dots.
+def breakable(value: object) -> str:
+    """Return *value* as HTML, with line breaks in long names after underscores and dots.
 
     >>> breakable("x_1 = torch.ops.aten.mm.default(x, w)")
-    Markup('x_1 = torch.<wbr>ops.<wbr>aten.<wbr>mm.<wbr>default(<wbr>x, w)')
+    'x_1 = torch.<wbr>ops.<wbr>aten.<wbr>mm.<wbr>default(<wbr>x, w)'
     """
     escaped = html.escape(_printable(value))
-    return Markup(_LONG_NAME.sub(lambda name: _BREAKS.sub(r"\g<0><wbr>", name[0]), escaped))
+    return _LONG_NAME.sub(lambda name: _BREAKS.sub(r"\g<0><wbr>", name[0]), escaped)
 
 
 def color(provider: str, providers: Iterable[str]) -> int:
@@ -114,12 +113,12 @@ def split_source(source: str) -> tuple[str, str]:
 
 def reuse_groups(report: Report) -> list[tuple[tuple[str, str, str, str], int]]:
     """Return the memory decisions as (verb, op, activation, reason), with their numbers."""
-    groups: dict[tuple[str, str, str, str], int] = {}
-    for node in report.nodes:
-        for reuse in node.reuse:
-            key = (reuse.verb, node.op, reuse.activation, reuse.reason)
-            groups[key] = groups.get(key, 0) + 1
-    return sorted(groups.items())
+    decisions = Counter(
+        (reuse.verb, node.op, reuse.activation, reuse.reason)
+        for node in report.nodes
+        for reuse in node.reuse
+    )
+    return sorted(decisions.items())
 
 
 def seconds(value: float) -> str:
@@ -282,7 +281,7 @@ def _edited(before: str | None, after: str | None) -> tuple[Words, Words]:
     matcher = SequenceMatcher(None, old, new, autojunk=False)
     if matcher.ratio() < _MIN_RATIO:
         return plain
-    opcodes = [(tag != "equal", *places) for tag, *places in matcher.get_opcodes()]
-    left = [(changed, "".join(old[i:j])) for changed, i, j, _, _ in opcodes]
-    right = [(changed, "".join(new[k:m])) for changed, _, _, k, m in opcodes]
+    opcodes = matcher.get_opcodes()
+    left = [(tag != "equal", "".join(old[i:j])) for tag, i, j, _, _ in opcodes]
+    right = [(tag != "equal", "".join(new[k:m])) for tag, _, _, k, m in opcodes]
     return left, right

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace as with_changes
 from typing import cast
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from opweave.compile import compat
@@ -35,8 +36,7 @@ from opweave.torch_compat import decided
 # the implementation instead of the op.
 
 
-STAGE = "lower functional"
-KEPT = "opweave_kept"
+_KEPT = "opweave_kept"
 MAX_DEPTH = 16  # of implementations that call other ops; more than three are unusual
 
 
@@ -46,30 +46,41 @@ def lower_functional(info: GraphInfo, context: Context) -> None:
     Raises:
         CompileError: implementations call each other recursively, or return invalid outputs.
     """
-    later: set[Node] = set()
+    _lower_calls(info, context, _lower_functional)
+
+
+def _lower_calls(
+    info: GraphInfo, context: Context, lower: Callable[[IrCall, GraphInfo, Context], bool]
+) -> GraphInfo:
+    """Lower the calls of ops, then those in the inlined implementations; return the final state.
+
+    Args:
+        info: the graph.
+        context: the context of the compilation.
+        lower: lowers a call; returns False to leave it as it is.
+
+    Raises:
+        CompileError: implementations call each other recursively.
+    """
+    left = {call.node for call in info.calls.values() if is_kept(call)}
     for _ in range(MAX_DEPTH):
-        calls = [call for node, call in info.calls.items() if node not in later]
+        calls = [call for node, call in info.calls.items() if node not in left]
         if not calls:
-            return
+            return info
         for node in [call.node for call in calls]:
             call = ir_call(node)  # again, because its arguments may have been replaced
-            if call and not _lower(info.graph, call, context):
-                later.add(node)
+            if call and not lower(call, info, context):
+                left.add(node)
         info = info.current()  # the calls in inlined implementations come next
-    raise CompileError(endless(calls, context))
-
-
-def endless(calls: list[IrCall], context: Context) -> str:
-    """Return the message for implementations that call each other recursively."""
     chosen = {call.op.name: context.plan.select(call).provider for call in calls}
     named = ", ".join(f"{provider!r} of {op}" for op, provider in chosen.items())
-    return (
+    raise CompileError(
         f"implementations call each other, {MAX_DEPTH} deep or more: {named}. One of them calls "
         "the op that it implements; call the op's .native, or another op."
     )
 
 
-def _lower(graph: Graph, call: IrCall, context: Context) -> bool:
+def _lower_functional(call: IrCall, info: GraphInfo, context: Context) -> bool:
     selection = context.plan.select(call)
     if selection.impl.inplace:
         return False
@@ -77,20 +88,14 @@ def _lower(graph: Graph, call: IrCall, context: Context) -> bool:
     if trace.failure or trace.mutates:
         return False
     check_outputs(call, selection, trace)
-    context.describe(call, selection, STAGE)
-    replace(call, inline(graph, trace, call.node, arguments(call)))
+    context.describe(call, selection, "lower functional")
+    replace(call, inline(info.graph, trace, call.node, arguments(call)))
     return True
 
 
-def keep_as_call(call: IrCall, selection: Selection) -> None:
-    """Keep *call* as a call of the torch op, annotated to run the selected implementation."""
-    annotate(call, using=f"{selection.provider}!", autocast=call.autocast)
-    call.node.meta[KEPT] = True
-
-
 def is_kept(call: IrCall) -> bool:
-    """Return whether :func:`keep_as_call` was called for *call*."""
-    return KEPT in call.node.meta
+    """Return whether *call* was left as a call of the torch op that runs the selected kernel."""
+    return _KEPT in call.node.meta
 
 
 def check_outputs(call: IrCall, selection: Selection, trace: AtenTrace) -> None:
@@ -202,7 +207,6 @@ def _is_intermediate(node: Node, info: GraphInfo) -> bool:
 # A kernel with a functional form is called in that form instead of with copies.
 
 
-_STAGE_INPLACE = "lower in place"
 INSTEAD = "another activation may not be reused, so the kernel's functional form runs"
 
 
@@ -214,23 +218,12 @@ def lower_inplace(info: GraphInfo, context: Context) -> None:
     Raises:
         CompileError: implementations call each other recursively.
     """
-    for _ in range(MAX_DEPTH):
-        calls = [call for call in info.calls.values() if not is_kept(call)]
-        if not calls:
-            break
-        for node in [call.node for call in calls]:
-            call = ir_call(node)  # again, because its arguments may have been replaced
-            if call:
-                _lower_call(call, info, context)
-        info = info.current()  # the calls in inlined implementations come next
-    else:
-        raise CompileError(endless(calls, context))
-    remove_dead_writes(info)
+    remove_dead_writes(_lower_calls(info, context, _lower_inplace))
 
 
-def _lower_call(call: IrCall, info: GraphInfo, context: Context) -> None:
+def _lower_inplace(call: IrCall, info: GraphInfo, context: Context) -> bool:
     selection = context.plan.select(call)
-    described = context.describe(call, selection, _STAGE_INPLACE)
+    described = context.describe(call, selection, "lower in place")
     trace = context.tracer.trace(selection.impl, call.fakes, autocast=call.autocast)
     if not trace.failure:
         check_outputs(call, selection, trace)
@@ -251,12 +244,14 @@ def _lower_call(call: IrCall, info: GraphInfo, context: Context) -> None:
     obstacle = trace.failure or _obstacle(call, selection, trace)
     if obstacle:
         described.stage = f"kept as a call: {obstacle}"
-        keep_as_call(call, selection)
-        return
+        annotate(call, using=f"{selection.provider}!", autocast=call.autocast)
+        call.node.meta[_KEPT] = True
+        return False
     for reuse in described.reuse:
         if reuse.reused:
             info.own(call.argument(reuse.activation))
     _insert(call, trace, info)
+    return True
 
 
 def _refusals(

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule
 
 from opweave.compile import compat, fingerprint
 from opweave.compile.fuse import fuse
-from opweave.compile.graph import GraphInfo, all_graphs, fake_of, graph_text, has_fakes, ir_calls
+from opweave.compile.graph import GraphInfo, all_calls, all_graphs, fake_of, graph_text, has_fakes
 from opweave.compile.lowering import is_kept, lower_functional, lower_inplace
 from opweave.compile.options import CompileOptions, UnloweredOpError, logger
 from opweave.compile.passes import (
@@ -219,13 +219,12 @@ def steps(stage: Stage, plan: Plan) -> Iterator[Pass]:
 
 
 def _check_lowered(graph: Graph) -> None:
-    graphs = all_graphs(cast("GraphModule", graph.owning_module))
-    calls = [call for each in graphs for call in ir_calls(each.graph)]
-    left = [call for call in calls if not is_kept(call)]
+    calls = all_calls(cast("GraphModule", graph.owning_module))
+    left = sorted({call.op.name for call in calls if not is_kept(call)})
     if left:
         raise UnloweredOpError(
-            f"{', '.join(sorted({call.op.name for call in left}))} would have reached code "
-            "generation. This is a bug in opweave: please report it with the program."
+            f"{', '.join(left)} would have reached code generation. This is a bug in opweave: "
+            "please report it with the program."
         )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+_Item = TypeVar("_Item")
 
 WITH_GRADIENTS = "with gradients"  # the stage of differentiated calls
 
@@ -112,10 +114,21 @@ class MatchReport:
 
 def alike(matches: Iterable[MatchReport]) -> list[list[MatchReport]]:
     """Return the matches, grouped by outcome, op and the reason of a rejection."""
-    groups: dict[Any, list[MatchReport]] = {}
-    for match in sorted(matches, key=lambda match: match.outcome == "rejected"):
-        reason = match.reason if match.outcome == "rejected" else ""
-        groups.setdefault((match.outcome, match.op, reason), []).append(match)
+    return _grouped(
+        sorted(matches, key=lambda match: match.outcome == "rejected"),
+        lambda match: (
+            match.outcome,
+            match.op,
+            match.reason if match.outcome == "rejected" else "",
+        ),
+    )
+
+
+def _grouped(items: Iterable[_Item], key: Callable[[_Item], Any]) -> list[list[_Item]]:
+    """Return the items with equal keys together, in order of the first of them."""
+    groups: dict[Any, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return list(groups.values())
 
 
@@ -186,12 +199,12 @@ class Report:
     @property
     def remarks(self) -> list[str]:
         """Remarks about the graph as a whole, one sentence each."""
-        found = []
+        remarks = []
         if self.complete and not self.nodes:
             inference = (
                 "compile under torch.no_grad(), because ops are recognized in inference only, or "
             )
-            found.append(
+            remarks.append(
                 "0 opweave ops in this graph: it calls none and none was recognized, so Inductor "
                 "compiles it alone. To use opweave's kernels, "
                 f"{inference if self.is_differentiated else ''}"
@@ -199,12 +212,12 @@ class Report:
             )
         differentiated = sum(node.stage == WITH_GRADIENTS for node in self.nodes)
         if differentiated:
-            found.append(
+            remarks.append(
                 f"{differentiated} of {len(self.nodes)} calls run differentiable implementations, "
                 "usually native, because gradients are on: for inference, compile under "
                 "torch.no_grad() or torch.inference_mode()"
             )
-        return found
+        return remarks
 
     @property
     def selected_impls(self) -> dict[str, dict[str, str]]:
@@ -251,18 +264,14 @@ class Report:
 
     def outcomes(self) -> list[tuple[NodeReport, int]]:
         """Return one call per distinct outcome, with the number of such calls."""
-        alike: dict[Any, list[NodeReport]] = {}
-        for node in self.nodes:
-            alike.setdefault(node.outcome, []).append(node)
-        return [(nodes[0], len(nodes)) for nodes in alike.values()]
+        groups = _grouped(self.nodes, lambda node: node.outcome)
+        return [(nodes[0], len(nodes)) for nodes in groups]
 
     def layer_groups(self) -> list[list[NodeReport]]:
         """Return the calls, grouped if they differ only in the layer index."""
-        groups: dict[Any, list[NodeReport]] = {}
-        for node in self.nodes:
-            key = (node.outcome, node.source, node.call, node.module_pattern)
-            groups.setdefault(key, []).append(node)
-        return list(groups.values())
+        return _grouped(
+            self.nodes, lambda node: (node.outcome, node.source, node.call, node.module_pattern)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for JSON."""
@@ -291,12 +300,10 @@ class Report:
             )
             for node in data.pop("nodes")
         ]
-        matches = {
-            name: [MatchReport(**match) for match in data.pop(name)]
-            for name in ("fusions", "recognitions")
-        }
+        for name in ("fusions", "recognitions"):
+            data[name] = [MatchReport(**match) for match in data[name]]
         passes = [PassReport(**record) for record in data.pop("passes")]
-        return cls(nodes=nodes, passes=passes, **matches, **data)
+        return cls(nodes=nodes, passes=passes, **data)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

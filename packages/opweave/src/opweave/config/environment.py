@@ -26,17 +26,17 @@ class Variable:
 
     Attributes:
         name: its name; one that ends in ``__<...>`` stands for a variable per key.
+        doc: its meaning.
         kind: its type in the documentation.
         default: its default.
-        doc: its meaning.
         in_file: whether the config file has it too: ``OPWEAVE_CHECK_DONATION`` as the key
             ``check_donation``, one per key as a table.
     """
 
     name: str
-    kind: str
-    default: str
     doc: str
+    kind: str = "string"
+    default: str = ""
     in_file: bool = False
 
     @property
@@ -67,113 +67,91 @@ declared: OpenRegistry[PluginValue[Any]] = OpenRegistry("environment variable")
 API_KEY = "OPWEAVE_API_KEY"
 TUNING_FILE = "OPWEAVE_TUNING_FILE"
 
+# fmt: off
 VARIABLES = (
     Variable(
         API_KEY,
-        "list",
-        "",
         "The API keys of `opweave serve`, separated by commas, unless `--api-key` is given.",
+        kind="list",
     ),
     Variable(
         PRIORITY_PREFIX + "<OP>",
-        "list",
-        "",
         "Providers to prefer for an op, separated by commas; `name!` makes it an error if the "
         "provider cannot be used. `OPWEAVE_IR_OP_PRIORITY__RMS_NORM=triton,opweave_c`.",
-        in_file=True,
+        kind="list", in_file=True,
     ),
     Variable(
         "OPWEAVE_BATCH_INVARIANT",
-        "bool",
-        "0",
         "Use only implementations with the trait `batch_invariant`.",
-        in_file=True,
+        kind="bool", default="0", in_file=True,
     ),
     Variable(
         "OPWEAVE_CACHE_DIR",
-        "path",
-        "~/.cache/opweave",
         "The folder for native modules that are built at run time or by `opweave native build`.",
+        kind="path", default="~/.cache/opweave",
     ),
     Variable(
         "OPWEAVE_CHECK_DONATION",
-        "bool",
-        "0",
         "After `maybe_inplace`, overwrite donated inputs that were not reused with NaN, to find "
         "code that reads them.",
-        in_file=True,
+        kind="bool", default="0", in_file=True,
     ),
     Variable(
         COMPILATION_PREFIX + "<KEY>",
-        "string",
-        "",
         "A key of `CompilationConfig`: `BACKEND`, `MODE`, `CUSTOM_OPS` or, as a JSON object, "
         "`OPTIONS`. `OPWEAVE_COMPILATION_CONFIG__CUSTOM_OPS=none,+rms_norm`.",
         in_file=True,
     ),
     Variable(
         "OPWEAVE_CONFIG",
-        "path",
-        "",
         "The config file, instead of the nearest `opweave.toml` or `pyproject.toml`.",
+        kind="path",
     ),
     Variable(
         "OPWEAVE_ISA",
-        "string",
-        "",
         "The instruction set of the C++ kernels: `base`, `avx2`, `avx512`, `avx512bf16`, `zen4` "
         "or `amx`; by default the best for this CPU.",
     ),
     Variable(
         "OPWEAVE_LOGGING_LEVEL",
-        "string",
-        "",
-        "Write log records from this level up to standard error: `DEBUG`, `INFO`, "
-        "`WARNING`, `ERROR` or `CRITICAL`.",
+        "Write log records from this level up to standard error: `DEBUG`, `INFO`, `WARNING`, "
+        "`ERROR` or `CRITICAL`.",
     ),
     Variable(
         "OPWEAVE_NATIVE_TORCH_INTERNALS",
-        "bool",
-        "1",
         "Whether C++ operators may read tensors through parts of torch that it does not document. "
         "They are tested at load and not used if a test fails; with `0`, they are never used, and "
         "calls take longer.",
+        kind="bool", default="1",
     ),
     Variable(
         "OPWEAVE_PLATFORM",
-        "string",
-        "",
         "The platform to use; other platform plugins are not imported.",
     ),
     Variable(
         "OPWEAVE_PLATFORM_RESOLUTION",
-        "string",
-        "",
-        "The platform of the parent process as JSON. Child processes use the same one or refuse to "
-        "run.",
+        "The platform of the parent process as JSON. Child processes use the same one or refuse "
+        "to run.",
     ),
     Variable(
         "OPWEAVE_PLUGINS",
-        "list",
-        "",
         "The plugins to load, separated by commas: `a,b` for only these, `-a` for all others. By "
         "default all are loaded; an empty value loads no plugin.",
+        kind="list",
     ),
     Variable(
         "OPWEAVE_PLUGINS_STRICT",
-        "bool",
-        "1",
         "Whether a failing plugin is an error. With `0`, opweave logs a warning and continues.",
+        kind="bool", default="1",
     ),
     Variable(
         TUNING_FILE,
-        "path",
-        "",
         "A file that `opweave tune` has written; its measurements choose kernels by the number of "
         "tokens. An empty value disables the file that a config file names.",
-        in_file=True,
+        kind="path", in_file=True,
     ),
 )
+# fmt: on
 
 
 def declare_variable(name: str, kind: type[T], default: T, doc: str) -> None:

@@ -75,7 +75,8 @@ def apply_patches(config: C, patches: Iterable[ConfigPatch], source: str) -> C:
 
 def _is_due(config: Config, patch: ConfigPatch, source: str) -> bool:
     """Return whether *patch* applies and changes a value, and log the outcome."""
-    old, origin = _value(config, patch.path), _origin(config, patch.path)
+    section, name = _section(config, patch.path)
+    old, origin = getattr(section, name), section.origin(name)
     if old == patch.value:
         return False
     if origin.by_user and not patch.force:
@@ -103,33 +104,31 @@ def _check(config: Config, patch: object, source: str) -> None:
         raise PatchError(f"{source} returned {patch!r}, which is not a ConfigPatch.")
     if not patch.reason.strip():
         raise PatchError(f"{source} sets {patch.path} without a reason. Give one for the log.")
-    _value(config, patch.path, f"{source}: ")
+    try:
+        _section(config, patch.path)
+    except PatchError as error:
+        raise PatchError(f"{source}: {error}") from None
 
 
-def _value(config: Config, path: str, prefix: str = "") -> Any:
-    found: Any = config
+def _section(config: Config, path: str) -> tuple[Config, str]:
+    """Return the section that has the value at *path*, and the value's name in it."""
+    section, value = config, config
     for index, name in enumerate(path.split(".")):
-        if not isinstance(found, Config) or name not in found.names():
-            known = found.names() if isinstance(found, Config) else ()
+        section = value
+        if not isinstance(section, Config) or name not in section.names():
+            known = section.names() if isinstance(section, Config) else ()
             where = ".".join(path.split(".")[:index]) or type(config).__name__
             raise PatchError(
-                f"{prefix}{path!r} is not a value of the configuration: {where} has no {name!r}. "
+                f"{path!r} is not a value of the configuration: {where} has no {name!r}. "
                 f"{did_you_mean(name, known)}"
             )
-        found = getattr(found, name)
-    if isinstance(found, Config):
+        value = getattr(section, name)
+    if isinstance(value, Config):
         raise PatchError(
-            f"{prefix}{path!r} is a section of the configuration. Name a value in it, such as "
-            f"'{path}.{found.names()[0]}'."
+            f"{path!r} is a section of the configuration. Name a value in it, such as "
+            f"'{path}.{value.names()[0]}'."
         )
-    return found
-
-
-def _origin(config: Config, path: str) -> Origin:
-    *parents, name = path.split(".")
-    for parent in parents:
-        config = getattr(config, parent)
-    return config.origin(name)
+    return section, name
 
 
 def origins(config: Config, path: str = "") -> dict[str, Origin]:

@@ -16,7 +16,7 @@ from opweave.transaction import enter
 
 
 @dataclass(frozen=True)
-class Check:
+class ValueCheck:
     """A condition of a value.
 
     Attributes:
@@ -37,24 +37,26 @@ class Check:
         raise SettingError(f"{owner}: {name}={value!r} must be {self.expected}. {hint}".rstrip())
 
 
-COUNT = Check(lambda v: type(v) is int and v >= 1, "a positive integer")
-FLAG = Check(lambda v: isinstance(v, bool), "True or False")
-SECONDS = Check(
+COUNT = ValueCheck(lambda v: type(v) is int and v >= 1, "a positive integer")
+FLAG = ValueCheck(lambda v: isinstance(v, bool), "True or False")
+SECONDS = ValueCheck(
     lambda v: type(v) in (int, float) and 0 < v < float("inf"), "a positive number of seconds"
 )
-SHARE = Check(lambda v: type(v) in (int, float) and 0 < v <= 1, "a number above 0, and at most 1")
+SHARE = ValueCheck(
+    lambda v: type(v) in (int, float) and 0 < v <= 1, "a number above 0, and at most 1"
+)
 
 
-def one_of(*choices: str) -> Check:
+def one_of(*choices: str) -> ValueCheck:
     """Return a check that accepts *choices*."""
-    return Check(lambda v: v in choices, f"one of {', '.join(choices)}", choices)
+    return ValueCheck(lambda v: v in choices, f"one of {', '.join(choices)}", choices)
 
 
-def checked(check: Check, default: Any) -> Any:
+def checked(check: ValueCheck, default: Any) -> Any:
     """Declare a field of a :class:`Config`; None is accepted if it is the default."""
     if default is None:
         accepts, text = check.accepts, f"{check.expected}, or None"
-        check = Check(lambda v: v is None or accepts(v), text)
+        check = ValueCheck(lambda v: v is None or accepts(v), text)
     return field(default=default, metadata={"check": check})
 
 

@@ -39,7 +39,7 @@ def outputs_problem(case: Case, result: Any) -> str | None:
         if found.dtype in _WIDE and reference.is_floating_point():
             problem = _referenced(case, found, native, reference)
         else:
-            problem = near_problem(found, native, _tolerance(case, found))
+            problem = near_problem(found, native, tolerance_of(case, found))
             problem = problem or _codes_problem(found, native)
         if problem:
             return f"output {i}: {problem}"
@@ -89,13 +89,8 @@ def _codes_problem(found: Tensor, native: Tensor) -> str | None:
     return f"too many codes are not native's, if near: {_worst(found, native, other)}"
 
 
-def tolerance_of(case: Case, output: Tensor) -> Tolerance:
-    """Return the op's tolerance for *output*, which rounded inputs may widen."""
-    return _tolerance(case, output)
-
-
 def _referenced(case: Case, found: Tensor, native: Tensor, reference: Tensor) -> str | None:
-    atol, rtol = _tolerance(case, found)
+    atol, rtol = tolerance_of(case, found)
     f, n, r = (t.to(torch.float64) for t in (found, native, reference))
     error, usual = (f - r).abs(), (n - r).abs()
     # Where native alone is not finite, it says nothing: torch's own kernels overflow, or read NaN
@@ -129,7 +124,8 @@ def _mean_problem(
     )
 
 
-def _tolerance(case: Case, output: Tensor) -> Tolerance:
+def tolerance_of(case: Case, output: Tensor) -> Tolerance:
+    """Return the op's tolerance for *output*, which rounded inputs may widen."""
     coarsest = output.dtype
     if output.dtype in _WIDE:
         floats = [t.dtype for t in tensors_in(case.values) if t.dtype in _WIDE]

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.conformance.compat import fake_values
-from opweave.conformance.memory import Values, copied
+from opweave.conformance.memory import Values, copied, fake_values
 from opweave.ir import IrOp, IrOpImpl
 from opweave.ir.errors import OpweaveError
-from opweave.ir.op import tensors_in
+from opweave.ir.op import shown, tensors_in
 from opweave.ir.priority import NATIVE
 
 # Errors of the conformance kit, one class per condition.
@@ -97,7 +96,7 @@ class Subject:
 
     def compiles(self, values: Values) -> bool:
         """Whether the predicate accepts the arguments in a graph, without tensor values."""
-        return self.accepts(fake_values(values))
+        return self.accepts(fake_values(values)[1])
 
     @property
     def call(self) -> Callable[..., Any]:
@@ -132,7 +131,7 @@ class Case:
         self.op, self.label, self.values = op, label, tuple(values)
 
     def __str__(self) -> str:
-        arguments = ", ".join(map(_shown, self.values))
+        arguments = ", ".join(map(shown, self.values))
         return f"{self.op.name}({arguments}) [{self.label}]"
 
     def with_values(self, label: str, values: Sequence[Any]) -> Case:
@@ -220,16 +219,6 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _widened(t: Tensor) -> Tensor:
     return t.to(torch.float64) if t.dtype in _NARROW else t
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        strides = "" if value.is_contiguous() else f" strides {tuple(value.stride())}"
-        return f"{dtype}{list(value.shape)}{strides}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_shown, value))}]"
-    return repr(value)
 
 
 # Progress marker: written before each step, because the step may crash the process.

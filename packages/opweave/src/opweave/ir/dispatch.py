@@ -61,8 +61,8 @@ class Callee:
     __signature__ = _OpSignature()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        own: Self = object.__new__(type(cls.__name__, (cls,), {}))
-        return own
+        callee: Self = object.__new__(type(cls.__name__, (cls,), {}))
+        return callee
 
     def __copy__(self) -> Self:
         return self
@@ -125,7 +125,7 @@ class Path:
             return True
 
     def _candidates(self, policy: Policy) -> Ranges:
-        return [(limit, candidates(self.op, each)) for limit, each in policy.by_size()]
+        return [(limit, candidates(self.op, part)) for limit, part in policy.by_size()]
 
     def _generate(self, ranges: Ranges, scoped: Function | None) -> tuple[str, Function]:
         return Generator(
@@ -237,14 +237,14 @@ def check_types(op: OpDefinition, values: Sequence[Any]) -> None:
         if param.is_tensor and not isinstance(value, Tensor):
             if value is None and param.is_optional:
                 continue
-            wanted = "a Tensor or None" if param.is_optional else "a Tensor"
+            kind = "a Tensor or None" if param.is_optional else "a Tensor"
             raise TensorArgumentError(
-                f"{op.name}: {param.name} must be {wanted}, found {type(value).__name__}."
+                f"{op.name}: {param.name} must be {kind}, found {type(value).__name__}."
             )
-        if param.is_tensor_list and (found := _list_problem(param, value)):
+        if param.is_tensor_list and (problem := _list_problem(param, value)):
             items = "Tensors and None" if param.has_optional_items else "Tensors"
             raise TensorArgumentError(
-                f"{op.name}: {param.name} must be a list or tuple of {items}, found {found}."
+                f"{op.name}: {param.name} must be a list or tuple of {items}, found {problem}."
             )
 
 
@@ -302,11 +302,11 @@ def check_result(
         return True
     checks = _checks.get(impl, 0)
     if checks < _MAX_CHECKS:
-        given = tensors_in([*args, *kwargs.values()])
+        tensors = tensors_in([*args, *kwargs.values()])
         # A wrong shape may go unnoticed with a single row, as in a warm-up call.
-        one_row = bool(given) and given[0].shape[:1] == (1,)
+        one_row = bool(tensors) and tensors[0].shape[:1] == (1,)
         if not (checks and one_row):
-            _check_metadata(impl, result, given, args, kwargs)
+            _check_metadata(impl, result, tensors, args, kwargs)
         _checks[impl] = checks = checks + 1 if one_row else _MAX_CHECKS
     return checks == _MAX_CHECKS
 
@@ -320,40 +320,40 @@ def _check_count(impl: IrOpImpl, result: Any) -> None:
     wrong = [type(value).__name__ for value in outputs if not isinstance(value, _OUTPUTS)]
     if is_sequence == is_tuple and len(outputs) == count and not wrong:
         return
-    wanted = f"a tuple of {count} Tensors" if is_tuple else "one Tensor"
-    found = type(result).__name__
+    expected = f"a tuple of {count} Tensors" if is_tuple else "one Tensor"
+    returned = type(result).__name__
     if is_sequence:
-        found += f" of {len(outputs)}" + (f" with {wrong[0]} in it" if wrong else "")
-    raise _invalid(impl, f"must return {wanted}, found {found}.")
+        returned += f" of {len(outputs)}" + (f" with {wrong[0]} in it" if wrong else "")
+    raise _invalid(impl, f"must return {expected}, found {returned}.")
 
 
 def _check_metadata(
     impl: IrOpImpl,
     result: Any,
-    given: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
     outputs = tensors_in([result])
-    if not (_are_plain([*given, *outputs]) and _is_undisturbed(given)):
+    if not (_are_plain([*tensors, *outputs]) and _is_undisturbed(tensors)):
         return
-    found = [_Output(t.dtype, tuple(t.shape), t.device) for t in outputs]
-    for i, (fake, has) in enumerate(zip(_expected(impl, args, kwargs), found, strict=False)):
-        if has != (wanted := _located(fake, given, has)):
-            which = f" as output {i}" if len(found) > 1 else ""
+    returned = [_Output(t.dtype, tuple(t.shape), t.device) for t in outputs]
+    for i, (fake, has) in enumerate(zip(_expected(impl, args, kwargs), returned, strict=False)):
+        if has != (expected := _located(fake, tensors, has)):
+            which = f" as output {i}" if len(returned) > 1 else ""
             raise _invalid(
                 impl,
-                f"returned {has}{which}, but the op's fake implementation returns {wanted}. "
+                f"returned {has}{which}, but the op's fake implementation returns {expected}. "
                 "Fix it, or leave the provider out of the priority.",
             )
     if not impl.inplace:
-        _check_memory(impl, outputs, given)
+        _check_memory(impl, outputs, tensors)
 
 
-def _check_memory(impl: IrOpImpl, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+def _check_memory(impl: IrOpImpl, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Check that no output shares memory with an argument."""
     for i, output in enumerate(outputs):
-        if output.numel() and any(torch_compat.share_storage(output, t) for t in given):
+        if output.numel() and any(torch_compat.share_storage(output, t) for t in tensors):
             which = f"output {i}" if len(outputs) > 1 else "its output"
             raise _invalid(
                 impl,
@@ -366,9 +366,9 @@ def _are_plain(tensors: Sequence[Tensor]) -> bool:
     return all(type(t) in plain_call.PLAIN_TYPES and t.layout is torch.strided for t in tensors)
 
 
-def _is_undisturbed(given: Sequence[Tensor]) -> bool:
+def _is_undisturbed(tensors: Sequence[Tensor]) -> bool:
     """Whether the outputs depend on the arguments alone, not on a mode or autocast."""
-    return not plain_call.is_watched() and not autocasts(given)
+    return not plain_call.is_watched() and not autocasts(tensors)
 
 
 def _expected(impl: IrOpImpl, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Output]:
@@ -381,12 +381,12 @@ def _expected(impl: IrOpImpl, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return [_Output(t.dtype, tuple(t.shape), t.device) for t in tensors_in([result])]
 
 
-def _located(output: _Output, given: Sequence[Tensor], found: _Output) -> _Output:
-    """Return a fake *output* on the device of the arguments, or of *found* if those differ."""
+def _located(output: _Output, tensors: Sequence[Tensor], returned: _Output) -> _Output:
+    """Return a fake *output* on the device of the arguments, or of *returned* if those differ."""
     if output.device != _META:
         return output
-    devices = {t.device for t in given}
-    return output._replace(device=devices.pop() if len(devices) == 1 else found.device)
+    devices = {t.device for t in tensors}
+    return output._replace(device=devices.pop() if len(devices) == 1 else returned.device)
 
 
 def _meta(value: Any) -> Any:

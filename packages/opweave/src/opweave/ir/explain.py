@@ -8,12 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
 from opweave import torch_compat
 from opweave.ir.dispatch import CallSite
 from opweave.ir.errors import InvalidOpError
-from opweave.ir.op import IrOpImpl, OpDefinition, tensors_in
+from opweave.ir.op import IrOpImpl, OpDefinition, shown, tensors_in
 from opweave.ir.priority import Entries
 from opweave.ir.registry import IrOp
 from opweave.ir.scope import Scope, current_scope, entered, left_to_python
@@ -190,7 +188,7 @@ def explained(selection: Selection, values: tuple[Any, ...]) -> Explanation:
         plugin = _plugin(op, provider)
         verdicts.append(Verdict(provider, "not listed", "in no priority list", "", plugin))
     call = ", ".join(
-        f"{name}={_show(value)}" for name, value in zip(op.schema.names, values, strict=True)
+        f"{name}={shown(value)}" for name, value in zip(op.schema.names, values, strict=True)
     )
     return Explanation(
         op.name, call, selection.provider, tuple(verdicts), dict(selection.policy.required)
@@ -200,18 +198,6 @@ def explained(selection: Selection, values: tuple[Any, ...]) -> Explanation:
 def _plugin(op: OpDefinition, provider: str) -> str:
     impl = op.impls.get(provider)
     return "" if impl is None or impl.owner is None else str(impl.owner)
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        shape = ", ".join(map(str, value.shape))
-        dtype = str(value.dtype).removeprefix("torch.")
-        plain = value.layout is not torch.strided or value.is_contiguous()
-        strided = "" if plain else f" strides {tuple(value.stride())}"
-        return f"{dtype}[{shape}]{strided} {value.device}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_show, value))}]"
-    return repr(value)
 
 
 # Record which implementations run: ``ir.record`` and ``opweave.explain``.

@@ -156,15 +156,15 @@ class IrOpImpl:
     edition: int = field(init=False)
 
     def __post_init__(self) -> None:
-        native, what = self.op.native, f"{self.op.name!r}: implementation {self.provider!r}"
-        check_same(native, self.impl_fn, f"{what} ({self.site})", self.tunable)
+        native, name = self.op.native, f"{self.op.name!r}: implementation {self.provider!r}"
+        check_same(native, self.impl_fn, f"{name} ({self.site})", self.tunable)
         if self.functional_fn is not None:
-            check_same(native, self.functional_fn, f"{what}, functional= ({self.site})")
+            check_same(native, self.functional_fn, f"{name}, functional= ({self.site})")
         if self.supports_args is not None:
-            check_predicate(self.supports_args, self.op.schema, what)
-        name = (self.op.namespace, self.op.name, self.provider)
-        object.__setattr__(self, "edition", _editions[name])
-        _editions[name] += 1
+            check_predicate(self.supports_args, self.op.schema, name)
+        key = (self.op.namespace, self.op.name, self.provider)
+        object.__setattr__(self, "edition", _editions[key])
+        _editions[key] += 1
 
     def __repr__(self) -> str:
         return f"<IrOpImpl {self.op.name}:{self.provider} from {self.site}>"
@@ -172,8 +172,8 @@ class IrOpImpl:
     @property
     def plain_fn(self) -> Callable[..., Any]:
         """``impl_fn`` for plain calls (:mod:`opweave.plain_call`): skips its own torch op."""
-        found: Callable[..., Any] = getattr(self.impl_fn, "undispatched", self.impl_fn)
-        return found
+        function: Callable[..., Any] = getattr(self.impl_fn, "undispatched", self.impl_fn)
+        return function
 
     @property
     def base(self) -> str:
@@ -294,6 +294,19 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
         items = value if isinstance(value, (list, tuple)) else (value,)
         tensors += [item for item in items if isinstance(item, Tensor)]
     return tensors
+
+
+def shown(value: Any) -> str:
+    """Format an argument: dtype, shape, device and unusual strides of a tensor."""
+    if isinstance(value, Tensor):
+        shape = ", ".join(map(str, value.shape))
+        dtype = str(value.dtype).removeprefix("torch.")
+        plain = value.layout is not torch.strided or value.is_contiguous()
+        strided = "" if plain else f" strides {tuple(value.stride())}"
+        return f"{dtype}[{shape}]{strided} {value.device}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(shown, value))}]"
+    return repr(value)
 
 
 def least_bytes(op: OpDefinition, values: Sequence[Any], results: Iterable[Any]) -> int | None:

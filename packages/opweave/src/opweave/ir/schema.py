@@ -221,6 +221,7 @@ class Schema(NamedTuple):
             body: Python source; it may refer to the parameters and to *names*.
             names: values by name, each starting with an underscore.
         """
+        # No __name__ in the globals, because Dynamo would look them up in the module of that name.
         function: Callable[..., Any] = eval(
             f"lambda {self.declaration}: {body}", {**self.defaults, **names}
         )

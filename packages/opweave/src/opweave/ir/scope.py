@@ -39,10 +39,10 @@ class Scope:
         recorder: Recorder | None = None,
     ) -> None:
         inherited = parent.priorities if parent else {}
-        own = priorities or {}
+        new = priorities or {}
         self.priorities: dict[Hashable, list[Entries]] = {
-            op: [own[op], *inherited.get(op, [])] if op in own else inherited[op]
-            for op in {**own, **inherited}
+            op: [new[op], *inherited.get(op, [])] if op in new else inherited[op]
+            for op in {**new, **inherited}
         }
         self.required: dict[str, str] = {**(parent.required if parent else {}), **(required or {})}
         self.recorders: tuple[Recorder, ...] = (parent.recorders if parent else ()) + (
@@ -144,7 +144,7 @@ class Settings:
             ranges: for each op, lists for numbers of tokens in ascending order; the last one has
                 no limit. Providers that are not registered are skipped.
         """
-        self._tuned = {op: tuple(found) for op, found in ranges.items()}
+        self._tuned = {op: tuple(by_size) for op, by_size in ranges.items()}
         self._on_change()
 
     def tuned(self, op: str) -> tuple[SizeRange, ...]:

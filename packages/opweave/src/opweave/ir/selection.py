@@ -71,8 +71,8 @@ class Policy(NamedTuple):
 def _range_of(
     tokens: float, limited: Sequence[tuple[int | None, Policy]], unlimited: Policy
 ) -> Policy:
-    found = (policy for limit, policy in limited if limit is not None and tokens <= limit)
-    return next(found, unlimited)
+    fitting = (policy for limit, policy in limited if limit is not None and tokens <= limit)
+    return next(fitting, unlimited)
 
 
 class Candidate(NamedTuple):
@@ -136,8 +136,8 @@ def policy_for(
     able = _with_traits(op, required)
     tuned = []
     for limit, entries in settings.tuned(op.name) if op.schema.tensors else ():
-        known = tuple(entry for entry in entries if entry.provider in op.impls)
-        merged = merge([*stronger, *settings.priorities(op.name, op.impls, known), able])
+        registered = tuple(entry for entry in entries if entry.provider in op.impls)
+        merged = merge([*stronger, *settings.priorities(op.name, op.impls, registered), able])
         tuned.append(SizeRange(limit, merged))
     if len(tuned) == 1:  # the same choice for all sizes
         return Policy(tuned[0].entries, required)
@@ -189,11 +189,11 @@ def select(op: OpDefinition, values: Sequence[Any], policy: Policy) -> Selection
 
 
 def _first(
-    op: OpDefinition, found: list[Candidate], values: Sequence[Any] | None, policy: Policy
+    op: OpDefinition, tried: list[Candidate], values: Sequence[Any] | None, policy: Policy
 ) -> Selection:
     """Return the first candidate without an obstacle that accepts *values*, if given."""
     rejected: list[Rejection] = []
-    for candidate in found:
+    for candidate in tried:
         entry, impl = candidate.entry, candidate.impl
         reason = candidate.obstacle or (None if values is None else impl.rejection(values))
         if reason is None:

@@ -99,11 +99,11 @@ def _register(torch_ops: TorchOps) -> None:
         named = dict(zip(op.schema.names, values, strict=True))
         rows = named[op.activations[0]].shape[:-1]
         outputs = op.schema.num_outputs
-        found: Any = [([Replicate()] * outputs, [_if_tensor(v, Replicate()) for v in values])]
+        strategies: Any = [([Replicate()] * outputs, [_if_tensor(v, Replicate()) for v in values])]
         if all(named[name].shape[:-1] == rows for name in op.activations) and rows:
             inputs = [_if_tensor(v, Shard(0) if _has(rows, v) else Replicate()) for v in values]
-            found.append(([Shard(0)] * outputs, inputs))
-        return found
+            strategies.append(([Shard(0)] * outputs, inputs))
+        return strategies
 
     overloads: Any = (torch_ops.default, torch_ops.maybe_inplace, torch_ops.annotated)
     register_sharding([torch_op for torch_op in overloads if torch_op is not None])(strategy)
@@ -257,8 +257,8 @@ class TorchOps:
         return path.function(self.op, *args, **kwargs)
 
     def _autograd(self, torch_op: Function, *args: Any, annotated: bool, **kwargs: Any) -> Any:
-        own = {k: v for k, v in kwargs.items() if not (annotated and k in ANNOTATIONS)}
-        values = self.op.bind(*args, **own)
+        rest = {k: v for k, v in kwargs.items() if not (annotated and k in ANNOTATIONS)}
+        values = self.op.bind(*args, **rest)
         if not needs_gradient(values):
             prepare_sharding(self, values)
             with torch_compat.below_autograd():
@@ -270,7 +270,7 @@ class TorchOps:
             selection = select_here(self.op, values, policy)
             warn_of_fallback(selection)
             with selection.impl.noting():
-                return functional(selection.impl)(*args, **own)
+                return functional(selection.impl)(*args, **rest)
 
     def _batched(self, *args: Any, using: str = "", **kwargs: Any) -> Any:
         policy = policy_for(self.op, call_site(using))
@@ -294,8 +294,8 @@ def _with_annotations(schema: str) -> str:
     parameters, returns = schema.rsplit(" -> ", 1)
     separator = ", " if "*" in parameters else ", *, "
     # donate is optional: AOTInductor passes None for an omitted empty list.
-    own = "str using='', int[]? donate=None, str autocast=''"
-    return f"{parameters[:-1]}{separator}{own}) -> {returns}"
+    annotations = "str using='', int[]? donate=None, str autocast=''"
+    return f"{parameters[:-1]}{separator}{annotations}) -> {returns}"
 
 
 def _keep(function: Function, *, reads_using: bool = False) -> Function:

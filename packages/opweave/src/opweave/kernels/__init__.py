@@ -1,4 +1,4 @@
-"""The built-in providers, one package each. Importing a provider registers its implementations."""
+"""The built-in providers. Importing one registers its implementations."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def load(registry: Registry) -> None:
     The implementations belong to opweave, even if a plugin's platform calls this function. If an
     import fails, its registrations are rolled back.
     """
-    for provider in (*OWN_PROVIDERS, *ADAPTERS):
-        name = f"{__name__}.{provider}"
+    names = [*OWN_PROVIDERS, *(f"libraries.{provider}" for provider in ADAPTERS)]
+    for name in (f"{__name__}.{name}" for name in names):
         with owned_by(None), transaction.detached(), registry.transaction():
             try:
                 importlib.import_module(name)

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,15 +15,14 @@ from opweave.ir import IrOp, ops, require
 from opweave.ir.ops.arguments import check_sequences, check_slots
 from opweave.ir.ops.attention import check_attention, check_varlen
 from opweave.ir.ops.conv import check_conv, check_patches, patches
-from opweave.ir.ops.fused_experts import Routed, bound_activation, check_experts, combine, route
-from opweave.ir.ops.fused_experts_quant import check_experts_quant, low_bit_product
+from opweave.ir.ops.fused_experts import Routed, combine
 from opweave.ir.ops.linear import scales_tokens
 from opweave.ir.ops.mla_attention import check_decode
 from opweave.ir.ops.paged_attention import check_tables
 from opweave.ir.ops.ssd import check_ssd
 from opweave.ir.ops.state_space import check_scan, check_update
 from opweave.ir.rules import BATCH_INVARIANT, DIFFERENTIABLE
-from opweave.kernels.aten.experts import dense_products, of_each_expert
+from opweave.kernels.aten.experts import Experts, dense_experts, low_bit_experts, outputs_of
 from opweave.kernels.aten.state_space import IN_PLACE, PACKED, own_slots, sequences
 from opweave.kernels.wrap import opaque as opaque_in
 
@@ -54,18 +53,43 @@ def of_rows(function: Callable[..., _T], *tensors: Tensor) -> list[_T]:
 _TRAITS = {BATCH_INVARIANT, DIFFERENTIABLE}
 
 
-@ops.rms_norm.register_impl("batch_invariant", traits=_TRAITS)
-@opaque(ops.rms_norm)
-def rms_norm(
-    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
-) -> Tensor:
-    return _each_row(lambda row: ops.rms_norm.native(row, weight, epsilon, variance_size), x)
+def _each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply *function* to each row; the result has the strides of *x*."""
+    joined = _by_rows(function, x)
+    if x.is_contiguous() or joined.shape[-1] == 0:
+        return joined
+    return torch.empty_like(x[..., : joined.shape[-1]]).copy_(joined)
 
 
-@ops.linear.register_impl("batch_invariant", traits=_TRAITS)
-@opaque(ops.linear)
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _by_rows(lambda row: ops.linear.native(row, weight, bias), x)
+def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    if x.ndim < 2 or x.numel() == 0:
+        return function(x)
+    rows = of_rows(function, x.reshape(-1, x.shape[-1]))
+    return torch.cat(rows).reshape(*x.shape[:-1], rows[0].shape[-1])
+
+
+def _register(op: IrOp, function: Callable[..., Any], traits: set[str]) -> None:
+    """Register *function*, which takes the arguments of *op* in any way, as an opaque op."""
+    function.__signature__ = inspect.signature(op.native)  # type: ignore[attr-defined]
+    op.register_impl("batch_invariant", traits=traits)(opaque(op)(function))
+
+
+def _register_native(
+    op: IrOp, apply: Callable[[Callable[[Tensor], Any], Tensor], Any], traits: set[str]
+) -> None:
+    """Register native, applied to the rows of the first argument by *apply*."""
+
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        x, *rest = op.bind(*args, **kwargs)
+        return apply(lambda row: op.native(row, *rest), x)
+
+    _register(op, alone, traits)
+
+
+for _op in (ops.rms_norm, ops.silu_and_mul, ops.mul_and_silu):
+    _register_native(_op, _each_row, _TRAITS)
+for _op in (ops.linear, ops.linear_w4a16, ops.linear_q):
+    _register_native(_op, _by_rows, _TRAITS)
 
 
 @ops.linear_w8a16.register_impl("batch_invariant", traits=_TRAITS)
@@ -96,36 +120,6 @@ def linear_w8a8(
     return torch.cat(rows).reshape(*x.shape[:-1], weight.shape[0])
 
 
-@ops.linear_w4a16.register_impl("batch_invariant", traits=_TRAITS)
-@opaque(ops.linear_w4a16)
-def linear_w4a16(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    offset: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    return _by_rows(lambda row: ops.linear_w4a16.native(row, weight, scale, offset, bias), x)
-
-
-@ops.linear_q.register_impl("batch_invariant", traits=_TRAITS)
-@opaque(ops.linear_q)
-def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> Tensor:
-    return _by_rows(lambda row: ops.linear_q.native(row, weight, bias, format), x)
-
-
-@ops.silu_and_mul.register_impl("batch_invariant", traits=_TRAITS)
-@opaque(ops.silu_and_mul)
-def silu_and_mul(x: Tensor) -> Tensor:
-    return _each_row(ops.silu_and_mul.native, x)
-
-
-@ops.mul_and_silu.register_impl("batch_invariant", traits=_TRAITS)
-@opaque(ops.mul_and_silu)
-def mul_and_silu(x: Tensor) -> Tensor:
-    return _each_row(ops.mul_and_silu.native, x)
-
-
 @ops.gelu_and_mul.register_impl("batch_invariant", traits=_TRAITS)
 @opaque(ops.gelu_and_mul)
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
@@ -135,21 +129,6 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
         return twice[0]
 
     return _each_row(alone, x)
-
-
-def _each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply *function* to each row; the result has the strides of *x*."""
-    joined = _by_rows(function, x)
-    if x.is_contiguous() or joined.shape[-1] == 0:
-        return joined
-    return torch.empty_like(x[..., : joined.shape[-1]]).copy_(joined)
-
-
-def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    if x.ndim < 2 or x.numel() == 0:
-        return function(x)
-    rows = of_rows(function, x.reshape(-1, x.shape[-1]))
-    return torch.cat(rows).reshape(*x.shape[:-1], rows[0].shape[-1])
 
 
 # Attention, one query at a time: the result of a query depends only on its own keys.
@@ -306,68 +285,21 @@ def _each_image(function: Callable[[Tensor], Tensor], x: Tensor, ndim: int) -> T
 _EXPERTS_TRAITS = {BATCH_INVARIANT}
 
 
-@ops.fused_experts.register_impl("batch_invariant", traits=_EXPERTS_TRAITS)
-@opaque(ops.fused_experts)
-def fused_experts(
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str = "silu",
-    expert_map: Tensor | None = None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
-    alpha: float | None = None,
-    beta: float | None = None,
-    limit: float | None = None,
-) -> Tensor:
-    check_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
-    act = bound_activation(activation, alpha, beta, limit)
-    routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
-    # Inner ops must be batch-invariant even if the caller does not require it, so that the result
-    # is the same in both cases.
-    with require(BATCH_INVARIANT):
-        each = ops.silu_and_mul if activation == "silu" else partial(_each, act)
-        first, second = dense_products(w13, w2, w13_bias, w2_bias)
-        outputs = of_each_expert(routed, len(w13), first, each, second)
-        return _combined(outputs, routed)
+def _register_experts(op: IrOp, prepare: Callable[..., Experts]) -> None:
+    def alone(*args: Any, **kwargs: Any) -> Tensor:
+        experts = prepare(*op.bind(*args, **kwargs))
+        # Inner ops must be batch-invariant even if the caller does not require it, so that the
+        # result is the same in both cases.
+        with require(BATCH_INVARIANT):
+            if experts.act is not ops.silu_and_mul:
+                experts = experts._replace(act=partial(_each, experts.act))
+            return _combined(outputs_of(experts), experts.routed)
+
+    _register(op, alone, _EXPERTS_TRAITS)
 
 
-@ops.fused_experts_quant.register_impl("batch_invariant", traits=_EXPERTS_TRAITS)
-@opaque(ops.fused_experts_quant)
-def fused_experts_quant(
-    x: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor | None,
-    w13_offset: Tensor | None,
-    w2: Tensor,
-    w2_scale: Tensor | None,
-    w2_offset: Tensor | None,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    w13_format: str = "w4a16",
-    w2_format: str = "w4a16",
-    activation: str = "silu",
-    expert_map: Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
-    alpha: float | None = None,
-    beta: float | None = None,
-    limit: float | None = None,
-) -> Tensor:
-    check_experts_quant(
-        x, w13, w13_scale, w13_offset, w2, w2_scale, w2_offset, topk_weights, topk_ids,
-        w13_format, w2_format, activation,
-    )  # fmt: skip
-    act = bound_activation(activation, alpha, beta, limit)
-    routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
-    with require(BATCH_INVARIANT):
-        each = ops.silu_and_mul if activation == "silu" else partial(_each, act)
-        first = low_bit_product(w13, w13_scale, w13_offset, w13_format)
-        second = low_bit_product(w2, w2_scale, w2_offset, w2_format)
-        outputs = of_each_expert(routed, len(w13), first, each, second)
-        return _combined(outputs, routed)
+_register_experts(ops.fused_experts, dense_experts)
+_register_experts(ops.fused_experts_quant, low_bit_experts)
 
 
 def _each(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -380,49 +312,6 @@ def _combined(outputs: Tensor, routed: Routed) -> Tensor:
 
     weights = () if routed.weights is None else (routed.weights,)
     return _concatenated(row, outputs, routed.valid, *weights)[0]
-
-
-@ops.moe_sum.register_impl("batch_invariant", traits=_EXPERTS_TRAITS)
-@opaque(ops.moe_sum)
-def moe_sum(x: Tensor) -> Tensor:
-    return _each(ops.moe_sum.native, x)
-
-
-def _topk(op_name: str) -> None:
-    op: IrOp = getattr(ops, op_name)
-
-    @op.register_impl("batch_invariant", traits=_EXPERTS_TRAITS)
-    @opaque(op)
-    def topk(
-        gating_output: Tensor,
-        topk: int,
-        renormalize: bool = False,
-        bias: Tensor | None = None,
-        routed_scaling_factor: float = 1.0,
-    ) -> tuple[Tensor, Tensor]:
-        rest = (topk, renormalize, bias, routed_scaling_factor)
-        return _routed(lambda row: op.native(row, *rest), gating_output)
-
-
-for _name in ("topk_softmax", "topk_sigmoid", "topk_sqrtsoftplus"):
-    _topk(_name)
-
-
-@ops.grouped_topk.register_impl("batch_invariant", traits=_EXPERTS_TRAITS)
-@opaque(ops.grouped_topk)
-def grouped_topk(
-    gating_output: Tensor,
-    topk: int,
-    num_expert_group: int,
-    topk_group: int,
-    renormalize: bool = False,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    e_score_correction_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    groups = (num_expert_group, topk_group)
-    rest = (renormalize, scoring_func, routed_scaling_factor, e_score_correction_bias)
-    return _routed(lambda row: ops.grouped_topk.native(row, topk, *groups, *rest), gating_output)
 
 
 def _routed(
@@ -443,6 +332,11 @@ def _concatenated(
     return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
+_register_native(ops.moe_sum, _each, _EXPERTS_TRAITS)
+for _op in (ops.topk_softmax, ops.topk_sigmoid, ops.topk_sqrtsoftplus, ops.grouped_topk):
+    _register_native(_op, _routed, _EXPERTS_TRAITS)
+
+
 # Causal convolutions and state-space scans, one sequence at a time.
 #
 # Each sequence is computed from copies, so that its result depends neither on the other
@@ -453,7 +347,7 @@ _PER_TOKEN = ("x", "dt", "b", "c", "z")
 _SEQUENCES = ("query_start_loc", "slot_idx", "has_initial_state")
 
 
-def _register(op: IrOp, check: Callable[..., None]) -> None:
+def _register_sequences(op: IrOp, check: Callable[..., None]) -> None:
     packed = "query_start_loc" in op.schema.names
     one, checked = op.impls["aten"].impl_fn, inspect.signature(check).parameters
     traits = {BATCH_INVARIANT}
@@ -498,8 +392,8 @@ def _sequences(
         yield rows, slot, where
 
 
-_register(ops.causal_conv1d, functools.partial(check_conv, "causal_conv1d"))
-_register(ops.causal_conv1d_update, functools.partial(check_conv, "causal_conv1d_update"))
-_register(ops.selective_scan, check_scan)
-_register(ops.selective_state_update, check_update)
-_register(ops.ssd_chunk_scan, check_ssd)
+_register_sequences(ops.causal_conv1d, functools.partial(check_conv, "causal_conv1d"))
+_register_sequences(ops.causal_conv1d_update, functools.partial(check_conv, "causal_conv1d_update"))
+_register_sequences(ops.selective_scan, check_scan)
+_register_sequences(ops.selective_state_update, check_update)
+_register_sequences(ops.ssd_chunk_scan, check_ssd)

@@ -173,10 +173,7 @@ def opaque(op: IrOp, namespace: str, name: str = "") -> Callable[[Function], Fun
         torch_op = opaque_op(
             namespace, name or op.name, function, op.fake, op.schema.torch, library
         )
-        arguments = op.schema.call()
-        # No __name__ in the globals, because Dynamo would look them up in the module of that name.
-        names = {**op.schema.defaults, "_op": torch_op}
-        wrapped: Function = eval(f"lambda {op.schema.declaration}: _op({arguments})", names)
+        wrapped = op.schema.function(f"_op({op.schema.call()})", _op=torch_op)
         wrapped.__module__ = function.__module__
         wrapped.__wrapped__ = function  # type: ignore[attr-defined]
         return undispatched(function)(wrapped)

@@ -31,12 +31,9 @@ from opweave.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from opweave.layers.mamba import (
-    MambaMixer,
-    MambaMixer2,
-    Plamo2MambaMixer,
+from opweave.layers.mamba import MambaMixer, MambaMixer2, Plamo2MambaMixer, ShortConv
+from opweave.layers.mamba_states import (
     SequenceStates,
-    ShortConv,
     StateCache,
     StatefulLayer,
     sequence_states,
@@ -46,11 +43,11 @@ from opweave.layers.moe import (
     FusedMoE,
     FusedMoEMethod,
     FusedMoEModularMethod,
-    GroupedTopk,
     QuantizedFusedMoEMethod,
     TransformersFusedMoE,
     UnquantizedFusedMoEMethod,
 )
+from opweave.layers.moe_routing import GroupedTopk
 from opweave.layers.norm import GemmaRMSNorm, Mixer2RMSNormGated, RMSNorm, RMSNormGated
 from opweave.layers.parallel import TensorParallel, current_tensor_parallel, tensor_parallel
 from opweave.layers.quant_fp8 import GroupShape, QuantFP8

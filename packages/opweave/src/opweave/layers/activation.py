@@ -26,14 +26,18 @@ class Activation(CustomOp):
 
     Attributes:
         op: the op.
-        options: the arguments of the op after its input.
+        option_names: the attributes that are the arguments of the op after its input.
     """
 
     op: ClassVar[ir.IrOp]
+    option_names: ClassVar[tuple[str, ...]] = ()
 
     @property
     def options(self) -> tuple[Any, ...]:
-        return ()
+        return tuple(getattr(self, name) for name in self.option_names)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.option_names)
 
     def forward_native(self, x: Tensor) -> Tensor:
         activated: Tensor = self.op.native(x, *self.options)
@@ -78,17 +82,11 @@ class GeluAndMul(Activation):
     """
 
     op = ir.ops.gelu_and_mul
+    option_names = ("approximate",)
 
     def __init__(self, approximate: str = "none") -> None:
         super().__init__()
         self.approximate = _check_approximate(approximate)
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        return (self.approximate,)
-
-    def extra_repr(self) -> str:
-        return f"approximate={self.approximate!r}"
 
 
 @CustomOp.register("gelu_and_mul_sparse")
@@ -108,6 +106,7 @@ class GeluAndMulSparse(Activation):
     """
 
     op = ir.ops.gelu_and_mul_sparse
+    option_names = ("std_multiplier", "approximate")
 
     def __init__(self, activation_sparsity: float, approximate: str = "none") -> None:
         super().__init__()
@@ -123,10 +122,6 @@ class GeluAndMulSparse(Activation):
         self.approximate = _check_approximate(approximate)
         self.std_multiplier = NormalDist().inv_cdf(activation_sparsity)
 
-    @property
-    def options(self) -> tuple[Any, ...]:
-        return self.std_multiplier, self.approximate
-
     def extra_repr(self) -> str:
         return f"activation_sparsity={self.activation_sparsity}, approximate={self.approximate!r}"
 
@@ -141,17 +136,11 @@ class SwigluOAIAndMul(Activation):
     """
 
     op = ir.ops.swigluoai_and_mul
+    option_names = ("alpha", "limit")
 
     def __init__(self, alpha: float = 1.702, limit: float = 7.0) -> None:
         super().__init__()
         self.alpha, self.limit = alpha, limit
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        return self.alpha, self.limit
-
-    def extra_repr(self) -> str:
-        return f"alpha={self.alpha}, limit={self.limit}"
 
 
 @CustomOp.register("fatrelu_and_mul")
@@ -163,17 +152,11 @@ class FatreluAndMul(Activation):
     """
 
     op = ir.ops.fatrelu_and_mul
+    option_names = ("threshold",)
 
     def __init__(self, threshold: float = 0.0) -> None:
         super().__init__()
         self.threshold = threshold
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        return (self.threshold,)
-
-    def extra_repr(self) -> str:
-        return f"threshold={self.threshold}"
 
 
 def _check_approximate(approximate: str) -> str:

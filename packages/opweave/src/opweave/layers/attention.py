@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from opweave import ir
 from opweave.ir.ops.arguments import is_readable
 from opweave.layers.custom_op import CustomOp
+from opweave.layers.linear import tensor_of
 from opweave.layers.registry import InvalidLayerError, LayerArgumentError, PluggableLayer
 
 # Multi-head latent attention as a layer: projections, norms, rotation, attention, output.
@@ -162,16 +163,16 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
             query = (query * llama_4_scaling).to(query.dtype)
         out = self.attention(query, kv_c, k_pe, self.kv_b_proj.weight, self.scale).flatten(1)
         if self.g_proj is not None:
-            out = out * torch.sigmoid(_output(self.g_proj(hidden_states)))
-        return _output(self.o_proj(out))
+            out = out * torch.sigmoid(tensor_of(self.g_proj(hidden_states)))
+        return tensor_of(self.o_proj(out))
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries, ``(T, heads * (nope + rope))``, and ``[latent | rope]``."""
         if self.q_lora_rank is None:
-            return _output(self.q_proj(hidden)), _output(self.kv_a_proj_with_mqa(hidden))
+            return tensor_of(self.q_proj(hidden)), tensor_of(self.kv_a_proj_with_mqa(hidden))
         sizes = [self.q_lora_rank, self.kv_lora_rank + self.qk_rope_head_dim]
-        q_c, latent = _output(self.fused_qkv_a_proj(hidden)).split_with_sizes(sizes, -1)
-        return _output(self.q_b_proj(self.q_a_layernorm(q_c))), latent
+        q_c, latent = tensor_of(self.fused_qkv_a_proj(hidden)).split_with_sizes(sizes, -1)
+        return tensor_of(self.q_b_proj(self.q_a_layernorm(q_c))), latent
 
     def _rotate(self, positions: Tensor, query: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
         plain, turned = query.split_with_sizes([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
@@ -187,11 +188,6 @@ def _check_modules(modules: MLAModules, q_lora_rank: int | None) -> None:
             f"latent attention with q_lora_rank={q_lora_rank} lacks {', '.join(missing)}; give "
             f"MLAModules {', '.join(needed)}."
         )
-
-
-def _output(result: Tensor | tuple[Tensor, Any]) -> Tensor:
-    """Return the tensor in the result of a linear module."""
-    return result[0] if isinstance(result, tuple) else result
 
 
 # Attention in encoders of images, sound and video.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -120,30 +120,27 @@ class ConvLayer(CustomOp):
         Returns:
             ``(batch, out_channels, *positions)``, without the batch dimension if *x* has none.
         """
-        if self._sees_patches(x):
-            product: Tensor = ir.ops.patch_matmul.native(x, self.weight, self.bias)
-            return product
-        output: Tensor = ir.ops.conv_nd.native(x, self.weight, self.bias, *self._options())
-        return output
+        return self._run(x, ir.ops.patch_matmul.native, ir.ops.conv_nd.native)
 
     def forward_cuda(self, x: Tensor) -> Tensor:
         """Convolve with the platform's kernels."""
-        if self._sees_patches(x):
-            product: Tensor = ir.ops.patch_matmul(x, self.weight, self.bias)
-            return product
-        output: Tensor = ir.ops.conv_nd(x, self.weight, self.bias, *self._options())
-        return output
+        return self._run(x, ir.ops.patch_matmul, ir.ops.conv_nd)
 
     forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
+
+    def _run(
+        self, x: Tensor, patches: Callable[..., Tensor], conv: Callable[..., Tensor]
+    ) -> Tensor:
+        if self._sees_patches(x):
+            return patches(x, self.weight, self.bias)
+        options = (self.stride, self.pads, self.dilation, self.groups, self.padding_mode)
+        return conv(x, self.weight, self.bias, *options)
 
     def _sees_patches(self, x: Tensor) -> bool:
         """Whether ``patch_matmul`` supports *x*; ``conv_nd`` raises for invalid shapes."""
         sizes = zip(x.shape[2:], self.kernel_size, strict=False)
         is_batch = x.ndim == self.weight.ndim and x.shape[1] == self.in_channels
         return self.is_patches and is_batch and all(size >= k for size, k in sizes)
-
-    def _options(self) -> tuple[tuple[int, ...], list[int], tuple[int, ...], int, str]:
-        return self.stride, self.pads, self.dilation, self.groups, self.padding_mode
 
     def extra_repr(self) -> str:
         """Return the arguments, for ``repr(model)``."""

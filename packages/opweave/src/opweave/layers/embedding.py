@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol, Self, cast, runtime_checkable
 
@@ -10,13 +11,13 @@ from torch import Tensor, nn
 
 from opweave import ir
 from opweave.ir.ops.low_bit import dequantized_blocks
-from opweave.layers.linear import (
-    HasLinearMethod,
+from opweave.layers.linear import HasLinearMethod
+from opweave.layers.linear_methods import (
+    BlockMethod,
     LinearMethod,
     QuantConfig,
     UnquantizedLinearMethod,
 )
-from opweave.layers.linear_methods import BlockMethod
 from opweave.layers.parallel import (
     ALONE,
     TensorParallel,
@@ -24,7 +25,6 @@ from opweave.layers.parallel import (
     describe,
     dim_of,
     fill,
-    set_weight_attrs,
 )
 from opweave.layers.registry import (
     LayerArgumentError,
@@ -226,9 +226,11 @@ class VocabParallelEmbedding(HasLinearMethod):
 
     def _create_weights(self) -> None:
         self._check_method()
-        self._create_by_method(
-            self.embedding_dim, [self.shard.rows], self.embedding_dim, self.num_embeddings_padded
-        )
+        super()._create_weights()
+
+    def _weight_sizes(self) -> tuple[int, Sequence[int], int, int]:
+        width = self.embedding_dim
+        return width, [self.shard.rows], width, self.num_embeddings_padded
 
     def _check_method(self) -> None:
         if not isinstance(self.quant_method, EmbeddingMethod):
@@ -356,22 +358,9 @@ class ParallelLMHead(VocabParallelEmbedding):
         *,
         disable_tp: bool = False,
     ) -> None:
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            params_dtype,
-            org_num_embeddings,
-            padding_size,
-            quant_config,
-            prefix,
-            disable_tp=disable_tp,
-        )
-        if bias:
-            values = torch.empty(self.shard.rows, dtype=self.params_dtype)
-            self.bias = nn.Parameter(values, requires_grad=False)
-            set_weight_attrs(self.bias, weight_loader=self.weight_loader, output_dim=0)
-        else:
-            self.register_parameter("bias", None)
+        common = (params_dtype, org_num_embeddings, padding_size, quant_config, prefix)
+        super().__init__(num_embeddings, embedding_dim, *common, disable_tp=disable_tp)
+        self._create_bias(self.shard.rows if bias else None, output_dim=0)
         if self.shard.num_added:  # without added ids, the rows are in the order of ids already
             order = torch.tensor(self.shard.order()[:num_embeddings])
             self.register_buffer("row_of_id", order, persistent=False)

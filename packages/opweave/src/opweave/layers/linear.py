@@ -8,12 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from opweave.layers.linear_methods import (
-    LinearMethod,
-    QuantConfig,
-    UnquantizedLinearMethod,
-    default_method,
-)
+from opweave.layers.linear_methods import LinearMethod, QuantConfig, default_method
 from opweave.layers.parallel import (
     ALONE,
     TensorParallel,
@@ -29,19 +24,6 @@ from opweave.layers.registry import (
     ShardingError,
     WeightLoadError,
 )
-
-__all__ = [
-    "ColumnParallelLinear",
-    "LinearBase",
-    "LinearMethod",
-    "MergedColumnParallelLinear",
-    "QKVParallelLinear",
-    "QuantConfig",
-    "ReplicatedLinear",
-    "RowParallelLinear",
-    "UnquantizedLinearMethod",
-]
-
 
 # Base class of layers whose weights a linear method creates and applies.
 
@@ -72,26 +54,23 @@ class HasLinearMethod(PluggableLayer):
         """
         raise NotImplementedError
 
-    def _create_weights(self) -> None:
-        """Call :meth:`_create_by_method` with the sizes of the layer."""
+    def _weight_sizes(self) -> tuple[int, Sequence[int], int, int]:
+        """Return this rank's inputs and outputs, and the inputs and outputs of all ranks."""
         raise NotImplementedError
 
-    def _create_by_method(
-        self,
-        input_size_per_partition: int,
-        output_partition_sizes: Sequence[int],
-        input_size: int,
-        output_size: int,
-    ) -> None:
+    def _create_bias(self, size: int | None, **attrs: object) -> None:
+        """Create the parameter ``bias`` of this *size*; None: it is None."""
+        bias = None
+        if size is not None:
+            values = torch.empty(size, dtype=self.params_dtype)
+            bias = nn.Parameter(values, requires_grad=False)
+            set_weight_attrs(bias, weight_loader=self.weight_loader, **attrs)
+        self.register_parameter("bias", bias)
+
+    def _create_weights(self) -> None:
         others = set(self._parameters)
         self.quant_method.create_weights(
-            self,
-            input_size_per_partition,
-            output_partition_sizes,
-            input_size,
-            output_size,
-            self.params_dtype,
-            weight_loader=self.weight_loader,
+            self, *self._weight_sizes(), self.params_dtype, weight_loader=self.weight_loader
         )
         self._weight_names = self._parameters.keys() - others
 
@@ -101,6 +80,11 @@ class HasLinearMethod(PluggableLayer):
 
 ShardId = int | str
 Result = Tensor | tuple[Tensor, Tensor | None]
+
+
+def tensor_of(result: Result) -> Tensor:
+    """Return the tensor in the result of a linear layer."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 class LinearBase(HasLinearMethod):
@@ -160,20 +144,11 @@ class LinearBase(HasLinearMethod):
         self.output_partition_sizes = list(output_sizes)
         self.output_size_per_partition = sum(output_sizes)
         self._create_weights()
-        if not bias:
-            self.register_parameter("bias", None)
-            return
-        values = torch.empty(self.output_size_per_partition, dtype=self.params_dtype)
-        self.bias = nn.Parameter(values, requires_grad=False)
-        set_weight_attrs(self.bias, weight_loader=self.weight_loader, **bias_attrs)
+        self._create_bias(self.output_size_per_partition if bias else None, **bias_attrs)
 
-    def _create_weights(self) -> None:
-        self._create_by_method(
-            self.input_size_per_partition,
-            self.output_partition_sizes,
-            self.input_size,
-            self.output_size,
-        )
+    def _weight_sizes(self) -> tuple[int, Sequence[int], int, int]:
+        outputs = self.output_partition_sizes
+        return self.input_size_per_partition, outputs, self.input_size, self.output_size
 
     def _result(self, y: Tensor, bias: Tensor | None) -> Result:
         if not self.return_bias:
@@ -207,15 +182,9 @@ class ReplicatedLinear(LinearBase):
         return_bias: bool = True,
         disable_tp: bool = False,
     ) -> None:
+        common = (skip_bias_add, params_dtype, quant_config, prefix)
         super().__init__(
-            input_size,
-            output_size,
-            skip_bias_add,
-            params_dtype,
-            quant_config,
-            prefix,
-            return_bias=return_bias,
-            disable_tp=disable_tp,
+            input_size, output_size, *common, return_bias=return_bias, disable_tp=disable_tp
         )
         self._create_parameters(bias, input_size, [output_size])
 
@@ -281,15 +250,9 @@ class ColumnParallelLinear(LinearBase):
         return_bias: bool = True,
         disable_tp: bool = False,
     ) -> None:
+        common = (skip_bias_add, params_dtype, quant_config, prefix)
         super().__init__(
-            input_size,
-            output_size,
-            skip_bias_add,
-            params_dtype,
-            quant_config,
-            prefix,
-            return_bias=return_bias,
-            disable_tp=disable_tp,
+            input_size, output_size, *common, return_bias=return_bias, disable_tp=disable_tp
         )
         self.gather_output = gather_output
         self.parts = self._parts()
@@ -423,18 +386,9 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         if not output_sizes:
             raise LayerArgumentError("output_sizes is empty; it has one size for each output.")
         self.output_sizes = list(output_sizes)
-        super().__init__(
-            input_size,
-            sum(output_sizes),
-            bias,
-            gather_output,
-            skip_bias_add,
-            params_dtype,
-            quant_config,
-            prefix,
-            return_bias=return_bias,
-            disable_tp=disable_tp,
-        )
+        common = (bias, gather_output, skip_bias_add, params_dtype, quant_config, prefix)
+        total = sum(output_sizes)
+        super().__init__(input_size, total, *common, return_bias=return_bias, disable_tp=disable_tp)
 
     def _parts(self) -> Mapping[ShardId, Part]:
         return {
@@ -494,17 +448,10 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.num_heads = parallel.divide(total_num_heads, "total_num_heads")
         self.num_kv_head_replicas = _replicas(kv_heads, parallel)
         self.num_kv_heads = kv_heads * self.num_kv_head_replicas // parallel.size
+        common = (bias, False, skip_bias_add, params_dtype, quant_config, prefix)
+        total = total_num_heads * head_size + kv_heads * (head_size + self.v_head_size)
         super().__init__(
-            hidden_size,
-            total_num_heads * head_size + kv_heads * (head_size + self.v_head_size),
-            bias,
-            False,
-            skip_bias_add,
-            params_dtype,
-            quant_config,
-            prefix,
-            return_bias=return_bias,
-            disable_tp=disable_tp,
+            hidden_size, total, *common, return_bias=return_bias, disable_tp=disable_tp
         )
 
     def _parts(self) -> Mapping[ShardId, Part]:
@@ -572,15 +519,9 @@ class RowParallelLinear(LinearBase):
                 "reduce_results=False returns a part of the sum, to which a bias should not be "
                 "added; use skip_bias_add=True and add it after the sum, or bias=False."
             )
+        common = (skip_bias_add, params_dtype, quant_config, prefix)
         super().__init__(
-            input_size,
-            output_size,
-            skip_bias_add,
-            params_dtype,
-            quant_config,
-            prefix,
-            return_bias=return_bias,
-            disable_tp=disable_tp,
+            input_size, output_size, *common, return_bias=return_bias, disable_tp=disable_tp
         )
         self.input_is_parallel, self.reduce_results = input_is_parallel, reduce_results
         own = self.parallel.divide(input_size, "input_size")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +59,60 @@ class QuantConfig(Protocol):
         """Return the method for *layer*, called *prefix* in the model; None: not quantized."""
 
 
-class UnquantizedLinearMethod:
-    """One weight ``(out, in)``, multiplied by ``ir.ops.linear``."""
+@dataclass(frozen=True)
+class LayerSizes:
+    """The sizes of a linear layer on one rank.
+
+    Attributes:
+        layer: the name of the layer, for errors.
+        inputs: the number of input features of this rank; *all_inputs*, on all ranks together.
+        outputs: the output features of this rank, for each merged output.
+        dtype: the dtype of weights that are not quantized.
+    """
+
+    layer: str
+    inputs: int
+    all_inputs: int
+    outputs: list[int]
+    dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        """The number of output features of this rank."""
+        return sum(self.outputs)
+
+    def check_share(self, unit: int, what: str) -> None:
+        """Raise ShardingError if a rank's share of the inputs is not made of whole units."""
+        if self.inputs != self.all_inputs and self.inputs % unit:
+            raise ShardingError(
+                f"{self.layer}: a rank's {self.inputs} of {self.all_inputs} "
+                f"inputs are not a multiple of the {what} of {unit} in the quantized weight. Use "
+                "fewer tensor-parallel ranks."
+            )
+
+
+_OUTPUTS, _BOTH = {"output_dim": 0}, {"input_dim": 1, "output_dim": 0}
+
+
+class Weight(NamedTuple):
+    """A parameter of a linear layer on one rank, and the dimensions that are sharded."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dims: Mapping[str, int] = _BOTH
+
+
+class MethodOfWeights:
+    """Base class of the methods that create a fixed list of parameters."""
+
+    def weights(self, sizes: LayerSizes) -> Iterator[Weight]:
+        """Yield the parameters of a layer of these *sizes*.
+
+        Raises:
+            ShardingError: the weight cannot be divided over the ranks.
+        """
+        raise NotImplementedError
 
     def create_weights(
         self,
@@ -72,11 +124,26 @@ class UnquantizedLinearMethod:
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        rows = sum(output_partition_sizes)
-        data = torch.empty(rows, input_size_per_partition, dtype=params_dtype)
-        weight = nn.Parameter(data, requires_grad=False)
-        set_weight_attrs(weight, input_dim=1, output_dim=0, **extra_weight_attrs)
-        layer.register_parameter("weight", weight)
+        """Register the parameters on *layer*; see :class:`LinearMethod`."""
+        sizes = LayerSizes(
+            str(getattr(layer, "prefix", "")) or type(layer).__name__,
+            input_size_per_partition,
+            input_size,
+            list(output_partition_sizes),
+            params_dtype,
+        )
+        for weight in self.weights(sizes):
+            data = torch.empty(weight.shape, dtype=weight.dtype)
+            parameter = nn.Parameter(data, requires_grad=False)
+            set_weight_attrs(parameter, **weight.dims, **extra_weight_attrs)
+            layer.register_parameter(weight.name, parameter)
+
+
+class UnquantizedLinearMethod(MethodOfWeights):
+    """One weight ``(out, in)``, multiplied by ``ir.ops.linear``."""
+
+    def weights(self, sizes: LayerSizes) -> Iterator[Weight]:
+        yield Weight("weight", (sizes.rows, sizes.inputs), sizes.dtype)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         output: Tensor = ir.ops.linear(x, layer.weight, bias)
@@ -124,29 +191,8 @@ def default_method() -> LinearMethod:
 # form share one product.
 
 
-def register(layer: nn.Module, name: str, data: Tensor, **attrs: Any) -> None:
-    """Register *data* as a parameter of *layer* with the attributes that loaders read."""
-    parameter = nn.Parameter(data, requires_grad=False)
-    set_weight_attrs(parameter, **attrs)
-    layer.register_parameter(name, parameter)
-
-
-def _named(layer: nn.Module) -> str:
-    return str(getattr(layer, "prefix", "")) or type(layer).__name__
-
-
-def check_share(layer: nn.Module, own: int, whole: int, unit: int, what: str) -> None:
-    """Raise ShardingError if a rank's share of the inputs is not made of whole units."""
-    if own != whole and own % unit:
-        raise ShardingError(
-            f"{_named(layer)}: a rank's {own} of {whole} "
-            f"inputs are not a multiple of the {what} of {unit} in the quantized weight. Use fewer "
-            "tensor-parallel ranks."
-        )
-
-
 @dataclass(frozen=True)
-class GroupedInt4Method:
+class GroupedInt4Method(MethodOfWeights):
     """Weights of 4 bits with a scale for each group of inputs: ``ir.ops.linear_w4a16``.
 
     Parameters: ``weight`` ``(out, in / 2)`` uint8, ``scale`` ``(out, in / group)``, and ``offset``
@@ -165,31 +211,19 @@ class GroupedInt4Method:
     has_offset: bool = False
     is_ordered: bool = False
 
-    def create_weights(
-        self,
-        layer: nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: Sequence[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        rows, own = sum(output_partition_sizes), input_size_per_partition
-        check_share(layer, own, input_size, self.group, "group")
-        if self.is_ordered and own != input_size:
+    def weights(self, sizes: LayerSizes) -> Iterator[Weight]:
+        sizes.check_share(self.group, "group")
+        if self.is_ordered and sizes.inputs != sizes.all_inputs:
             raise ShardingError(
-                f"{_named(layer)}: the quantized weight "
+                f"{sizes.layer}: the quantized weight "
                 "reorders its inputs (act-order), which cannot be divided over tensor-parallel "
                 "ranks. Use one rank."
             )
-        attrs = {"input_dim": 1, "output_dim": 0, **extra_weight_attrs}
-        register(layer, "weight", torch.empty(rows, own // 2, dtype=torch.uint8), **attrs)
+        yield Weight("weight", (sizes.rows, sizes.inputs // 2), torch.uint8)
         for name in ("scale", "offset")[: 1 + self.has_offset]:
-            data = torch.empty(rows, own // self.group, dtype=self.scale_dtype)
-            register(layer, name, data, **attrs)
+            yield Weight(name, (sizes.rows, sizes.inputs // self.group), self.scale_dtype)
         if self.is_ordered:
-            register(layer, "order", torch.empty(own, dtype=torch.int64), **extra_weight_attrs)
+            yield Weight("order", (sizes.inputs,), torch.int64, {})
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.is_ordered:
@@ -200,7 +234,7 @@ class GroupedInt4Method:
 
 
 @dataclass(frozen=True)
-class Weight8Method:
+class Weight8Method(MethodOfWeights):
     """Weights of 8 bits with a scale for each row: ``ir.ops.linear_w8a16``.
 
     Parameters: ``weight`` ``(out, in)``, ``scale`` ``(out,)`` float32.
@@ -211,21 +245,9 @@ class Weight8Method:
 
     dtype: torch.dtype
 
-    def create_weights(
-        self,
-        layer: nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: Sequence[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        rows = sum(output_partition_sizes)
-        weight = torch.empty(rows, input_size_per_partition, dtype=self.dtype)
-        register(layer, "weight", weight, input_dim=1, output_dim=0, **extra_weight_attrs)
-        scale = torch.empty(rows, dtype=torch.float32)
-        register(layer, "scale", scale, output_dim=0, **extra_weight_attrs)
+    def weights(self, sizes: LayerSizes) -> Iterator[Weight]:
+        yield Weight("weight", (sizes.rows, sizes.inputs), self.dtype)
+        yield Weight("scale", (sizes.rows,), torch.float32, _OUTPUTS)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         output: Tensor = ir.ops.linear_w8a16(x, layer.weight, layer.scale, bias)
@@ -233,7 +255,7 @@ class Weight8Method:
 
 
 @dataclass(frozen=True)
-class BlockMethod:
+class BlockMethod(MethodOfWeights):
     """Weights in blocks of GGUF, as the file has them: ``ir.ops.linear_q``.
 
     Parameters: ``weight`` ``(out, bytes of a row)`` uint8.
@@ -244,21 +266,11 @@ class BlockMethod:
 
     format: str
 
-    def create_weights(
-        self,
-        layer: nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: Sequence[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
+    def weights(self, sizes: LayerSizes) -> Iterator[Weight]:
         block = GGUF_BLOCKS[self.format]
-        check_share(layer, input_size_per_partition, input_size, block.columns, "block")
-        size = input_size_per_partition // block.columns * block.size
-        data = torch.empty(sum(output_partition_sizes), size, dtype=torch.uint8)
-        register(layer, "weight", data, input_dim=1, output_dim=0, **extra_weight_attrs)
+        sizes.check_share(block.columns, "block")
+        row_bytes = sizes.inputs // block.columns * block.size
+        yield Weight("weight", (sizes.rows, row_bytes), torch.uint8)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         output: Tensor = ir.ops.linear_q(x, layer.weight, bias, self.format)
@@ -359,7 +371,7 @@ class ActivationScheme:
 
 
 @dataclass(frozen=True)
-class W8A8Method:
+class W8A8Method(MethodOfWeights):
     """Weights and activations of 8 bits: ``ir.ops.linear_w8a8``.
 
     Parameters: ``weight`` ``(out, in)``; ``scale`` float32, ``(out,)``, or ``(out / block_rows, in
@@ -377,34 +389,21 @@ class W8A8Method:
     activations: ActivationScheme = ActivationScheme()
     block_rows: int | None = None
 
-    def create_weights(
-        self,
-        layer: nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: Sequence[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        rows, own = sum(output_partition_sizes), input_size_per_partition
-        weight = torch.empty(rows, own, dtype=self.dtype)
-        register(layer, "weight", weight, input_dim=1, output_dim=0, **extra_weight_attrs)
-        attrs = {"output_dim": 0, **extra_weight_attrs}
+    def weights(self, sizes: LayerSizes) -> Iterator[Weight]:
+        yield Weight("weight", (sizes.rows, sizes.inputs), self.dtype)
         if self.block_rows is None:
-            register(layer, "scale", torch.empty(rows, dtype=torch.float32), **attrs)
+            yield Weight("scale", (sizes.rows,), torch.float32, _OUTPUTS)
         else:
-            if self.for_outputs(output_partition_sizes) != self:
+            if self.for_outputs(sizes.outputs) != self:
                 raise LayerArgumentError(
-                    f"block_rows={self.block_rows} does not divide the outputs "
-                    f"{list(output_partition_sizes)}; use for_outputs."
+                    f"block_rows={self.block_rows} does not divide the outputs {sizes.outputs}; "
+                    "use for_outputs."
                 )
-            check_share(layer, own, input_size, GROUP, "block")
-            scale = torch.empty(rows // self.block_rows, own // GROUP, dtype=torch.float32)
-            register(layer, "scale", scale, input_dim=1, **attrs)
+            sizes.check_share(GROUP, "block")
+            blocks = (sizes.rows // self.block_rows, sizes.inputs // GROUP)
+            yield Weight("scale", blocks, torch.float32)
         if self.activations.is_static:
-            given = torch.empty(len(output_partition_sizes), dtype=torch.float32)
-            register(layer, "input_scale", given, **extra_weight_attrs)
+            yield Weight("input_scale", (len(sizes.outputs),), torch.float32, {})
 
     def for_outputs(self, sizes: Sequence[int]) -> W8A8Method:
         """Return the method whose blocks do not cross the bounds of outputs of these *sizes*."""

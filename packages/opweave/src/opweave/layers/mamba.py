@@ -2,53 +2,101 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from opweave.layers.linear import (
     ColumnParallelLinear,
+    LinearBase,
     MergedColumnParallelLinear,
     RowParallelLinear,
+    tensor_of,
 )
 from opweave.layers.linear_methods import QuantConfig
 from opweave.layers.mamba_states import (
     CausalConv1d,
     MixedColumnParallelLinear,
-    SequenceStates,
-    StateCache,
     StatefulLayer,
-    decay_rates,
-    head_vector,
     selective_scan,
-    sequence_states,
     ssd_chunk_scan,
-    stateful_layers,
-    tensor_of,
 )
 from opweave.layers.norm import Mixer2RMSNormGated, RMSNorm
-from opweave.layers.parallel import WeightLoader, current_tensor_parallel, set_weight_attrs
+from opweave.layers.parallel import WeightLoader, current_tensor_parallel, fill, set_weight_attrs
 from opweave.layers.registry import LayerArgumentError, PluggableLayer, ShardingError
 
-__all__ = [
-    "MambaMixer",
-    "MambaMixer2",
-    "Plamo2MambaMixer",
-    "SequenceStates",
-    "ShortConv",
-    "StateCache",
-    "StatefulLayer",
-    "sequence_states",
-    "stateful_layers",
-]
+# Base class of the mixers.
+
+
+LinearT = TypeVar("LinearT", bound=LinearBase)
+
+
+class _Mixer(StatefulLayer):
+    """A stateful layer of linear layers with the same options, and sharded parameters of a scan."""
+
+    def __init__(
+        self,
+        model_config: Any,
+        cache_config: Any,
+        quant_config: QuantConfig | None,
+        prefix: str,
+        params_dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(prefix)
+        self.parallel = current_tensor_parallel()
+        self.model_config, self.cache_config = model_config, cache_config
+        self.quant_config = quant_config
+        self.params_dtype = params_dtype or torch.get_default_dtype()
+
+    def _linear(
+        self,
+        kind: Callable[..., LinearT],
+        name: str,
+        input_size: int,
+        output_size: int | list[int],
+        bias: bool = False,
+        **options: Any,
+    ) -> LinearT:
+        """Return a linear layer of this *kind*, called *name*."""
+        return kind(
+            input_size,
+            output_size,
+            bias=bias,
+            params_dtype=self.params_dtype,
+            quant_config=self.quant_config,
+            prefix=f"{self.prefix}.{name}",
+            return_bias=False,
+            **options,
+        )
+
+    def _scan_parameter(self, name: str, *shape: int, is_rate: bool = False) -> nn.Parameter:
+        """Return an uninitialized parameter, sharded along its first dimension.
+
+        Args:
+            name: its name, for errors.
+            shape: its shape on all ranks together.
+            is_rate: it is ``A = -exp(A_log)``, in float32; its loader takes ``A_log``.
+        """
+        parallel, what = self.parallel, f"{type(self).__name__} {self.prefix}: {name}"
+
+        def load(param: nn.Parameter, loaded_weight: Tensor) -> None:
+            values = -torch.exp(loaded_weight.float()) if is_rate else loaded_weight
+            fill(param.data, values, what, 0, parallel.rank, parallel.size)
+
+        dtype = torch.float32 if is_rate else self.params_dtype
+        data = torch.empty(parallel.divide(shape[0], what), *shape[1:], dtype=dtype)
+        parameter = nn.Parameter(data, requires_grad=False)
+        set_weight_attrs(parameter, weight_loader=load, output_dim=0)
+        return parameter
 
 
 # The mixer of Mamba.
 
 
 @PluggableLayer.register("mamba_mixer")
-class MambaMixer(StatefulLayer):
+class MambaMixer(_Mixer):
     """Mamba's mixer: a selective state space per channel.
 
     ``ir.ops.causal_conv1d`` and ``ir.ops.selective_scan`` (in decode, their single-token updates)
@@ -105,22 +153,13 @@ class MambaMixer(StatefulLayer):
         *,
         params_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(prefix)
-        self.parallel = current_tensor_parallel()
+        super().__init__(model_config, cache_config, quant_config, prefix, params_dtype)
         self.ssm_state_size, self.time_step_rank = ssm_state_size, time_step_rank
         self.use_rms_norm, self.is_lora_enabled = use_rms_norm, is_lora_enabled
-        self.model_config, self.cache_config, self.activation = (
-            model_config, cache_config, activation,
-        )  # fmt: skip
+        self.activation = activation
         sizes = [time_step_rank, ssm_state_size, ssm_state_size]
-        self.in_proj = MergedColumnParallelLinear(
-            hidden_size,
-            [intermediate_size] * 2,
-            bias=use_bias,
-            params_dtype=params_dtype,
-            quant_config=quant_config,
-            prefix=f"{prefix}.in_proj",
-            return_bias=False,
+        self.in_proj = self._linear(
+            MergedColumnParallelLinear, "in_proj", hidden_size, [intermediate_size] * 2, use_bias
         )
         self.conv1d = CausalConv1d(
             [intermediate_size],
@@ -130,36 +169,20 @@ class MambaMixer(StatefulLayer):
             activation=activation,
             params_dtype=params_dtype,
         )
-        self.x_proj = RowParallelLinear(
-            intermediate_size,
-            sum(sizes),
-            bias=False,
-            params_dtype=params_dtype,
-            quant_config=quant_config,
-            prefix=f"{prefix}.x_proj",
-            return_bias=False,
-        )
+        self.x_proj = self._linear(RowParallelLinear, "x_proj", intermediate_size, sum(sizes))
         # The scan adds the bias, in float32.
-        self.dt_proj = ColumnParallelLinear(
+        self.dt_proj = self._linear(
+            ColumnParallelLinear,
+            "dt_proj",
             time_step_rank,
             intermediate_size,
+            True,
             skip_bias_add=True,
-            params_dtype=params_dtype,
-            quant_config=quant_config,
-            prefix=f"{prefix}.dt_proj",
-            return_bias=False,
         )
-        name = f"MambaMixer {prefix}".rstrip()
-        self.A = decay_rates(self.parallel, intermediate_size, ssm_state_size, what=f"{name}: A")
-        self.D = head_vector(self.parallel, intermediate_size, params_dtype, f"{name}: D")
-        self.out_proj = RowParallelLinear(
-            intermediate_size,
-            hidden_size,
-            bias=use_bias,
-            params_dtype=params_dtype,
-            quant_config=quant_config,
-            prefix=f"{prefix}.out_proj",
-            return_bias=False,
+        self.A = self._scan_parameter("A", intermediate_size, ssm_state_size, is_rate=True)
+        self.D = self._scan_parameter("D", intermediate_size)
+        self.out_proj = self._linear(
+            RowParallelLinear, "out_proj", intermediate_size, hidden_size, use_bias
         )
         self.dt_layernorm = self.b_layernorm = self.c_layernorm = None
         if use_rms_norm:
@@ -196,7 +219,7 @@ class MambaMixer(StatefulLayer):
 
 
 @PluggableLayer.register("mamba_mixer2")
-class MambaMixer2(StatefulLayer):
+class MambaMixer2(_Mixer):
     """Mamba-2's mixer: a state space whose heads each have one decay rate.
 
     ``ir.ops.causal_conv1d`` and ``ir.ops.ssd_chunk_scan`` (in decode, their single-token updates),
@@ -257,14 +280,11 @@ class MambaMixer2(StatefulLayer):
         dt_max: float | None = None,
         params_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(prefix)
-        self.parallel = parallel = current_tensor_parallel()
+        super().__init__(model_config, cache_config, quant_config, prefix, params_dtype)
         _check(intermediate_size, num_heads, head_dim, n_groups)
-        self.model_config, self.cache_config, self.activation = (
-            model_config, cache_config, activation,
-        )  # fmt: skip
-        self.num_heads, self.head_dim = parallel.divide(num_heads, "num_heads"), head_dim
-        self.n_groups, self.ssm_state_size = _groups(n_groups, parallel.size), ssm_state_size
+        self.activation, self.ssm_state_size = activation, ssm_state_size
+        self.num_heads, self.head_dim = self.parallel.divide(num_heads, "num_heads"), head_dim
+        self.n_groups = _groups(n_groups, self.parallel.size)
         self.chunk_size, self.dt_min, self.dt_max = chunk_size, dt_min, dt_max
         grouped = n_groups * ssm_state_size
         mixed = [intermediate_size, grouped, grouped]  # x, B, C
@@ -274,9 +294,9 @@ class MambaMixer2(StatefulLayer):
             [intermediate_size, *mixed, num_heads],
             (2, 3) if shared else (),
             use_bias,
-            params_dtype,
+            self.params_dtype,
             quant_config,
-            f"{prefix}.in_proj",
+            f"{self.prefix}.in_proj",
         )
         self.conv1d = CausalConv1d(
             mixed,
@@ -287,21 +307,13 @@ class MambaMixer2(StatefulLayer):
             activation=activation,
             params_dtype=params_dtype,
         )
-        name = f"MambaMixer2 {prefix}".rstrip()
-        self.A = decay_rates(parallel, num_heads, what=f"{name}: A")
-        self.D = head_vector(parallel, num_heads, params_dtype, f"{name}: D")
-        self.dt_bias = head_vector(parallel, num_heads, params_dtype, f"{name}: dt_bias")
-        self.norm = Mixer2RMSNormGated(intermediate_size, n_groups, use_rms_norm, rms_norm_eps).to(
-            params_dtype or torch.get_default_dtype()
-        )
-        self.out_proj = RowParallelLinear(
-            intermediate_size,
-            hidden_size,
-            bias=use_bias,
-            params_dtype=params_dtype,
-            quant_config=quant_config,
-            prefix=f"{prefix}.out_proj",
-            return_bias=False,
+        self.A = self._scan_parameter("A", num_heads, is_rate=True)
+        self.D = self._scan_parameter("D", num_heads)
+        self.dt_bias = self._scan_parameter("dt_bias", num_heads)
+        self.norm = Mixer2RMSNormGated(intermediate_size, n_groups, use_rms_norm, rms_norm_eps)
+        self.norm.to(self.params_dtype)
+        self.out_proj = self._linear(
+            RowParallelLinear, "out_proj", intermediate_size, hidden_size, use_bias
         )
         ssm = self.num_heads, head_dim, ssm_state_size
         self.state_shapes = {"conv": self.conv1d.state_shape, "ssm": ssm}
@@ -373,7 +385,7 @@ class Plamo2Config(Protocol):
 
 
 @PluggableLayer.register("plamo2_mamba_mixer")
-class Plamo2MambaMixer(StatefulLayer):
+class Plamo2MambaMixer(_Mixer):
     """PLaMo 2's mixer: Mamba-2's scan with Mamba's projections.
 
     Each head has a time step, which is normalized like ``B`` and ``C``.
@@ -412,21 +424,14 @@ class Plamo2MambaMixer(StatefulLayer):
         *,
         params_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(prefix)
-        self.parallel = parallel = current_tensor_parallel()
-        self.model_config, self.cache_config = model_config, cache_config
+        super().__init__(model_config, cache_config, quant_config, prefix, params_dtype)
         heads, self.head_dim = config.mamba_num_heads, config.hidden_size_per_head
         states, self.chunk_size = config.mamba_d_state, config.mamba_chunk_size
-        self.num_heads, channels = parallel.divide(heads, "mamba_num_heads"), heads * self.head_dim
+        self.num_heads = self.parallel.divide(heads, "mamba_num_heads")
+        channels = heads * self.head_dim
         self.sizes = [states, states, max(64, config.hidden_size // 16)]  # B, C, time step
-        self.in_proj = MergedColumnParallelLinear(
-            config.hidden_size,
-            [channels] * 2,
-            bias=False,
-            params_dtype=params_dtype,
-            quant_config=quant_config,
-            prefix=f"{prefix}.in_proj",
-            return_bias=False,
+        self.in_proj = self._linear(
+            MergedColumnParallelLinear, "in_proj", config.hidden_size, [channels] * 2
         )
         loader: WeightLoader = self.in_proj.weight_loader
         set_weight_attrs(self.in_proj.weight, weight_loader=_by_head(heads, self.num_heads, loader))
@@ -438,40 +443,15 @@ class Plamo2MambaMixer(StatefulLayer):
             activation="silu",
             params_dtype=params_dtype,
         )
-        self.bcdt_proj = RowParallelLinear(
-            channels,
-            sum(self.sizes),
-            bias=False,
-            params_dtype=params_dtype,
-            quant_config=quant_config,
-            prefix=f"{prefix}.bcdt_proj",
-            return_bias=False,
-        )
-        self.dt_proj = ColumnParallelLinear(
-            self.sizes[2],
-            heads,
-            bias=False,
-            params_dtype=params_dtype,
-            quant_config=quant_config,
-            prefix=f"{prefix}.dt_proj",
-            return_bias=False,
-        )
-        name = f"Plamo2MambaMixer {prefix}".rstrip()
-        self.A = decay_rates(parallel, heads, what=f"{name}: A")
-        self.D = head_vector(parallel, heads, params_dtype, f"{name}: D")
-        self.dt_bias = head_vector(parallel, heads, params_dtype, f"{name}: dt_bias")
+        self.bcdt_proj = self._linear(RowParallelLinear, "bcdt_proj", channels, sum(self.sizes))
+        self.dt_proj = self._linear(ColumnParallelLinear, "dt_proj", self.sizes[2], heads)
+        self.A = self._scan_parameter("A", heads, is_rate=True)
+        self.D = self._scan_parameter("D", heads)
+        self.dt_bias = self._scan_parameter("dt_bias", heads)
         self.B_norm, self.C_norm, self.dt_norm = (
             RMSNorm(size, config.rms_norm_eps, dtype=params_dtype) for size in self.sizes
         )
-        self.out_proj = RowParallelLinear(
-            channels,
-            config.hidden_size,
-            bias=False,
-            params_dtype=params_dtype,
-            quant_config=quant_config,
-            prefix=f"{prefix}.out_proj",
-            return_bias=False,
-        )
+        self.out_proj = self._linear(RowParallelLinear, "out_proj", channels, config.hidden_size)
         ssm = self.num_heads, self.head_dim, states
         self.state_shapes = {"conv": self.conv1d.state_shape, "ssm": ssm}
 
@@ -521,7 +501,7 @@ class ShortConvConfig(Protocol):
 
 
 @PluggableLayer.register("short_conv")
-class ShortConv(StatefulLayer):
+class ShortConv(_Mixer):
     """``out_proj(C * conv(B * x))``, where ``B``, ``C`` and ``x`` are projected from the tokens.
 
     ``ir.ops.causal_conv1d``, without activation, between linear layers. Inside
@@ -557,18 +537,10 @@ class ShortConv(StatefulLayer):
         *,
         params_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(prefix)
-        self.layer_idx, self.model_config, self.cache_config = (
-            layer_idx, model_config, cache_config,
-        )  # fmt: skip
-        self.in_proj = MergedColumnParallelLinear(
-            dim,
-            [dim] * 3,
-            bias=config.conv_bias,
-            params_dtype=params_dtype,
-            quant_config=quant_config,
-            prefix=f"{prefix}.in_proj",
-            return_bias=False,
+        super().__init__(model_config, cache_config, quant_config, prefix, params_dtype)
+        self.layer_idx = layer_idx
+        self.in_proj = self._linear(
+            MergedColumnParallelLinear, "in_proj", dim, [dim] * 3, config.conv_bias
         )
         self.conv = CausalConv1d(
             [dim],
@@ -577,15 +549,7 @@ class ShortConv(StatefulLayer):
             bias=config.conv_bias,
             params_dtype=params_dtype,
         )
-        self.out_proj = RowParallelLinear(
-            dim,
-            dim,
-            bias=config.conv_bias,
-            params_dtype=params_dtype,
-            quant_config=quant_config,
-            prefix=f"{prefix}.out_proj",
-            return_bias=False,
-        )
+        self.out_proj = self._linear(RowParallelLinear, "out_proj", dim, dim, config.conv_bias)
         self.state_shapes = {"conv": self.conv.state_shape}
 
     def forward(self, hidden_states: Tensor) -> Tensor:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import wraps
 from itertools import accumulate, count
-from typing import NamedTuple
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opweave import ir
 from opweave.ir.torch_ops import opaque_op
-from opweave.layers.linear import ColumnParallelLinear, Part, Result, ShardId
+from opweave.layers.linear import MergedColumnParallelLinear, Part, ShardId
 from opweave.layers.linear_methods import QuantConfig
-from opweave.layers.parallel import TensorParallel, fill, set_weight_attrs
 from opweave.layers.registry import DuplicateLayerError, LayerArgumentError, PluggableLayer
 
 # Stateful layers, and their names, which are unique within a model.
@@ -224,6 +224,33 @@ def states_of(tokens: Tensor) -> SequenceStates:
 # runs. So one graph serves any batch.
 
 
+F = TypeVar("F", bound=Callable[..., Tensor])
+_ScanInputs = tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None
+]
+
+
+def _in_context(name: str) -> Callable[[F], F]:
+    """Return a decorator: in graphs, a call of the function is one opaque op of this *name*."""
+
+    def decorate(run: F) -> F:
+        opaque = opaque_op("opweave", name, run, _like_the_first)
+
+        @wraps(run)
+        def call(*args: Any) -> Tensor:
+            result: Tensor = (opaque if torch.compiler.is_dynamo_compiling() else run)(*args)
+            return result
+
+        return cast(F, call)
+
+    return decorate
+
+
+def _like_the_first(x: Tensor, *others: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@_in_context("causal_conv1d_in_context")
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None, layer: str, activation: str | None
 ) -> Tensor:
@@ -233,10 +260,25 @@ def causal_conv1d(
         x, weight, bias, activation: as in ``ir.ops.causal_conv1d``.
         layer: the name of the layer that owns the states.
     """
-    run = _opaque_conv if torch.compiler.is_dynamo_compiling() else _conv
-    return run(x, weight, bias, layer, activation)
+    states = states_of(x)
+    shape = (x.shape[1], weight.shape[1] - 1)
+    state, results = _state(states, layer, "conv", shape, x), []
+    if states.num_decodes:
+        # A copy: only the state is given up, since a graph may go on to read x.
+        y, state = ir.ops.causal_conv1d_update.maybe_inplace(
+            x[: states.num_decodes].clone(), weight, bias, state, states.decodes(), activation
+        )
+        results.append(y)
+    if states.has_others(x):
+        y, state = ir.ops.causal_conv1d.maybe_inplace(
+            x[states.num_decodes :].clone(), weight, bias, state, *states.others(), activation
+        )
+        results.append(y)
+    states.cache.put(layer, "conv", state)
+    return _joined(results)
 
 
+@_in_context("selective_scan_in_context")
 def selective_scan(
     x: Tensor,
     dt: Tensor,
@@ -254,10 +296,11 @@ def selective_scan(
         x, dt, a, b, c, d, z, dt_bias: as in ``ir.ops.selective_scan``.
         layer: the name of the layer that owns the states.
     """
-    run = _opaque_scan if torch.compiler.is_dynamo_compiling() else _scan
-    return run(x, dt, a, b, c, d, z, dt_bias, layer)
+    inputs = (x, dt, a, b, c, d, z, dt_bias)
+    return _scan(ir.ops.selective_scan, inputs, layer, (*a.shape,), (), {})
 
 
+@_in_context("ssd_chunk_scan_in_context")
 def ssd_chunk_scan(
     x: Tensor,
     dt: Tensor,
@@ -278,105 +321,38 @@ def ssd_chunk_scan(
         x, dt, a, b, c, d, z, dt_bias, chunk_size, dt_min, dt_max: as in ``ir.ops.ssd_chunk_scan``.
         layer: the name of the layer that owns the states.
     """
-    run = _opaque_ssd if torch.compiler.is_dynamo_compiling() else _ssd
-    return run(x, dt, a, b, c, d, z, dt_bias, layer, chunk_size, dt_min, dt_max)
-
-
-def _conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, layer: str, activation: str | None
-) -> Tensor:
-    states = states_of(x)
-    shape = (x.shape[1], weight.shape[1] - 1)
-    state, results = _state(states, layer, "conv", shape, x), []
-    if states.num_decodes:
-        # A copy: only the state is given up, since a graph may go on to read x.
-        y, state = ir.ops.causal_conv1d_update.maybe_inplace(
-            x[: states.num_decodes].clone(), weight, bias, state, states.decodes(), activation
-        )
-        results.append(y)
-    if states.has_others(x):
-        y, state = ir.ops.causal_conv1d.maybe_inplace(
-            x[states.num_decodes :].clone(), weight, bias, state, *states.others(), activation
-        )
-        results.append(y)
-    states.cache.put(layer, "conv", state)
-    return _joined(results)
+    inputs, shape = (x, dt, a, b, c, d, z, dt_bias), (*x.shape[1:], b.shape[-1])
+    limits = {"dt_min": dt_min, "dt_max": dt_max}
+    return _scan(ir.ops.ssd_chunk_scan, inputs, layer, shape, (chunk_size,), limits)
 
 
 def _scan(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
+    op: ir.IrOp,
+    inputs: _ScanInputs,
     layer: str,
+    shape: tuple[int, ...],
+    options: tuple[int, ...],
+    limits: dict[str, float | None],
 ) -> Tensor:
-    step = _Step(layer, (*a.shape,), (), {})
-    return step.scan(ir.ops.selective_scan, x, dt, a, b, c, d, z, dt_bias)
+    """Scan with *op*, whose state has this *shape*; *limits* are those of the time step."""
+    x, dt, a, b, c, d, z, dt_bias = inputs
+    states = states_of(x)
+    state, results = _state(states, layer, "ssm", shape, x), []
 
+    def part(rows: slice) -> tuple[Tensor | None, ...]:
+        gate = None if z is None else z[rows]
+        return x[rows].clone(), dt[rows], a, b[rows], c[rows], d, gate, dt_bias
 
-def _ssd(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    layer: str,
-    chunk_size: int,
-    dt_min: float | None,
-    dt_max: float | None,
-) -> Tensor:
-    limits = {"dt_min": dt_min, "dt_max": dt_max}
-    step = _Step(layer, (*x.shape[1:], b.shape[-1]), (chunk_size,), limits)
-    return step.scan(ir.ops.ssd_chunk_scan, x, dt, a, b, c, d, z, dt_bias)
-
-
-class _Step(NamedTuple):
-    """A scan of a layer with a state of *shape*, the options, and the limits of the time step."""
-
-    layer: str
-    shape: tuple[int, ...]
-    options: tuple[int, ...]
-    limits: dict[str, float | None]
-
-    def scan(
-        self,
-        op: ir.IrOp,
-        x: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        d: Tensor | None,
-        z: Tensor | None,
-        dt_bias: Tensor | None,
-    ) -> Tensor:
-        states = states_of(x)
-        state, results = _state(states, self.layer, "ssm", self.shape, x), []
-
-        def part(rows: slice) -> tuple[Tensor | None, ...]:
-            gate = None if z is None else z[rows]
-            return x[rows].clone(), dt[rows], a, b[rows], c[rows], d, gate, dt_bias
-
-        if states.num_decodes:
-            update = ir.ops.selective_state_update.maybe_inplace
-            tokens = part(slice(0, states.num_decodes))
-            y, state = update(*tokens, state, states.decodes(), **self.limits)
-            results.append(y)
-        if states.has_others(x):
-            tokens = part(slice(states.num_decodes, None))
-            y, state = op.maybe_inplace(
-                *tokens, state, *states.others(), *self.options, **self.limits
-            )
-            results.append(y)
-        states.cache.put(self.layer, "ssm", state)
-        return _joined(results)
+    if states.num_decodes:
+        update, tokens = ir.ops.selective_state_update, part(slice(0, states.num_decodes))
+        y, state = update.maybe_inplace(*tokens, state, states.decodes(), **limits)
+        results.append(y)
+    if states.has_others(x):
+        tokens = part(slice(states.num_decodes, None))
+        y, state = op.maybe_inplace(*tokens, state, *states.others(), *options, **limits)
+        results.append(y)
+    states.cache.put(layer, "ssm", state)
+    return _joined(results)
 
 
 def _state(
@@ -389,26 +365,17 @@ def _joined(results: list[Tensor]) -> Tensor:
     return results[0] if len(results) == 1 else torch.cat(results)
 
 
-def _like_the_first(x: Tensor, *others: object) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-_opaque_conv = opaque_op("opweave", "causal_conv1d_in_context", _conv, _like_the_first)
-_opaque_scan = opaque_op("opweave", "selective_scan_in_context", _scan, _like_the_first)
-_opaque_ssd = opaque_op("opweave", "ssd_chunk_scan_in_context", _ssd, _like_the_first)
-
-
 # Merged column-parallel layers with some replicated outputs.
 
 
-class MixedColumnParallelLinear(ColumnParallelLinear):
+class MixedColumnParallelLinear(MergedColumnParallelLinear):
     """Merged column-parallel layers; each output is sharded over the ranks or replicated.
 
     Args:
         output_sizes: the features of each output.
         whole: the indices of the replicated outputs.
 
-    See :class:`ColumnParallelLinear` for the others.
+    See :class:`MergedColumnParallelLinear` for the others.
     """
 
     def __init__(
@@ -421,10 +388,10 @@ class MixedColumnParallelLinear(ColumnParallelLinear):
         quant_config: QuantConfig | None = None,
         prefix: str = "",
     ) -> None:
-        self.output_sizes, self.whole = list(output_sizes), frozenset(whole)
+        self.whole = frozenset(whole)
         super().__init__(
             input_size,
-            sum(output_sizes),
+            output_sizes,
             bias,
             params_dtype=params_dtype,
             quant_config=quant_config,
@@ -434,8 +401,8 @@ class MixedColumnParallelLinear(ColumnParallelLinear):
 
     def _parts(self) -> Mapping[ShardId, Part]:
         return {
-            i: Part(size, 0, 1) if i in self.whole else self._part(size, f"output_sizes[{i}]")
-            for i, size in enumerate(self.output_sizes)
+            i: Part(self.output_sizes[int(i)], 0, 1) if i in self.whole else part
+            for i, part in super()._parts().items()
         }
 
 
@@ -477,46 +444,3 @@ class CausalConv1d(MixedColumnParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Convolve *x*, ``(T, channels of this rank)``; return a tensor of the same shape."""
         return causal_conv1d(x, self.weight[:, 0], self.bias, self.layer, self.activation)
-
-
-def tensor_of(result: Result) -> Tensor:
-    """Return the tensor in the result of a linear layer."""
-    return result[0] if isinstance(result, tuple) else result
-
-
-# Sharded parameters of a scan: decay rates, and vectors.
-
-
-def decay_rates(parallel: TensorParallel, *shape: int, what: str) -> nn.Parameter:
-    """Return ``A = -exp(A_log)`` for this rank, in float32; checkpoints have ``A_log``.
-
-    Args:
-        shape: the shape on all ranks together; the first dimension is sharded.
-        what: the name of the parameter for error messages.
-    """
-
-    def load(param: nn.Parameter, loaded_weight: Tensor) -> None:
-        rates = -torch.exp(loaded_weight.float())
-        fill(param.data, rates, what, 0, parallel.rank, parallel.size)
-
-    return _parameter(parallel, shape, torch.float32, what, load)
-
-
-def head_vector(
-    parallel: TensorParallel, size: int, dtype: torch.dtype | None, what: str
-) -> nn.Parameter:
-    """Return this rank's shard of a vector with one element per channel or head."""
-
-    def load(param: nn.Parameter, loaded_weight: Tensor) -> None:
-        fill(param.data, loaded_weight, what, 0, parallel.rank, parallel.size)
-
-    return _parameter(parallel, (size,), dtype or torch.get_default_dtype(), what, load)
-
-
-def _parameter(
-    parallel: TensorParallel, shape: tuple[int, ...], dtype: torch.dtype, what: str, load: object
-) -> nn.Parameter:
-    own = parallel.divide(shape[0], what), *shape[1:]
-    parameter = nn.Parameter(torch.empty(own, dtype=dtype), requires_grad=False)
-    set_weight_attrs(parameter, weight_loader=load, output_dim=0)
-    return parameter

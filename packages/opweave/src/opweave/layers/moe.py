@@ -20,33 +20,13 @@ from opweave.layers.linear_methods import (
     weights_are_deferred,
 )
 from opweave.layers.moe_routing import ExpertPlacement, GroupedTopk, Router, RoutingFunction
-from opweave.layers.parallel import current_tensor_parallel
+from opweave.layers.parallel import current_tensor_parallel, fill
 from opweave.layers.registry import (
     LayerArgumentError,
     PluggableLayer,
     ShardingError,
     WeightLoadError,
 )
-
-__all__ = [
-    "ExpertPlacement",
-    "ExpertShapes",
-    "Experts",
-    "FusedMoE",
-    "FusedMoEMethod",
-    "FusedMoEModularMethod",
-    "GroupedTopk",
-    "LocalPrepareAndFinalize",
-    "ModularKernel",
-    "OpExperts",
-    "PrepareAndFinalize",
-    "FusedMoEQuantConfig",
-    "QuantizedFusedMoEMethod",
-    "Router",
-    "TransformersFusedMoE",
-    "UnquantizedFusedMoEMethod",
-]
-
 
 # Loads the weights of one expert or of all experts, whole or sharded.
 
@@ -78,41 +58,22 @@ def load_expert(
         WeightLoadError: the shape of *loaded* does not fit.
         LayerArgumentError: ``"w3"`` without a gate.
     """
-    if shard_id == "w2":
-        return _fill(expert, loaded, 1 if expert.ndim == 2 else None, placement, shard_id)
-    if not gated:
-        if shard_id == "w3":
-            raise LayerArgumentError(
-                "shard_id='w3', but these experts have no gate: 'w1' is all there is."
-            )
-        return _fill(expert, loaded, 0, placement, shard_id)
-    if shard_id == "w13" and interleaved:
-        return _fill(expert, loaded, 0, placement, shard_id)
-    if shard_id == "w13":
-        for half, rows in zip(expert.chunk(2), loaded.chunk(2), strict=True):
-            _fill(half, rows, 0, placement, shard_id)
-        return None
-    second = int(shard_id == "w3")
-    part = expert[second::2] if interleaved else expert.chunk(2)[second]
-    return _fill(part, loaded, 0, placement, shard_id)
-
-
-def _fill(
-    target: Tensor, loaded: Tensor, dim: int | None, placement: ExpertPlacement, shard_id: str
-) -> None:
-    """Copy *loaded*, or this rank's shard of it along *dim*; None: not sharded."""
-    source = loaded
-    if dim is not None and loaded.ndim == target.ndim and placement.tp_size > 1:
-        size = target.shape[dim]
-        if loaded.shape[dim] == size * placement.tp_size:
-            source = loaded.narrow(dim, placement.tp_rank * size, size)
-    if source.shape != target.shape:
-        raise WeightLoadError(
-            f"{shard_id} of an expert has shape {tuple(loaded.shape)}; it must have "
-            f"{tuple(target.shape)}, or be that of all {placement.tp_size} ranks. A checkpoint "
-            "with weights (in, out) needs is_transposed=True."
+    if shard_id == "w3" and not gated:
+        raise LayerArgumentError(
+            "shard_id='w3', but these experts have no gate: 'w1' is all there is."
         )
-    target.copy_(source)
+    parts: list[tuple[Tensor, Tensor]] = [(expert, loaded)]
+    dim: int | None = 0
+    if shard_id == "w2":
+        dim = 1 if expert.ndim == 2 else None
+    elif gated and shard_id != "w13":
+        second = int(shard_id == "w3")
+        parts = [(expert[second::2] if interleaved else expert.chunk(2)[second], loaded)]
+    elif gated and not interleaved:
+        parts = list(zip(expert.chunk(2), loaded.chunk(2), strict=True))
+    what, advice = f"{shard_id} of an expert", "Weights (in, out) need is_transposed=True."
+    for target, source in parts:
+        fill(target, source, what, dim, placement.tp_rank, placement.tp_size, advice)
 
 
 # The strategy of a :class:`FusedMoE`: weight format and computation.
@@ -216,20 +177,33 @@ class UnquantizedFusedMoEMethod(FusedMoEMethod):
         self, layer: FusedMoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor
     ) -> Tensor:
         """Return this rank's part of the weighted sum; see :class:`FusedMoEMethod`."""
-        output: Tensor = ops.fused_experts(
-            x,
-            layer.w13_weight,
-            layer.w2_weight,
-            topk_weights,
-            topk_ids,
-            layer.activation,
-            layer.expert_map,
-            layer.w13_bias,
-            layer.added_w2_bias,
-            layer.apply_router_weight_on_input,
-            **layer.activation_options,
-        )
-        return output
+        on_input = layer.apply_router_weight_on_input
+        return _fused_experts(layer, x, topk_weights, topk_ids, layer.expert_map, on_input)
+
+
+def _fused_experts(
+    layer: FusedMoE,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    expert_map: Tensor | None = None,
+    on_input: bool = False,
+) -> Tensor:
+    """Call ``ir.ops.fused_experts`` with the weights of *layer*."""
+    output: Tensor = ops.fused_experts(
+        x,
+        layer.w13_weight,
+        layer.w2_weight,
+        weights,
+        ids,
+        layer.activation,
+        expert_map,
+        layer.w13_bias,
+        layer.added_w2_bias,
+        on_input,
+        **layer.activation_options,
+    )
+    return output
 
 
 # A mixture of experts as a layer: routing, experts, shared experts, the sum over ranks.
@@ -343,14 +317,13 @@ class FusedMoE(PluggableLayer):
         self.activation_options = ActivationOptions(alpha=alpha, beta=beta, limit=limit)
         self.grouped_topk = None
         if use_grouped_topk:
-            self.grouped_topk = _grouped_topk(
-                top_k,
-                renormalize,
-                num_expert_group,
-                topk_group,
-                scoring_func,
-                routed_scaling_factor,
-            )
+            if num_expert_group is None or topk_group is None:
+                raise LayerArgumentError(
+                    "use_grouped_topk needs num_expert_group and topk_group; found "
+                    f"num_expert_group={num_expert_group}, topk_group={topk_group}."
+                )
+            groups, scaling = (num_expert_group, topk_group), routed_scaling_factor
+            self.grouped_topk = GroupedTopk(top_k, renormalize, *groups, scoring_func, scaling)
         self.router = Router(
             top_k,
             renormalize,
@@ -550,24 +523,6 @@ class FusedMoE(PluggableLayer):
         )
 
 
-def _grouped_topk(
-    top_k: int,
-    renormalize: bool,
-    num_expert_group: int | None,
-    topk_group: int | None,
-    scoring_func: str,
-    routed_scaling_factor: float,
-) -> GroupedTopk:
-    if num_expert_group is None or topk_group is None:
-        raise LayerArgumentError(
-            "use_grouped_topk needs num_expert_group and topk_group; found "
-            f"num_expert_group={num_expert_group}, topk_group={topk_group}."
-        )
-    return GroupedTopk(
-        top_k, renormalize, num_expert_group, topk_group, scoring_func, routed_scaling_factor
-    )
-
-
 def _method(layer: FusedMoE, quant_config: FusedMoEQuantConfig | None) -> FusedMoEMethod:
     chosen = quant_config.get_quant_method(layer, layer.prefix) if quant_config else None
     if chosen is None:
@@ -624,18 +579,7 @@ class OpExperts:
         shape = routed.experts.shape
         ids = torch.where(routed.valid, routed.experts, -1).reshape(-1, 1)
         ones = torch.ones_like(ids, dtype=torch.float32)
-        outputs = ops.fused_experts(
-            routed.x.repeat_interleave(shape[1], dim=0),
-            layer.w13_weight,
-            layer.w2_weight,
-            ones,
-            ids,
-            layer.activation,
-            None,
-            layer.w13_bias,
-            layer.added_w2_bias,
-            **layer.activation_options,
-        )
+        outputs = _fused_experts(layer, routed.x.repeat_interleave(shape[1], dim=0), ones, ids)
         return torch.unflatten(outputs, 0, tuple(shape))
 
 

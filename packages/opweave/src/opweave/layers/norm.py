@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +11,64 @@ from torch.nn import functional
 
 from opweave import ir
 from opweave.layers.custom_op import CustomOp
-from opweave.layers.parallel import current_tensor_parallel
-from opweave.layers.registry import LayerArgumentError, WeightLoadError
+from opweave.layers.parallel import current_tensor_parallel, fill
+from opweave.layers.registry import LayerArgumentError
 
 # Root-mean-square normalization as layers.
 
 
+class _ResidualNorm(CustomOp):
+    """An RMS norm, which may be given a residual.
+
+    Attributes:
+        donates: whether the platform's methods donate *x* and the residual.
+    """
+
+    donates: ClassVar[bool]
+
+    def _options(self) -> tuple[Tensor | None, float, int | None]:
+        """Return the last arguments of the ops: the factor, epsilon and the variance's size."""
+        raise NotImplementedError
+
+    def forward_native(
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalize *x*, ``(..., hidden_size)``, or ``x + residual``.
+
+        Returns:
+            The result in the shape and dtype of *x*; with a residual, the result and the sum.
+        """
+        norm, fused = ir.ops.rms_norm.native, ir.ops.fused_add_rms_norm.native
+        return self._run(x, residual, norm, fused)
+
+    def forward_cuda(
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As :meth:`forward_native`, but some norms donate *x* and *residual*, if there is one.
+
+        Do not use donated tensors afterwards.
+        """
+        fused = ir.ops.fused_add_rms_norm
+        return self._run(
+            x, residual, ir.ops.rms_norm, fused.maybe_inplace if self.donates else fused
+        )
+
+    forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
+
+    def _run(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: Callable[..., Tensor],
+        fused: Callable[..., tuple[Tensor, Tensor]],
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        if residual is None:
+            return norm(x, *self._options())
+        return fused(x, residual, *self._options())
+
+
 @CustomOp.register("rms_norm")
-class RMSNorm(CustomOp):
+class RMSNorm(_ResidualNorm):
     """Normalizes the last dimension: ``ir.ops.rms_norm``, ``ir.ops.fused_add_rms_norm``.
 
     Args:
@@ -30,9 +81,10 @@ class RMSNorm(CustomOp):
     Raises:
         LayerArgumentError: *var_hidden_size* is not between 1 and *hidden_size*.
 
-    Source: Zhang and Sennrich, arXiv:1910.07467.
+    Source: Zhang and Sennrich, arXiv:1910.07467. With a residual, both tensors are donated.
     """
 
+    donates = True
     weight: Tensor
 
     def __init__(
@@ -53,39 +105,6 @@ class RMSNorm(CustomOp):
         ones = torch.ones(hidden_size, dtype=dtype)
         self.weight = nn.Parameter(ones) if has_weight else ones
 
-    def forward_native(
-        self, x: Tensor, residual: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalize *x*, ``(..., hidden_size)``, or ``x + residual``.
-
-        Returns:
-            The result in the shape and dtype of *x*; with a residual, the result and the sum.
-        """
-        if residual is None:
-            normed: Tensor = ir.ops.rms_norm.native(x, *self._options())
-            return normed
-        both: tuple[Tensor, Tensor] = ir.ops.fused_add_rms_norm.native(
-            x, residual, *self._options()
-        )
-        return both
-
-    def forward_cuda(
-        self, x: Tensor, residual: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """As :meth:`forward_native`, but with a residual, *x* and *residual* are donated.
-
-        Do not use donated tensors afterwards.
-        """
-        if residual is None:
-            normed: Tensor = ir.ops.rms_norm(x, *self._options())
-            return normed
-        both: tuple[Tensor, Tensor] = ir.ops.fused_add_rms_norm.maybe_inplace(
-            x, residual, *self._options()
-        )
-        return both
-
-    forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
-
     def _options(self) -> tuple[Tensor | None, float, int | None]:
         weight = self.weight if self.has_weight else None
         return weight, self.variance_epsilon, self.variance_size
@@ -95,8 +114,10 @@ class RMSNorm(CustomOp):
 
 
 @CustomOp.register("gemma_rms_norm")
-class GemmaRMSNorm(CustomOp):
+class GemmaRMSNorm(_ResidualNorm):
     """RMS norm with the factor ``1 + weight``, in float32: ``ir.ops.rms_norm``.
+
+    Nothing is donated.
 
     Args:
         hidden_size: the size of the last dimension.
@@ -105,38 +126,16 @@ class GemmaRMSNorm(CustomOp):
     Source: Gemma, arXiv:2403.08295.
     """
 
+    donates = False
+
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(hidden_size))
         self.variance_epsilon = eps
 
-    def forward_native(
-        self, x: Tensor, residual: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """As :meth:`RMSNorm.forward_native`; nothing is donated."""
-        if residual is None:
-            normed: Tensor = ir.ops.rms_norm.native(x, self._factor(), self.variance_epsilon)
-            return normed
-        both: tuple[Tensor, Tensor] = ir.ops.fused_add_rms_norm.native(
-            x, residual, self._factor(), self.variance_epsilon
-        )
-        return both
-
-    def forward_cuda(
-        self, x: Tensor, residual: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        if residual is None:
-            normed: Tensor = ir.ops.rms_norm(x, self._factor(), self.variance_epsilon)
-            return normed
-        both: tuple[Tensor, Tensor] = ir.ops.fused_add_rms_norm(
-            x, residual, self._factor(), self.variance_epsilon
-        )
-        return both
-
-    forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
-
-    def _factor(self) -> Tensor:
-        return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+    def _options(self) -> tuple[Tensor | None, float, int | None]:
+        factor = 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        return factor, self.variance_epsilon, None
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.weight.numel()}, eps={self.variance_epsilon}"
@@ -272,15 +271,8 @@ class Mixer2RMSNormGated(CustomOp):
         Raises:
             WeightLoadError: the tensor has another shape.
         """
-        size = self.per_rank_hidden_size
-        if loaded_weight.shape == (self.full_hidden_size,):
-            loaded_weight = loaded_weight.narrow(0, self.parallel.rank * size, size)
-        if loaded_weight.shape != param.shape:
-            raise WeightLoadError(
-                f"mixer2_gated_rms_norm: the weight has shape {tuple(loaded_weight.shape)}; it "
-                f"should be ({self.full_hidden_size},), or this rank's part, ({size},)."
-            )
-        param.data.copy_(loaded_weight)
+        what = "mixer2_gated_rms_norm: weight"
+        fill(param.data, loaded_weight, what, 0, self.parallel.rank, self.parallel.size)
 
     def forward_native(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalize *x*, ``(..., full_hidden_size / ranks)``, gated by *gate* of the same shape.

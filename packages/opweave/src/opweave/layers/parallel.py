@@ -159,6 +159,7 @@ def fill(
     dim: int | None = None,
     index: int = 0,
     count: int = 1,
+    advice: str = "The checkpoint and the model's configuration disagree.",
 ) -> None:
     """Copy *loaded* into *target*, converting its dtype.
 
@@ -170,6 +171,7 @@ def fill(
         dim: the sharded dimension, or None if the tensor is replicated.
         index: the index of the shard.
         count: the number of shards.
+        advice: the end of the error message.
 
     Raises:
         WeightLoadError: *loaded* has another shape.
@@ -184,6 +186,6 @@ def fill(
         part = f", or {tuple(target.shape)}, the part of this rank" if count > 1 else ""
         raise WeightLoadError(
             f"{what} is loaded with a tensor of shape {tuple(loaded.shape)}; it takes "
-            f"{tuple(whole)}{part}. The checkpoint and the model's configuration disagree."
+            f"{tuple(whole)}{part}. {advice}"
         )
     target.copy_(source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from operator import is_, mul
 from typing import Any
@@ -14,40 +14,14 @@ from opweave import ir
 from opweave.layers.custom_op import CustomOp
 from opweave.layers.registry import LayerArgumentError, replacement
 from opweave.layers.rotary_scaling import (
-    ROPE_TYPES,
-    AlphaNTKScaling,
-    DynamicNTKScaling,
-    FixedNTKScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
     RopeContext,
     Scaling,
-    YarnScaling,
     cos_sin_table,
     flag,
     number,
     read_scaling,
     sections,
 )
-
-__all__ = [
-    "ROPE_TYPES",
-    "AlphaNTKScaling",
-    "ApplyRotaryEmb",
-    "DualChunkRotaryEmbedding",
-    "DynamicNTKScaling",
-    "FixedNTKScaling",
-    "LinearScaling",
-    "Llama3Scaling",
-    "LongRopeScaling",
-    "MRotaryEmbedding",
-    "RotaryEmbedding",
-    "Scaling",
-    "YarnScaling",
-    "get_rope",
-]
-
 
 # Rotation by given angles.
 
@@ -74,18 +48,15 @@ class ApplyRotaryEmb(CustomOp):
 
     def forward_native(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate *x*, ``(..., tokens, heads, head_size)``, by angles ``(tokens, r / 2)``."""
-        rotated: Tensor = ir.ops.apply_rotary_emb.native(
-            x, cos, sin, self.is_neox_style, self.enable_fp32_compute
-        )
-        return rotated
+        return self._run(ir.ops.apply_rotary_emb.native, x, cos, sin)
 
     def forward_cuda(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rotated: Tensor = ir.ops.apply_rotary_emb(
-            x, cos, sin, self.is_neox_style, self.enable_fp32_compute
-        )
-        return rotated
+        return self._run(ir.ops.apply_rotary_emb, x, cos, sin)
 
     forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
+
+    def _run(self, op: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return op(x, cos, sin, self.is_neox_style, self.enable_fp32_compute)
 
     def extra_repr(self) -> str:
         return f"is_neox_style={self.is_neox_style}, fp32_compute={self.enable_fp32_compute}"
@@ -286,18 +257,10 @@ class MRotaryEmbedding(RotaryEmbedding):
         mrope_section: Sequence[int],
         mrope_interleaved: bool = False,
         *,
-        scaling: Scaling | None = None,
+        scaling: Scaling = _PLAIN,
     ) -> None:
-        super().__init__(
-            head_size,
-            rotary_dim,
-            max_position_embeddings,
-            base,
-            is_neox_style,
-            dtype,
-            init_cache=False,
-            scaling=Scaling() if scaling is None else scaling,
-        )
+        sizes = (head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+        super().__init__(*sizes, init_cache=False, scaling=scaling)
         section = tuple(mrope_section)
         if len(section) != AXES or sum(section) != rotary_dim // 2:
             raise LayerArgumentError(
@@ -330,12 +293,7 @@ class MRotaryEmbedding(RotaryEmbedding):
         """
         if positions.ndim == 1:
             return super().forward_native(positions, query, key)
-        cos, sin = self._angles(positions, query)
-        rotate = self.apply_rotary_emb.forward_native
-        return (
-            rotate(self._heads(query), cos, sin).reshape(query.shape),
-            None if key is None else rotate(self._heads(key), cos, sin).reshape(key.shape),
-        )
+        return self._rotated(positions, query, key, self.apply_rotary_emb.forward_native)
 
     def forward_cuda(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None
@@ -343,14 +301,21 @@ class MRotaryEmbedding(RotaryEmbedding):
         """Rotate and donate queries and keys: do not use them afterwards."""
         if positions.ndim == 1:
             return super().forward_cuda(positions, query, key)
-        cos, sin = self._angles(positions, query)
-        rotate = self.apply_rotary_emb
-        return (
-            rotate(self._heads(query), cos, sin).reshape(query.shape),
-            None if key is None else rotate(self._heads(key), cos, sin).reshape(key.shape),
-        )
+        return self._rotated(positions, query, key, self.apply_rotary_emb)
 
     forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
+
+    def _rotated(
+        self,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor | None,
+        rotate: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor | None]:
+        cos, sin = self._angles(positions, query)
+        xs = [query] if key is None else [query, key]
+        rotated = [rotate(self._heads(x), cos, sin) for x in xs]
+        return _as_given(rotated, [x.shape for x in xs])
 
     def _angles(self, positions: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, ``(tokens, rotary_dim / 2)`` each."""
@@ -443,32 +408,27 @@ class DualChunkRotaryEmbedding(CustomOp):
             critical form, concatenated: ``(..., 5 * query_heads * head_size)``; and the keys,
             ``(..., key_heads * head_size)``.
         """
-        rotated: tuple[Tensor, Tensor] = ir.ops.dual_chunk_rotary_embedding.native(
-            query, key, *self._rest(positions, query, offsets)
-        )
-        return rotated
+        return self._run(ir.ops.dual_chunk_rotary_embedding.native, positions, query, key, offsets)
 
     def forward_cuda(
         self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        rotated: tuple[Tensor, Tensor] = ir.ops.dual_chunk_rotary_embedding(
-            query, key, *self._rest(positions, query, offsets)
-        )
-        return rotated
+        return self._run(ir.ops.dual_chunk_rotary_embedding, positions, query, key, offsets)
 
     forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
 
-    def _rest(
-        self, positions: Tensor, query: Tensor, offsets: Tensor | None
-    ) -> tuple[Tensor, Tensor, int, int, int, bool]:
-        return (
-            positions if offsets is None else positions + offsets,
-            self.cos_sin_cache.to(query.device),
-            self.head_size,
-            self.chunk_size,
-            self.local_size,
-            self.is_neox_style,
-        )
+    def _run(
+        self,
+        op: Callable[..., tuple[Tensor, Tensor]],
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        offsets: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        positions = positions if offsets is None else positions + offsets
+        sizes = (self.head_size, self.chunk_size, self.local_size)
+        table = self.cos_sin_cache.to(query.device)
+        return op(query, key, positions, table, *sizes, self.is_neox_style)
 
     def extra_repr(self) -> str:
         return (
@@ -504,7 +464,7 @@ def get_rope(
         max_position: ``max_position_embeddings`` of the configuration.
         is_neox_style: the layout of the pairs.
         rope_parameters: as in Hugging Face configurations: ``rope_type`` (one of
-            ``opweave.layers.rotary.ROPE_TYPES``), ``rope_theta`` (10000 by default),
+            ``opweave.layers.rotary_scaling.ROPE_TYPES``), ``rope_theta`` (10000 by default),
             ``partial_rotary_factor`` or ``rope_dim`` (the rotated part of a head; for
             ``proportional``, the fraction of pairs that are rotated), the parameters of the type,
             and ``mrope_section`` for M-RoPE, which combines with every type.

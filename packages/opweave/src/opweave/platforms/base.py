@@ -349,31 +349,6 @@ def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-# Defaults of the ``Platform`` contract: qualified names, imported when they are needed.
-
-
-WORKER = "opweave_engine.runner.Worker"
-MODEL_RUNNER = "opweave_engine.runner.ModelRunner"
-SCHEDULER = "opweave_engine.scheduler.Scheduler"
-EXECUTOR = "opweave_engine.parallel.executor.InProcessExecutor"
-SAMPLER = "opweave_engine.sampling.sampler.Sampler"
-ATTENTION = "opweave_engine.attention.PagedAttention"
-LATENT_ATTENTION = "opweave_engine.attention.LatentPagedAttention"
-RANKED_EXECUTOR = "opweave_engine.parallel.executor.RankedExecutor"
-COMMUNICATOR = "opweave_engine.parallel.communicators.TorchCommunicator"
-HOST_COMMUNICATOR = "opweave_engine.parallel.communicators.SharedMemoryCommunicator"
-
-_KERNELS = "opweave.kernels.load"
-
-
-def import_kernels() -> None:
-    """Load the kernels that come with opweave."""
-    # Not owned by the calling plugin nor part of its transaction: they are imported only once, and
-    # must survive a failure of the calling hook.
-    with owned_by(None), transaction.detached():
-        resolve_obj_by_qualname(_KERNELS)(current_registry())
-
-
 # The contract.
 
 
@@ -386,7 +361,7 @@ class Platform:
     is created without arguments; creating it must not touch a device.
 
     Methods that return the name of a class (``"acme.worker.AcmeWorker"``) are called when the class
-    is needed; it is imported then.
+    is needed; it is imported then. None stands for the class of opweave-engine.
 
     Attributes:
         api: the version of this contract that the class is written for.
@@ -458,7 +433,10 @@ class Platform:
         Runs once, when an op is first used; if it raises, its registrations are undone. By default
         it loads the kernels that come with opweave; call ``super().import_kernels()`` to keep them.
         """
-        import_kernels()
+        # Not owned by a plugin nor part of its transaction: they are imported only once, and must
+        # survive a failure of the calling hook.
+        with owned_by(None), transaction.detached():
+            resolve_obj_by_qualname("opweave.kernels.load")(current_registry())
 
     def get_default_ir_op_priority(
         self, config: EngineConfig | None = None
@@ -483,38 +461,37 @@ class Platform:
 
     # Parts of the engine
 
-    def get_worker_cls(self, config: EngineConfig) -> str:
+    def get_worker_cls(self, config: EngineConfig) -> str | None:
         """Return the name of the class that owns a device, its memory and its model."""
-        return WORKER
+        return None
 
-    def get_model_runner_cls(self, config: EngineConfig) -> str:
+    def get_model_runner_cls(self, config: EngineConfig) -> str | None:
         """Return the name of the class that prepares a batch and runs the model on it."""
-        return MODEL_RUNNER
+        return None
 
-    def get_scheduler_cls(self, config: EngineConfig) -> str:
+    def get_scheduler_cls(self, config: EngineConfig) -> str | None:
         """Return the name of the class that chooses the sequences and tokens of each step."""
-        return SCHEDULER
+        return None
 
-    def get_executor_cls(self, config: EngineConfig) -> str:
+    def get_executor_cls(self, config: EngineConfig) -> str | None:
         """Return the name of the class that starts the workers and communicates with them."""
-        is_alone = config.parallel.tensor_parallel_size == 1
-        return EXECUTOR if is_alone else RANKED_EXECUTOR
+        return None
 
-    def get_sampler_cls(self, config: EngineConfig) -> str:
+    def get_sampler_cls(self, config: EngineConfig) -> str | None:
         """Return the name of the class that samples tokens from the logits."""
-        return SAMPLER
+        return None
 
-    def get_attn_backend_cls(self, spec: AttentionSpec) -> str:
+    def get_attn_backend_cls(self, spec: AttentionSpec) -> str | None:
         """Return the name of the class that computes the attention that *spec* describes.
 
         Raises:
             OpweaveError: the platform has no implementation for it.
         """
-        return LATENT_ATTENTION if spec.is_latent else ATTENTION
+        return None
 
-    def get_device_communicator_cls(self) -> str:
+    def get_device_communicator_cls(self) -> str | None:
         """Return the name of the class for collectives between the ranks."""
-        return COMMUNICATOR
+        return None
 
     def get_compile_backend(self, config: EngineConfig) -> str:
         """Return the default ``torch.compile`` backend for models.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from opweave.config import EngineConfig
 from opweave.ir.priority import EVERY_OP
-from opweave.platforms import base, probes
+from opweave.platforms import probes
 from opweave.platforms.base import (
     Capabilities,
     CudaGraphRecorder,
@@ -64,9 +64,6 @@ class CpuPlatform(Platform):
         # batch size.
         own = ["opweave_c", "opweave_c_invariant"]
         return {EVERY_OP: own, **{op: ["aten"] for op in _CPU_TORCH_OPS}}
-
-    def get_device_communicator_cls(self) -> str:
-        return base.HOST_COMMUNICATOR
 
     def get_device_name(self, index: int = 0) -> str:
         return probes.cpu_name()
@@ -262,35 +259,22 @@ class XpuPlatform(Platform):
 # Claims of the built-in platforms.
 
 
-_CPU_SCORE, _ACCELERATOR_SCORE = 0, 50
-
-
 def cpu() -> Claim:
     """Claim any machine, with the lowest score."""
-    return Claim(
-        "opweave.platforms.builtin.CpuPlatform", PLATFORM_API, _CPU_SCORE, "every machine has it"
-    )
+    return Claim(f"{__name__}.CpuPlatform", PLATFORM_API, 0, "every machine has it")
 
 
-def cuda() -> Claim | None:
-    """Claim a machine with NVIDIA GPUs that torch can use."""
-    return _claim("opweave.platforms.builtin.CudaPlatform", probes.cuda_devices(), "NVIDIA GPU")
+def _accelerator(name: str, cls: str, kind: str) -> Claim | None:
+    if not (count := getattr(probes, f"{name}_devices")()):
+        return None
+    found = f"torch finds {count} {kind}{'s' * (count > 1)}"
+    return Claim(f"{__name__}.{cls}", PLATFORM_API, 50, found)
 
 
-def rocm() -> Claim | None:
-    """Claim a machine with AMD GPUs that torch can use."""
-    return _claim("opweave.platforms.builtin.RocmPlatform", probes.rocm_devices(), "AMD GPU")
-
-
-def xpu() -> Claim | None:
-    """Claim a machine with Intel GPUs that torch can use."""
-    return _claim("opweave.platforms.builtin.XpuPlatform", probes.xpu_devices(), "Intel GPU")
-
-
-def tpu() -> Claim | None:
-    """Claim a machine with TPUs that PyTorch/XLA can use."""
-    return _claim("opweave.platforms.builtin.TpuPlatform", probes.tpu_devices(), "TPU")
-
+cuda = partial(_accelerator, "cuda", "CudaPlatform", "NVIDIA GPU")
+rocm = partial(_accelerator, "rocm", "RocmPlatform", "AMD GPU")
+tpu = partial(_accelerator, "tpu", "TpuPlatform", "TPU")
+xpu = partial(_accelerator, "xpu", "XpuPlatform", "Intel GPU")
 
 BUILTIN: Mapping[str, Callable[[], Claim | None]] = {
     "cpu": cpu,
@@ -300,10 +284,3 @@ BUILTIN: Mapping[str, Callable[[], Claim | None]] = {
     "xpu": xpu,
 }
 """Functions that return the claim of a platform, or None if the machine lacks its device."""
-
-
-def _claim(name: str, devices: int, kind: str) -> Claim | None:
-    if not devices:
-        return None
-    found = f"1 {kind}" if devices == 1 else f"{devices} {kind}s"
-    return Claim(name, PLATFORM_API, _ACCELERATOR_SCORE, f"torch finds {found}")

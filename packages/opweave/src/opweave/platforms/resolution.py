@@ -10,7 +10,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, Self
 
@@ -125,16 +126,43 @@ def _version(distribution: str) -> str | None:
 # Selection and construction of the platform of a process.
 
 
-class Found(NamedTuple):
-    """A usable platform, and the candidates that it was chosen from."""
+@dataclass(frozen=True)
+class Resolution:
+    """The platform of this process, and why it was chosen.
+
+    Attributes:
+        platform: the platform.
+        chosen: its name, the claim of its plugin or of opweave, and the plugin.
+        candidates: all platforms that claim the machine, including the chosen one.
+        why: the reason for the choice.
+        trace: the stack of the first access, formatted as in a traceback.
+    """
 
     platform: Platform
     chosen: PlatformCandidate
     candidates: tuple[PlatformCandidate, ...]
     why: str
+    trace: str = ""
+
+    @property
+    def qualname(self) -> str:
+        """The qualified name of the platform's class."""
+        return self.chosen.claim.platform
+
+    @property
+    def owner(self) -> Owner | None:
+        """The plugin that provides the platform, or None if it comes with opweave."""
+        return self.chosen.owner
+
+    def to_json(self) -> str:
+        """Return the resolution as JSON for a child process.
+
+        Pass it to :func:`impose` there, or set it as ``OPWEAVE_PLATFORM_RESOLUTION``.
+        """
+        return Handover.of(*self.chosen).to_json()
 
 
-def choose() -> Found:
+def choose() -> Resolution:
     """Choose the platform of this process: that of its parent, or the claim with the best score.
 
     Raises:
@@ -146,7 +174,7 @@ def choose() -> Found:
     return _first_usable(choose_platform(BUILTIN))
 
 
-def imposed(parent: Handover) -> Found:
+def imposed(parent: Handover) -> Resolution:
     """Return the platform of the parent process.
 
     Raises:
@@ -158,14 +186,14 @@ def imposed(parent: Handover) -> Found:
     set_plugin_options(parent.options)
     chosen = PlatformCandidate(parent.name, parent.claim, parent.owner)
     platform = _made(chosen)
-    return Found(platform, chosen, (chosen,), "the parent process runs on it")
+    return Resolution(platform, chosen, (chosen,), "the parent process runs on it")
 
 
-def _first_usable(choice: Choice) -> Found:
+def _first_usable(choice: Choice) -> Resolution:
     """Return the chosen platform, or the next best if it is broken and plugins are not strict."""
     chosen = choice.chosen
     try:
-        return Found(_made(chosen), chosen, choice.candidates, _why(choice))
+        return Resolution(_made(chosen), chosen, choice.candidates, _why(choice))
     except OpweaveError as error:
         others = tuple(each for each in choice.candidates if each is not chosen)
         if chosen.owner is None or choice.selected or not others or loader().policy.strict:
@@ -223,37 +251,6 @@ def _object(qualname: str, owner: Owner | None) -> Platform:
 _PACKAGE = os.path.dirname(__file__)
 
 
-@dataclass(frozen=True)
-class Resolution:
-    """The platform of this process, and why it was chosen.
-
-    Attributes:
-        platform: the platform.
-        qualname: the qualified name of its class.
-        claim: the claim of the plugin, or of opweave.
-        owner: the plugin that provides it, or None if it comes with opweave.
-        why: the reason for the choice.
-        trace: the stack of the first access, formatted as in a traceback.
-        candidates: all platforms that claim the machine, including the chosen one.
-    """
-
-    platform: Platform
-    qualname: str
-    claim: Claim
-    owner: Owner | None
-    why: str
-    trace: str
-    candidates: tuple[PlatformCandidate, ...]
-
-    def to_json(self) -> str:
-        """Return the resolution as JSON for a child process.
-
-        Pass it to :func:`impose` there, or set it as ``OPWEAVE_PLATFORM_RESOLUTION``.
-        """
-        name = next(each.name for each in self.candidates if each.claim is self.claim)
-        return Handover.of(name, self.claim, self.owner).to_json()
-
-
 def resolution() -> Resolution:
     """Return the resolution of this process; the first call resolves the platform.
 
@@ -262,7 +259,7 @@ def resolution() -> Resolution:
         PlatformContractError: the chosen class is not a platform, or violates the contract.
         PlatformMismatchError: the parent process has another platform or other versions.
     """
-    return _process.resolution()
+    return _found if _found is not None else _once(choose)
 
 
 def resolve_current_platform_cls_qualname() -> str:
@@ -272,7 +269,7 @@ def resolve_current_platform_cls_qualname() -> str:
 
 def is_resolved() -> bool:
     """Whether the platform of this process is resolved; does not resolve it."""
-    return _process.is_resolved
+    return _found is not None
 
 
 def impose(text: str) -> Resolution:
@@ -285,79 +282,49 @@ def impose(text: str) -> Resolution:
         PlatformMismatchError: this process has resolved another platform, or has other versions.
         PlatformContractError, PluginError: as :func:`resolution`.
     """
-    return _process.impose(Handover.from_json(text))
-
-
-class _Process:
-    """The platform state of a process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._found: Resolution | None = None
-
-    @property
-    def is_resolved(self) -> bool:
-        return self._found is not None
-
-    def resolution(self) -> Resolution:
-        found = self._found
-        return found if found is not None else self._once(choose)
-
-    def impose(self, parent: Handover) -> Resolution:
-        found = self._found
-        if found is None:
-            found = self._once(lambda: imposed(parent))
-        _check_same(found, parent)
-        return found
-
-    def _once(self, find: Callable[[], Found]) -> Resolution:
-        # A context variable, because a plugin's function may run in another thread, with a copy of
-        # the context.
-        if _resolving.get():
-            refuse_reentry()
-            raise PlatformReentryError(
-                "current_platform is used by the code that resolves it. The function of a platform "
-                "plugin and the constructor of a platform must not use it, nor import a module "
-                "that does."
-            )
-        with self._lock:
-            if self._found is None:
-                token, trace = _resolving.set(True), _trace()
-                try:
-                    self._found = _described(find(), trace)
-                finally:
-                    _resolving.reset(token)
-            return self._found
-
-
-_resolving: ContextVar[bool] = ContextVar("resolving_platform", default=False)
-_process = _Process()
-
-
-@contextmanager
-def isolated_resolution() -> Iterator[None]:
-    """Resolve the platform again inside the block; for tests."""
-    global _process
-    before, _process = _process, _Process()
-    try:
-        yield
-    finally:
-        _process = before
-
-
-def _check_same(found: Resolution, parent: Handover) -> None:
+    parent = Handover.from_json(text)
+    found = _once(partial(imposed, parent))
     if found.qualname != parent.claim.platform or found.owner != parent.owner:
         raise PlatformMismatchError(
             f"the parent process runs on {parent.claim.platform}, but this process has resolved "
             f"{found.qualname} ({found.why}), here:\n{found.trace}"
         )
+    return found
 
 
-def _described(found: Found, trace: str) -> Resolution:
-    _, claim, owner = found.chosen
-    return Resolution(
-        found.platform, claim.platform, claim, owner, found.why, trace, found.candidates
-    )
+_resolving: ContextVar[bool] = ContextVar("resolving_platform", default=False)
+_lock = threading.RLock()
+_found: Resolution | None = None
+
+
+def _once(find: Callable[[], Resolution]) -> Resolution:
+    global _found
+    if _resolving.get():
+        refuse_reentry()
+        raise PlatformReentryError(
+            "current_platform is used by the code that resolves it. The function of a platform "
+            "plugin and the constructor of a platform must not use it, nor import a module that "
+            "does."
+        )
+    with _lock:
+        if _found is None:
+            token, trace = _resolving.set(True), _trace()
+            try:
+                _found = replace(find(), trace=trace)
+            finally:
+                _resolving.reset(token)
+        return _found
+
+
+@contextmanager
+def isolated_resolution() -> Iterator[None]:
+    """Resolve the platform again inside the block; for tests."""
+    global _found
+    before, _found = _found, None
+    try:
+        yield
+    finally:
+        _found = before
 
 
 def _trace() -> str:

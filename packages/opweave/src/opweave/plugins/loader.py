@@ -156,7 +156,8 @@ class Loader:
                 with _collected(plugin, errors):
                     self._ask(plugin)
                 if plugin.state in (State.CLAIMED, State.ACTIVE):
-                    found.append(_candidate(plugin))
+                    owner = plugin.entry.owner
+                    found.append(PlatformCandidate(plugin.entry.name, plugin.returned, owner))
         self._settle(errors)
         return found
 
@@ -201,7 +202,11 @@ class Loader:
         finally:
             _asked.reset(token)
         if reentered:  # even if the plugin caught the error
-            raise plugin.reject(_reentered(plugin))
+            problem = (
+                f"{plugin.entry} asks for current_platform, which its function is called to find "
+                "out. Do that in a method of the platform instead, such as import_kernels"
+            )
+            raise plugin.reject(PlatformReentryError(problem))
         try:
             claim = claim_of(plugin.entry, returned)
         except PluginError as error:
@@ -265,17 +270,6 @@ def _collected(plugin: Plugin, errors: dict[str, PluginError]) -> Iterator[None]
 def _refuse_fault(plugin: Plugin) -> None:
     if plugin.entry.fault is not None:
         raise plugin.error or plugin.fail(plugin.entry.fault)
-
-
-def _candidate(plugin: Plugin) -> PlatformCandidate:
-    return PlatformCandidate(plugin.entry.name, plugin.returned, plugin.entry.owner)
-
-
-def _reentered(plugin: Plugin) -> PlatformReentryError:
-    return PlatformReentryError(
-        f"{plugin.entry} asks for current_platform, which its function is called to find out. Do "
-        "that in a method of the platform instead, such as import_kernels"
-    )
 
 
 # The loader of this process.

@@ -16,6 +16,8 @@ from opweave.plugins.entry import (
     PlatformConflictError,
     PluginEntry,
     PluginTypeError,
+    ReferenceNameError,
+    split_qualname,
 )
 from opweave.registration import Owner
 
@@ -60,10 +62,13 @@ def claim_of(entry: PluginEntry, returned: object) -> Claim | None:
         return None
     if isinstance(returned, str):
         returned = Claim(returned, PLATFORM_API)  # the class declares its version itself
-    if not isinstance(returned, Claim) or not _is_qualified(returned.platform):
+    try:
+        split_qualname(returned.platform if isinstance(returned, Claim) else "")
+    except ReferenceNameError:
         raise PluginTypeError(
             f"{entry} returned {returned!r}; it should be {GROUPS[PLATFORM_PLUGINS].entry_point}"
-        )
+        ) from None
+    assert isinstance(returned, Claim)
     if returned.api != PLATFORM_API:
         raise ClaimApiError(
             f"{entry} is for version {returned.api} of the platform interface, and this opweave "
@@ -110,12 +115,6 @@ def _describe(candidate: PlatformCandidate) -> str:
     who = "opweave" if candidate.owner is None else str(candidate.owner)
     why = f", because {candidate.claim.why}" if candidate.claim.why else ""
     return f"{candidate.name} of {who}{why}"
-
-
-def _is_qualified(name: object) -> bool:
-    return isinstance(name, str) and all(
-        part.isidentifier() for part in name.replace(":", ".", 1).split(".")
-    )
 
 
 def _remedy(api: object, owner: Owner) -> str:

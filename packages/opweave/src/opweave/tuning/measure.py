@@ -534,11 +534,7 @@ def replay(
         return Replay(call, provider or "native", "native", "rejected", reason)
     default = default_provider(case)
     provider = provider or default
-    checked = verified(case, provider)
-    if checked.status != "passed":
-        return Replay(call, provider, default, checked.status, checked.reason)
-    calls = {name: timed_call(op.impls[name], values) for name in (provider, default)}
-    times = compare(calls, effort)
-    return Replay(
-        call, provider, default, "passed", time=times[provider], default_time=times[default]
-    )
+    measured = {m.provider: m for m in contest(case, dict.fromkeys((provider, default)), effort)}
+    m = measured[provider]
+    default_time = measured[default].time if m.status == "passed" else None
+    return Replay(call, provider, default, m.status, m.reason, m.time, default_time)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from opweave import platforms
-from opweave.errors import OpweaveError
+from opweave.errors import OpweaveError, shown
 from opweave.ir import IrOp
 from opweave.ir.registry import find_op
 from opweave.ir.scope import Scope, current_scope, entered
@@ -301,7 +301,7 @@ class Trace:
         if head.get("format") != FORMAT or head.get("version") != VERSION:
             raise TraceError(
                 f"{path}: the first line should be the header of a trace of version {VERSION}, "
-                f"found {header[:60]!r}. Record one with opweave record."
+                f"found {shown(header)}. Record one with opweave record."
             )
         skipped = head.get("skipped") or {}
         if not isinstance(skipped, dict):
@@ -364,7 +364,7 @@ def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
     except (json.JSONDecodeError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise TraceError(f"{path}: line {number} is not a JSON object: {line[:60]!r}.")
+        raise TraceError(f"{path}: line {number} is not a JSON object: {shown(line)}.")
     return found
 
 

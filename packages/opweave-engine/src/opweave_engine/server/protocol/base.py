@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +24,7 @@ from pydantic import (
 )
 from pydantic.json_schema import SkipJsonSchema
 
+from opweave.errors import shown
 from opweave_engine import RequestOutput
 from opweave_engine.server.errors import ApiError, unsupported
 
@@ -243,7 +243,7 @@ def _check(
             if not model.is_open and len(unknown) < _MAX_UNKNOWN:
                 unknown.add(path)
         elif row.status == "refused" and not row.is_off(value):
-            raise unsupported(path, f"{path}={reprlib.repr(value)}", row.note)
+            raise unsupported(path, f"{path}={shown(value)}", row.note)
         elif row.parts is not None:
             for part in value if isinstance(value, list) else [value]:
                 if isinstance(part, dict):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from opweave_engine.server.errors import ApiError, unsupported
 from opweave_engine.server.protocol.base import (
@@ -29,13 +30,29 @@ from opweave_engine.server.protocol.sampling import SALT_NOTE, CacheSalt
 
 _USE_CHAT = "Use /v1/chat/completions."
 _NOT_STORED = "Nothing is stored; send the whole conversation as input."
+_T = TypeVar("_T")
+
+
+def _is_json(value: _T) -> _T:
+    """Refuse infinities and NaN, which a response in JSON cannot repeat."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise ValueError("a number in it is not finite; the response would repeat it") from error
+    return value
+
+
+# A field that the response repeats.
+Repeated = Annotated[_T, AfterValidator(_is_json)]
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
 class TextOptions(RequestFields):
     """The format of the answer."""
 
-    format: dict[str, Any] | None = supported("text, json_object or json_schema, with a schema.")
+    format: Repeated[dict[str, Any]] | None = supported(
+        "text, json_object or json_schema, with a schema."
+    )
     verbosity: Unused = refused("Ask for it in the input.", "medium")
 
 
@@ -54,10 +71,10 @@ class ResponsesRequest(Stored):
     )
     stream: bool | None = supported("Send the answer as server-sent events.")
     text: TextOptions | None = supported("The form of the answer.")
-    tools: Items[dict[str, Any]] | None = supported("Functions that the model may call.")
-    tool_choice: ToolChoice | None = supported(TOOL_CHOICE_NOTE)
+    tools: Repeated[Items[dict[str, Any]]] | None = supported("Functions that the model may call.")
+    tool_choice: Repeated[ToolChoice] | None = supported(TOOL_CHOICE_NOTE)
     parallel_tool_calls: bool | None = supported(PARALLEL_NOTE)
-    metadata: dict[str, Any] | None = supported("Returned in the response.")
+    metadata: Repeated[dict[str, Any]] | None = supported("Returned in the response.")
     cache_salt: CacheSalt | None = supported(SALT_NOTE)
     top_logprobs: Unused = refused(_USE_CHAT, 0)
     include: Unused = refused("Additional output data is not supported.", [])

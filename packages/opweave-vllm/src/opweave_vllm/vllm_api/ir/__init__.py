@@ -5,11 +5,4 @@ from opweave_vllm.vllm_api.ir.torch_wrap import enable_torch_wrap, set_default_t
 
 from opweave_vllm.vllm_api.ir import ops  # isort: skip (wraps with the names above)
 
-__all__ = [
-    "IrOp",
-    "IrOpImpl",
-    "enable_torch_wrap",
-    "ops",
-    "register_op",
-    "set_default_torch_wrap",
-]
+__all__ = ["IrOp", "IrOpImpl", "enable_torch_wrap", "ops", "register_op", "set_default_torch_wrap"]

@@ -1,26 +1,24 @@
-"""vLLM's interface of an op: opweave's op with vLLM's names, messages and errors."""
+"""vLLM's interface of ops and implementations: opweave's objects with vLLM's names and errors."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
 from typing import Any, ClassVar, overload
 
 import torch
 
-from opweave import ir, torch_compat
-from opweave.ir import RESERVED_PROVIDERS
+from opweave import ir, torch_compat, transaction
+from opweave.ir import RESERVED_PROVIDERS, errors
 from opweave.ir.codegen import functional
 from opweave.ir.donation import refused
-from opweave.ir.errors import PredicateSignatureError
 from opweave.ir.priority import ALWAYS_LAST, NATIVE, PriorityEntry, parse
 from opweave.ir.selection import needs_gradient
-from opweave_vllm.vllm_api.ir.errors import as_in_vllm
-from opweave_vllm.vllm_api.ir.impl import Implementations, IrOpImpl
-from opweave_vllm.vllm_api.ir.stack import registration_stack
+from opweave.registration import Site
 from opweave_vllm.vllm_api.ir.torch_wrap import torch_wrap_enabled
 
 __all__ = ["RESERVED_PROVIDERS", "IrOp", "IrOpImpl", "IrOpInplaceOverload", "register_op"]
@@ -31,6 +29,34 @@ _log = logging.getLogger(__name__)
 _alone = itertools.count()
 
 Function = Callable[..., Any]
+
+
+_BUILT_IN: dict[type[errors.IrError], type[Exception]] = {
+    errors.DonationError: AssertionError,
+    errors.DuplicateImplError: AssertionError,
+    errors.DuplicateOpError: AssertionError,
+    errors.InvalidNameError: AssertionError,
+    errors.InvalidOpError: AssertionError,
+    errors.MissingInputGeneratorError: RuntimeError,
+    errors.MissingToleranceError: ValueError,
+    errors.UnknownProviderError: AssertionError,
+}
+
+_BOTH: dict[type, type[Exception]] = {
+    kind: type(kind.__name__, (kind, built_in), {"__doc__": kind.__doc__})
+    for kind, built_in in _BUILT_IN.items()
+}
+
+
+@contextmanager
+def as_in_vllm() -> Iterator[None]:
+    """Convert errors of the block so that ``except`` with vLLM's built-in class catches them."""
+    try:
+        yield
+    except tuple(_BUILT_IN) as error:
+        if type(error) not in _BOTH:  # already converted
+            raise
+        raise _BOTH[type(error)](*error.args) from error
 
 
 class Registry(Mapping[str, "IrOp"]):
@@ -134,7 +160,7 @@ class IrOp:
 
     @property
     def _registration_stack(self) -> list[str]:
-        return registration_stack(self.wrapped.site)
+        return _registration_stack(self.wrapped.site)
 
     # Implementations
 
@@ -147,23 +173,23 @@ class IrOp:
         """Raise unless *predicate* has all parameters of the op, as in vLLM."""
         what = f"{self.name}: supports_args"
         if not callable(predicate):
-            raise PredicateSignatureError(f"{what} must be a callable, not {predicate!r}.")
+            raise errors.PredicateSignatureError(f"{what} must be a callable, not {predicate!r}.")
         found = list(signature(predicate).parameters.values())
         wanted = list(signature(self.wrapped.native).parameters.values())
         if any(parameter.kind is parameter.KEYWORD_ONLY for parameter in found):
-            raise PredicateSignatureError(f"{what} must not have keyword-only parameters.")
+            raise errors.PredicateSignatureError(f"{what} must not have keyword-only parameters.")
         if len(found) != len(wanted):
-            raise PredicateSignatureError(
+            raise errors.PredicateSignatureError(
                 f"{what}: the number of parameters is {len(found)}; it must take all parameters "
                 f"of the op, {[parameter.name for parameter in wanted]}."
             )
         for own, native in zip(found, wanted, strict=True):
             if own.name != native.name:
-                raise PredicateSignatureError(
+                raise errors.PredicateSignatureError(
                     f"{what}: {own.name!r} does not match native parameter {native.name!r}."
                 )
             if own.default is not own.empty and (own.default,) != (native.default,):
-                raise PredicateSignatureError(
+                raise errors.PredicateSignatureError(
                     f"{what}: {own.name}={own.default!r} does not match native default "
                     f"{native.default!r}."
                 )
@@ -298,6 +324,86 @@ class IrOp:
             return self.wrapped.get_tolerance(dtype)._asdict()
 
 
+class IrOpImpl:
+    """An implementation of an op; *wrapped* is opweave's object."""
+
+    def __init__(self, op: IrOp, wrapped: ir.IrOpImpl) -> None:
+        self.op, self.wrapped = op, wrapped
+
+    def __repr__(self) -> str:
+        return f"IrOpImpl({self.op.name!r}, {self.provider!r})"
+
+    @property
+    def provider(self) -> str:
+        """The provider of the kernel."""
+        return self.wrapped.provider
+
+    @property
+    def impl_fn(self) -> Callable[..., Any]:
+        """The registered function."""
+        return self.wrapped.impl_fn
+
+    @property
+    def supported(self) -> bool:
+        """Whether it can run on this system."""
+        return self.wrapped.supported
+
+    @property
+    def inplace(self) -> bool:
+        """Whether it may write into the op's activations."""
+        return self.wrapped.inplace
+
+    @property
+    def supports_all_args(self) -> bool:
+        """Whether there is no predicate."""
+        return self.wrapped.supports_all_args
+
+    def supports_args(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether the predicate accepts these arguments."""
+        return self.wrapped.rejection(self.op.wrapped.bind(*args, **kwargs)) is None
+
+    def uuid(self) -> str:
+        """Return a digest of the source files of the kernel and its predicate."""
+        return self.wrapped.uuid()
+
+    @property
+    def _registration_stack(self) -> list[str]:
+        return _registration_stack(self.wrapped.site)
+
+
+class Implementations(Mapping[str, IrOpImpl]):
+    """The implementations of an op by provider, native first."""
+
+    def __init__(self, op: IrOp) -> None:
+        self._op = op
+
+    def __getitem__(self, provider: str) -> IrOpImpl:
+        return self._op._impl(self._op.wrapped.impls[provider])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._op.wrapped.impls)
+
+    def __len__(self) -> int:
+        return len(self._op.wrapped.impls)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __delitem__(self, provider: str) -> None:
+        """Remove an implementation.
+
+        Raises:
+            KeyError: the op has none of this provider, or it is the native one.
+        """
+        if provider not in self or provider == NATIVE:
+            raise KeyError(provider)
+        op = self._op.wrapped
+        transaction.enter(
+            f"removal of {op.name}:{provider}", op._groups, provider, None, op._use_groups
+        )
+        op._use_groups()
+
+
 class IrOpInplaceOverload:
     """``op.maybe_inplace``: call the op and donate its activations."""
 
@@ -316,6 +422,15 @@ class IrOpInplaceOverload:
         if _must_copy(op, args, kwargs):
             return self.op(*args, **kwargs)
         return self.op.dispatch(*args, **kwargs).impl_fn(*args, **kwargs)
+
+
+def _registration_stack(site: Site) -> list[str]:
+    r"""Return the site of a registration in the format of :func:`traceback.format_stack`.
+
+    >>> _registration_stack(Site("nowhere.py", 3))
+    ['  File "nowhere.py", line 3, in <registration>\n']
+    """
+    return traceback.format_list([traceback.FrameSummary(site.file, site.line, "<registration>")])
 
 
 def _must_copy(op: ir.IrOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opweave import torch_compat
 from opweave.conformance import inputs
 from opweave.conformance.compare import outputs_problem
-from opweave.conformance.compat import lookup_backend, maybe_mark_dynamic
 from opweave.conformance.inputs import Tokens, tokens_of
 from opweave.conformance.memory import Values, copied
 from opweave.conformance.subject import Case, Check, Finding, Findings, Subject, accepted, each
@@ -90,14 +90,14 @@ def _right(tokens: Tokens, compiled: Callable[..., Any], subject: Subject, case:
     values = copied(case.values)
     for value, axis in zip(values, tokens.inputs, strict=True):
         if axis is not None:
-            maybe_mark_dynamic(value, axis)
+            torch_compat.maybe_mark_dynamic(value, axis)
     return outputs_problem(case, compiled(*_tensors(values)))
 
 
 def _counting(graphs: list[int], module: Any, example: Any) -> Any:
     graphs.append(1)
     # Every pass, and then op by op: code for each size is not the point.
-    backend: Any = lookup_backend("opweave")
+    backend: Any = torch_compat.lookup_backend("opweave")
     return backend(module, example, options={"codegen": False})
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from opweave import torch_compat
 from opweave.conformance import inputs
 from opweave.conformance.compare import bits_problem, outputs_problem, structure_problem
-from opweave.conformance.compat import faked
-from opweave.conformance.memory import Snapshot, Values, copied
+from opweave.conformance.memory import Snapshot, Values, copied, fake_values
 from opweave.conformance.subject import (
     Case,
     Check,
@@ -51,8 +50,10 @@ def strides(t: Tensor) -> list[int]:
 
 def as_told(subject: Subject, case: Case) -> Finding:
     """Compare the outputs' metadata with that of the fake implementation."""
-    args, kwargs = subject.op.schema.split(case.values)
-    told = outputs_of(faked(subject.op.fake, *args, **kwargs))
+    mode, values = fake_values(case.values)
+    args, kwargs = subject.op.schema.split(values)
+    with mode, torch.no_grad():
+        told = outputs_of(subject.op.fake(*args, **kwargs))
     result = subject.run(copied(case.values))
     problem = structure_problem(told, result)
     if problem:
@@ -146,18 +147,13 @@ def takes(subject: Subject, case: Case) -> Finding:
         return "maybe_inplace wrote into memory that was not donated"
     functional = outputs_of(subject.run(copied(case.values)))
     for i, (a, b) in enumerate(zip(outputs_of(result), functional, strict=True)):
-        if _strides(a) != _strides(b):
-            strides = f"{tuple(a.stride())}, the functional call {tuple(b.stride())}"
-            return f"output {i} of maybe_inplace has strides {strides}"
+        if strides(a) != strides(b):
+            both = f"{tuple(a.stride())}, the functional call {tuple(b.stride())}"
+            return f"output {i} of maybe_inplace has strides {both}"
     for a, b in combinations(outputs_of(result), 2):
         if torch_compat.share_storage(a, b) and not disjoint(a, b):
             return "maybe_inplace returned two outputs in one memory"
     return None
-
-
-def _strides(t: Tensor) -> list[int]:
-    """Return the strides that matter: those of dimensions with more than one element."""
-    return [d for n, d in zip(t.shape, t.stride(), strict=True) if n > 1] if t.numel() else []
 
 
 def aliases(subject: Subject) -> Iterator[Case]:

@@ -7,9 +7,8 @@
 In pytest, use ``pytest --pyargs opweave.conformance.platform --platform acme``.
 """
 
-from opweave.conformance.platform.checks import CHECKS
+from opweave.conformance.platform.checks import CHECKS, PlatformResult, verify_platform
 from opweave.conformance.platform.subject import PlatformCheck, PlatformSubject, find_platform
-from opweave.conformance.platform.verify import PlatformResult, verify_platform
 
 __all__ = [
     "CHECKS",

@@ -1,11 +1,13 @@
-"""The checks of a platform."""
+"""The checks of a platform, and its verification with all of them."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,13 +16,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
+from opweave import torch_compat
 from opweave.config import EngineConfig
 from opweave.config.patches import ConfigPatch
 from opweave.config.plugin_options import PluginOptions
 from opweave.config.values import check_kind
-from opweave.conformance.compat import int8_product, lookup_backend
 from opweave.conformance.platform.subject import PlatformCheck, PlatformSubject, ask
-from opweave.conformance.subject import Findings, Subject, raised
+from opweave.conformance.subject import (
+    Findings,
+    NonconformingError,
+    Outcome,
+    Subject,
+    UnknownCheckError,
+    raised,
+)
 from opweave.conformance.verify import verify
 from opweave.ir import IrError, current_registry
 from opweave.ir.errors import did_you_mean
@@ -84,6 +93,10 @@ def _memory(value: object) -> bool:
     return all(type(each) is int for each in value) and 0 <= free <= total and total > 0
 
 
+def _class_name(value: object) -> bool:
+    return value is None or _text(value)
+
+
 def _capability(value: object) -> bool:
     return value is None or isinstance(value, DeviceCapability)
 
@@ -115,7 +128,7 @@ def _post_load(platform: Platform) -> Any:
     return platform.post_load_model(nn.Linear(4, 4).to(device=device, dtype=dtype))
 
 
-_NAME = "the qualified name of a class"
+_NAME = "the qualified name of a class, or None"
 _LISTS = "a mapping of ops to lists of providers"
 
 MEMBERS: Mapping[str, Member] = {
@@ -132,15 +145,19 @@ MEMBERS: Mapping[str, Member] = {
     "default_custom_ops": Member(
         lambda p: p.default_custom_ops(EngineConfig()), "a list of strings", _texts
     ),
-    "get_worker_cls": Member(lambda p: p.get_worker_cls(EngineConfig()), _NAME, _text),
-    "get_model_runner_cls": Member(lambda p: p.get_model_runner_cls(EngineConfig()), _NAME, _text),
-    "get_scheduler_cls": Member(lambda p: p.get_scheduler_cls(EngineConfig()), _NAME, _text),
-    "get_executor_cls": Member(lambda p: p.get_executor_cls(EngineConfig()), _NAME, _text),
-    "get_sampler_cls": Member(lambda p: p.get_sampler_cls(EngineConfig()), _NAME, _text),
-    "get_attn_backend_cls": Member(
-        lambda p: p.get_attn_backend_cls(attention_spec(p)), _NAME, _text
+    "get_worker_cls": Member(lambda p: p.get_worker_cls(EngineConfig()), _NAME, _class_name),
+    "get_model_runner_cls": Member(
+        lambda p: p.get_model_runner_cls(EngineConfig()), _NAME, _class_name
     ),
-    "get_device_communicator_cls": Member(lambda p: p.get_device_communicator_cls(), _NAME, _text),
+    "get_scheduler_cls": Member(lambda p: p.get_scheduler_cls(EngineConfig()), _NAME, _class_name),
+    "get_executor_cls": Member(lambda p: p.get_executor_cls(EngineConfig()), _NAME, _class_name),
+    "get_sampler_cls": Member(lambda p: p.get_sampler_cls(EngineConfig()), _NAME, _class_name),
+    "get_attn_backend_cls": Member(
+        lambda p: p.get_attn_backend_cls(attention_spec(p)), _NAME, _class_name
+    ),
+    "get_device_communicator_cls": Member(
+        lambda p: p.get_device_communicator_cls(), _NAME, _class_name
+    ),
     "get_compile_backend": Member(
         lambda p: p.get_compile_backend(EngineConfig()), "the name of a backend", _text
     ),
@@ -356,7 +373,7 @@ def _fp8(platform: Platform) -> str | None:
 
 def _int8(platform: Platform) -> str | None:
     a, b = (torch.randint(-128, 128, (_SIZE, _SIZE), dtype=torch.int8) for _ in range(2))
-    found = int8_product(a.to(platform.device_type), b.to(platform.device_type))
+    found = torch_compat.multiply_int8(a.to(platform.device_type), b.to(platform.device_type))
     exact = a.int() @ b.int()
     if found.dtype != torch.int32 or not torch.equal(found.cpu(), exact):
         return "a product in int8 is not exact in int32"
@@ -468,31 +485,27 @@ PRIORITIES = PlatformCheck(
 # The names of classes and functions lead to what they should be.
 
 
-_BY_CONFIG: dict[str, Callable[[Platform, EngineConfig], str]] = {
-    "get_worker_cls": lambda p, c: p.get_worker_cls(c),
-    "get_model_runner_cls": lambda p, c: p.get_model_runner_cls(c),
-    "get_scheduler_cls": lambda p, c: p.get_scheduler_cls(c),
-    "get_executor_cls": lambda p, c: p.get_executor_cls(c),
-    "get_sampler_cls": lambda p, c: p.get_sampler_cls(c),
-    "get_attn_backend_cls": lambda p, c: p.get_attn_backend_cls(attention_spec(p)),
-    "get_device_communicator_cls": lambda p, c: p.get_device_communicator_cls(),
-}
-
-
-class _Defaults(Platform):
-    """A platform that brings nothing of its own: what opweave's parts are called."""
-
-    name, device_type = "defaults", "cpu"
+_OWN_PART = "opweave_engine.parts.own_part"
 
 
 def _check_references(subject: PlatformSubject) -> Findings:
-    config, defaults = EngineConfig(), _Defaults()
-    for member, name_of in _BY_CONFIG.items():
-        name = name_of(subject.platform, config)
-        yield _reference_problem(member, _class_problem(name, name_of(defaults, config)))
-    backend = subject.platform.get_compile_backend(config)
+    config, platform = EngineConfig(), subject.platform
+    arguments: dict[str, tuple[Any, ...]] = {
+        "get_worker_cls": (config,),
+        "get_model_runner_cls": (config,),
+        "get_scheduler_cls": (config,),
+        "get_executor_cls": (config,),
+        "get_sampler_cls": (config,),
+        "get_attn_backend_cls": (attention_spec(platform),),
+        "get_device_communicator_cls": (),
+    }
+    for member, given in arguments.items():
+        name = getattr(platform, member)(*given)
+        problems = iter(()) if name is None else _class_problem(name, platform, member, *given)
+        yield _reference_problem(member, problems)
+    backend = platform.get_compile_backend(config)
     yield _reference_problem("get_compile_backend", _backend_problem(backend))
-    for name in subject.platform.extra_passes(config):
+    for name in platform.extra_passes(config):
         yield _reference_problem("extra_passes", _pass_problem(name))
 
 
@@ -504,17 +517,16 @@ def _reference_problem(member: str, problems: Iterator[str]) -> str | None:
     return f"{member}: {problem}" if problem else None
 
 
-def _class_problem(name: str, default: str) -> Iterator[str]:
-    """Return why *name* is not a class that can replace opweave's *default*."""
-    if name == default:
-        return
-    found = resolve_obj_by_qualname(name)
-    if not isinstance(found, type):
-        yield f"{name!r} is {found!r}, not a class"
-    elif not issubclass(found, model := resolve_obj_by_qualname(default)):
-        missing = [each for each in _methods(model) if not callable(getattr(found, each, None))]
+def _class_problem(name: str, platform: Platform, member: str, *given: Any) -> Iterator[str]:
+    """Yield why *name* is not a class that can replace the one of the engine."""
+    part = resolve_obj_by_qualname(name)
+    if not isinstance(part, type):
+        yield f"{name!r} is {part!r}, not a class"
+    elif not issubclass(part, own := resolve_obj_by_qualname(_OWN_PART)(platform, member, *given)):
+        missing = [each for each in _methods(own) if not callable(getattr(part, each, None))]
         if missing:
-            yield f"{name!r} has no {', '.join(missing)}, as {default!r} has"
+            own_name = f"{own.__module__}.{own.__qualname__}"
+            yield f"{name!r} has no {', '.join(missing)}, as {own_name!r} has"
 
 
 def _methods(cls: type) -> list[str]:
@@ -522,7 +534,7 @@ def _methods(cls: type) -> list[str]:
 
 
 def _backend_problem(name: str) -> Iterator[str]:
-    found = resolve_obj_by_qualname(name) if ":" in name else lookup_backend(name)
+    found = resolve_obj_by_qualname(name) if ":" in name else torch_compat.lookup_backend(name)
     if not callable(found):
         yield f"{name!r} is {found!r}, and no function"
 
@@ -625,3 +637,43 @@ CHECKS: dict[str, PlatformCheck] = {
         CHILDREN,
     )
 }
+
+
+# Verification of a platform.
+
+
+@dataclass(frozen=True)
+class PlatformResult:
+    """The result of verifying a platform."""
+
+    subject: PlatformSubject
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def status(self) -> str:
+        """``passed``, ``failed``, or ``none`` without anything to check."""
+        if any(outcome.problems for outcome in self.outcomes):
+            return "failed"
+        return "passed" if any(outcome.passed for outcome in self.outcomes) else "none"
+
+    def raise_if_failed(self) -> None:
+        """Raise NonconformingError with every problem, if there is one."""
+        if self.status == "failed":
+            lines = [f"{o.check}: {problem}" for o in self.outcomes for problem in o.problems]
+            raise NonconformingError("\n".join([f"{self.subject} fails:", *lines]))
+
+
+def verify_platform(subject: PlatformSubject, checks: Iterable[str] = ()) -> PlatformResult:
+    """Run every check, or those named, on a platform.
+
+    Raises:
+        UnknownCheckError: a check does not exist.
+    """
+    names = list(checks)
+    for name in names:
+        if name not in CHECKS:
+            raise UnknownCheckError(f"unknown check {name!r}. {did_you_mean(name, CHECKS)}")
+    chosen = [check for name, check in CHECKS.items() if not names or name in names]
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PlatformResult(subject, tuple(check.outcome(subject) for check in chosen))

@@ -87,8 +87,7 @@ def find_platform(name: str | None = None) -> PlatformSubject:
 
 
 def _current_name() -> str:
-    found = resolution()
-    return next(each.name for each in found.candidates if each.claim is found.claim)
+    return resolution().chosen.name
 
 
 def _claims() -> dict[str, str]:

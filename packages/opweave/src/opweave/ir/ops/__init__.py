@@ -5,6 +5,12 @@ One file per family; the decorated function of each op is its definition.
 
 from importlib import import_module as _import_module
 
+# Type checkers take an op with the name of its file for the file, unless it is imported.
+from opweave.ir.ops.embedding import embedding as embedding
+from opweave.ir.ops.fused_experts import fused_experts as fused_experts
+from opweave.ir.ops.fused_experts_quant import fused_experts_quant as fused_experts_quant
+from opweave.ir.ops.linear import linear as linear
+from opweave.ir.ops.paged_attention import paged_attention as paged_attention
 from opweave.ir.registry import IrOp as _IrOp
 from opweave.ir.registry import current_registry as _current_registry
 from opweave.ir.registry import find_op as _find_op

@@ -24,6 +24,7 @@ from opweave.ir.ops.state_space import (
     finish,
     linear_recurrence,
     one_before,
+    register_scan_fake,
     scan_inputs,
     time_step,
 )
@@ -203,29 +204,7 @@ def check_ssd(
         raise ValueError(f"{op}: chunk_size={chunk_size} is not positive.")
 
 
-@ssd_chunk_scan.register_fake
-def _fake(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    x_state: Tensor,
-    query_start_loc: Tensor,
-    slot_idx: Tensor,
-    has_initial_state: Tensor,
-    chunk_size: int = 256,
-    dt_softplus: bool = True,
-    dt_min: float | None = None,
-    dt_max: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Check shapes only; the native function would specialize a graph on the sequence length."""
-    check_ssd(x, dt, a, b, c, d, z, dt_bias, x_state, chunk_size)
-    check_sequences("ssd_chunk_scan", query_start_loc, slot_idx, has_initial_state)
-    return x.new_empty(x.shape), x_state.new_empty(x_state.shape)
+register_scan_fake(ssd_chunk_scan, lambda *values: check_ssd(*(*values[:9], values[12])))
 
 
 @ssd_chunk_scan.register_input_generator

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from opweave.ir.ops.arguments import (
     write_states,
 )
 from opweave.ir.ops.attention import locate
-from opweave.ir.registry import register_op
+from opweave.ir.registry import IrOp, register_op
 
 # The linear recurrence of state-space scans, in blocks, so that it can be traced.
 
@@ -216,26 +218,24 @@ def check_groups(op: str, x: Tensor, b: Tensor, c: Tensor, states: int) -> None:
     check_shape(op, "c", c, *b.shape)
 
 
-@selective_scan.register_fake
-def _fake(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    x_state: Tensor,
-    query_start_loc: Tensor,
-    slot_idx: Tensor,
-    has_initial_state: Tensor,
-    dt_softplus: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Check shapes only; the native function would specialize a graph on the sequence length."""
-    check_scan(x, dt, a, b, c, d, z, dt_bias, x_state)
-    check_sequences("selective_scan", query_start_loc, slot_idx, has_initial_state)
-    return x.new_empty(x.shape), x_state.new_empty(x_state.shape)
+def register_scan_fake(op: IrOp, check: Callable[..., None]) -> None:
+    """Give *op* a fake implementation that checks shapes by *check*, a function of all arguments.
+
+    The native function would specialize a graph on the sequence length.
+    """
+
+    @wraps(op.native, assigned=())
+    def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        values = op.bind(*args, **kwargs)
+        check(*values)
+        check_sequences(op.name, *values[9:12])
+        x, x_state = values[0], values[8]
+        return x.new_empty(x.shape), x_state.new_empty(x_state.shape)
+
+    op.register_fake(fake)
+
+
+register_scan_fake(selective_scan, lambda *values: check_scan(*values[:9]))
 
 
 def scan_inputs(

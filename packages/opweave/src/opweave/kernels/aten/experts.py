@@ -6,12 +6,14 @@ it as an opaque op, and calls that need gradients use native.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opweave.ir import ops
+from opweave.ir import IrOp, ops
 from opweave.ir.ops.fused_experts import Routed, bound_activation, check_experts, combine, route
 from opweave.ir.ops.fused_experts_quant import (
     ExpertFunction,
@@ -20,52 +22,45 @@ from opweave.ir.ops.fused_experts_quant import (
 )
 
 
-@ops.fused_experts.register_impl("aten")
-def fused_experts(
+class Experts(NamedTuple):
+    """The arguments of a call, checked.
+
+    Attributes:
+        routed: the tokens.
+        count: the number of experts in the weights.
+        first: the product before the activation.
+        act: the activation.
+        second: the product after it.
+    """
+
+    routed: Routed
+    count: int
+    first: ExpertFunction
+    act: Callable[[Tensor], Tensor]
+    second: ExpertFunction
+
+
+def dense_experts(
     x: Tensor,
     w13: Tensor,
     w2: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    activation: str = "silu",
-    expert_map: Tensor | None = None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
-    alpha: float | None = None,
-    beta: float | None = None,
-    limit: float | None = None,
-) -> Tensor:
-    act = bound_activation(activation, alpha, beta, limit)
-    if activation == "silu":
-        act = ops.silu_and_mul  # the same function, for which there may be a kernel
+    activation: str,
+    expert_map: Tensor | None,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    apply_router_weight_on_input: bool,
+    *limits: float | None,
+) -> Experts:
+    """Return the experts of ``fused_experts``."""
     check_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
     routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
-    first, second = dense_products(w13, w2, w13_bias, w2_bias)
-    outputs = of_each_expert(routed, len(w13), first, act, second)
-    return combine(outputs, routed)
+    products = _product(w13, w13_bias), _product(w2, w2_bias)
+    return Experts(routed, len(w13), products[0], _activation(activation, *limits), products[1])
 
 
-def dense_products(
-    w13: Tensor, w2: Tensor, w13_bias: Tensor | None, w2_bias: Tensor | None
-) -> tuple[ExpertFunction, ExpertFunction]:
-    """Return the two products of each expert."""
-
-    def first(expert: int, rows: Tensor) -> Tensor:
-        bias = None if w13_bias is None else w13_bias[expert]
-        found: Tensor = ops.linear(rows, w13[expert], bias)
-        return found
-
-    def second(expert: int, rows: Tensor) -> Tensor:
-        bias = None if w2_bias is None else w2_bias[expert]
-        found: Tensor = ops.linear(rows, w2[expert], bias)
-        return found
-
-    return first, second
-
-
-@ops.fused_experts_quant.register_impl("aten")
-def fused_experts_quant(
+def low_bit_experts(
     x: Tensor,
     w13: Tensor,
     w13_scale: Tensor | None,
@@ -75,18 +70,14 @@ def fused_experts_quant(
     w2_offset: Tensor | None,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    w13_format: str = "w4a16",
-    w2_format: str = "w4a16",
-    activation: str = "silu",
-    expert_map: Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
-    alpha: float | None = None,
-    beta: float | None = None,
-    limit: float | None = None,
-) -> Tensor:
-    act = bound_activation(activation, alpha, beta, limit)
-    if activation == "silu":
-        act = ops.silu_and_mul
+    w13_format: str,
+    w2_format: str,
+    activation: str,
+    expert_map: Tensor | None,
+    apply_router_weight_on_input: bool,
+    *limits: float | None,
+) -> Experts:
+    """Return the experts of ``fused_experts_quant``."""
     check_experts_quant(
         x, w13, w13_scale, w13_offset, w2, w2_scale, w2_offset, topk_weights, topk_ids,
         w13_format, w2_format, activation,
@@ -94,29 +85,30 @@ def fused_experts_quant(
     routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
     first = low_bit_product(w13, w13_scale, w13_offset, w13_format)
     second = low_bit_product(w2, w2_scale, w2_offset, w2_format)
-    outputs = of_each_expert(routed, len(w13), first, act, second)
-    return combine(outputs, routed)
+    return Experts(routed, len(w13), first, _activation(activation, *limits), second)
 
 
-def of_each_expert(
-    routed: Routed,
-    num_experts: int,
-    first: ExpertFunction,
-    act: Callable[[Tensor], Tensor],
-    second: ExpertFunction,
-) -> Tensor:
-    """Return the outputs of the experts: ``(T, K, hidden)``, 0 where a token has no expert.
+def _product(weight: Tensor, bias: Tensor | None) -> ExpertFunction:
+    def product(expert: int, rows: Tensor) -> Tensor:
+        out: Tensor = ops.linear(rows, weight[expert], None if bias is None else bias[expert])
+        return out
 
-    Args:
-        routed: the tokens.
-        num_experts: the number of experts in the weights.
-        first: the product before the activation.
-        act: the activation.
-        second: the product after it.
-    """
+    return product
+
+
+def _activation(name: str, *limits: float | None) -> Callable[[Tensor], Tensor]:
+    act = bound_activation(name, *limits)
+    # silu_and_mul is the same function, for which there may be a kernel.
+    return ops.silu_and_mul if name == "silu" else act
+
+
+def outputs_of(experts: Experts) -> Tensor:
+    """Return the outputs of the experts: ``(T, K, hidden)``, 0 where a token has no expert."""
+    routed = experts.routed
     outputs = routed.x.new_zeros(routed.valid.numel(), routed.x.shape[1])
-    for expert, slots, tokens in _groups(routed, num_experts):
-        outputs[slots] = second(expert, act(first(expert, routed.x[tokens])))
+    for expert, slots, tokens in _groups(routed, experts.count):
+        hidden = experts.act(experts.first(expert, routed.x[tokens]))
+        outputs[slots] = experts.second(expert, hidden)
     return torch.unflatten(outputs, 0, tuple(routed.valid.shape))
 
 
@@ -128,5 +120,18 @@ def _groups(routed: Routed, num_experts: int) -> list[tuple[int, Tensor, Tensor]
     tokens = slots // max(routed.valid.shape[1], 1)
     split = torch.split_with_sizes
     parts = zip(split(slots, counts), split(tokens, counts), strict=True)
-    found = zip(range(num_experts), counts, parts, strict=False)  # skips the slots without expert
-    return [(expert, *part) for expert, count, part in found if count]
+    all_groups = zip(range(num_experts), counts, parts, strict=False)  # not those without expert
+    return [(expert, *part) for expert, count, part in all_groups if count]
+
+
+def _register(op: IrOp, prepare: Callable[..., Experts]) -> None:
+    def implementation(*args: Any, **kwargs: Any) -> Tensor:
+        experts = prepare(*op.bind(*args, **kwargs))
+        return combine(outputs_of(experts), experts.routed)
+
+    implementation.__signature__ = inspect.signature(op.native)  # type: ignore[attr-defined]
+    op.register_impl("aten")(implementation)
+
+
+_register(ops.fused_experts, dense_experts)
+_register(ops.fused_experts_quant, low_bit_experts)

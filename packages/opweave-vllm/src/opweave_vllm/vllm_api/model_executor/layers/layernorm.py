@@ -1,13 +1,5 @@
 """Normalization layers."""
 
-from opweave.layers import (
-    GemmaRMSNorm,
-    RMSNorm,
-    RMSNormGated,
-)
+from opweave.layers import GemmaRMSNorm, RMSNorm, RMSNormGated
 
-__all__ = [
-    "GemmaRMSNorm",
-    "RMSNorm",
-    "RMSNormGated",
-]
+__all__ = ["GemmaRMSNorm", "RMSNorm", "RMSNormGated"]

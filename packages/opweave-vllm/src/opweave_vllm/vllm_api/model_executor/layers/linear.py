@@ -11,9 +11,7 @@ from opweave.layers import (
     RowParallelLinear,
 )
 from opweave.layers.linear_methods import UnquantizedLinearMethod
-from opweave_vllm.vllm_api.model_executor.layers.quantization.base_config import (
-    QuantizeMethodBase,
-)
+from opweave_vllm.vllm_api.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 __all__ = [
     "ColumnParallelLinear",

@@ -1,9 +1,5 @@
 """The layer that computes logits."""
 
-from opweave.layers import (
-    LogitsProcessor,
-)
+from opweave.layers import LogitsProcessor
 
-__all__ = [
-    "LogitsProcessor",
-]
+__all__ = ["LogitsProcessor"]

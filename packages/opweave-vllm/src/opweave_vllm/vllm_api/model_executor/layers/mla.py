@@ -1,11 +1,5 @@
 """Multi-head latent attention."""
 
-from opweave.layers import (
-    MLAModules,
-    MultiHeadLatentAttentionWrapper,
-)
+from opweave.layers import MLAModules, MultiHeadLatentAttentionWrapper
 
-__all__ = [
-    "MLAModules",
-    "MultiHeadLatentAttentionWrapper",
-]
+__all__ = ["MLAModules", "MultiHeadLatentAttentionWrapper"]

@@ -1,9 +1,5 @@
 """Attention layers."""
 
-from opweave.layers import (
-    MMEncoderAttention,
-)
+from opweave.layers import MMEncoderAttention
 
-__all__ = [
-    "MMEncoderAttention",
-]
+__all__ = ["MMEncoderAttention"]

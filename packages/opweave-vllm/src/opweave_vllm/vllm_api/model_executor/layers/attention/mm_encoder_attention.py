@@ -1,9 +1,5 @@
 """Attention of multimodal encoders."""
 
-from opweave.layers import (
-    MMEncoderAttention,
-)
+from opweave.layers import MMEncoderAttention
 
-__all__ = [
-    "MMEncoderAttention",
-]
+__all__ = ["MMEncoderAttention"]

@@ -1,11 +1,5 @@
 """The layer."""
 
-from opweave.layers import (
-    FusedMoE,
-    UnquantizedFusedMoEMethod,
-)
+from opweave.layers import FusedMoE, UnquantizedFusedMoEMethod
 
-__all__ = [
-    "FusedMoE",
-    "UnquantizedFusedMoEMethod",
-]
+__all__ = ["FusedMoE", "UnquantizedFusedMoEMethod"]

@@ -1,9 +1,5 @@
 """The method of unquantized experts."""
 
-from opweave.layers import (
-    UnquantizedFusedMoEMethod,
-)
+from opweave.layers import UnquantizedFusedMoEMethod
 
-__all__ = [
-    "UnquantizedFusedMoEMethod",
-]
+__all__ = ["UnquantizedFusedMoEMethod"]

@@ -1,9 +1,5 @@
 """Mamba mixer."""
 
-from opweave.layers import (
-    MambaMixer,
-)
+from opweave.layers import MambaMixer
 
-__all__ = [
-    "MambaMixer",
-]
+__all__ = ["MambaMixer"]

@@ -1,9 +1,5 @@
 """Mamba-2 mixer."""
 
-from opweave.layers import (
-    MambaMixer2,
-)
+from opweave.layers import MambaMixer2
 
-__all__ = [
-    "MambaMixer2",
-]
+__all__ = ["MambaMixer2"]

@@ -1,9 +1,5 @@
 """Short convolution."""
 
-from opweave.layers import (
-    ShortConv,
-)
+from opweave.layers import ShortConv
 
-__all__ = [
-    "ShortConv",
-]
+__all__ = ["ShortConv"]

@@ -1,9 +1,5 @@
 """The layer that applies a rotary embedding to given cosines and sines."""
 
-from opweave.layers import (
-    ApplyRotaryEmb,
-)
+from opweave.layers import ApplyRotaryEmb
 
-__all__ = [
-    "ApplyRotaryEmb",
-]
+__all__ = ["ApplyRotaryEmb"]

@@ -1,9 +1,5 @@
 """Multimodal rotary embedding."""
 
-from opweave.layers import (
-    MRotaryEmbedding,
-)
+from opweave.layers import MRotaryEmbedding
 
-__all__ = [
-    "MRotaryEmbedding",
-]
+__all__ = ["MRotaryEmbedding"]

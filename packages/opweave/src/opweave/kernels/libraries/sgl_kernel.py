@@ -13,7 +13,7 @@ from torch import Tensor
 from opweave.ir import ops, rules
 from opweave.ir.rules import ROUNDS_LESS
 from opweave.kernels.arguments import FLOATS, NARROW_FLOATS, aligned, nvidia, residual, row
-from opweave.kernels.rotary_arguments import HEADS, angles, tokens
+from opweave.kernels.libraries.rotary_arguments import HEADS, angles, tokens
 from opweave.kernels.wrap import FunctionByArgument, Output, wrap
 from opweave.packages import is_installed
 

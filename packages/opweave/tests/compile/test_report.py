@@ -1,4 +1,4 @@
-"""Reports and warnings for graphs without ops, and for unintended gradients."""
+"""Reports: source lines of the user's program, graphs without ops, and unintended gradients."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -13,9 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import opweave.compile
+import opweave_vllm.vllm_api.ir.ops as vllm_ops
 from opweave import ir
 from opweave.ir import selection
 from opweave.ir.errors import GradientFallbackWarning
+from opweave.layers import RMSNorm
+
+from .conftest import compiled
 
 BACKEND = "opweave.compile.backend"
 
@@ -49,11 +54,6 @@ def eager(model: nn.Module) -> Callable[..., Any]:
     return model
 
 
-def compiled(model: nn.Module) -> Callable[..., Any]:
-    found: Any = torch.compile(model, backend="opweave", options={"codegen": False})
-    return found
-
-
 @pytest.mark.parametrize("prepare", [eager, compiled])
 def test_gradients_that_keep_kernels_from_running_are_said_once(
     prepare: Callable[[nn.Module], Callable[..., Any]],
@@ -80,3 +80,73 @@ def test_the_report_says_that_gradients_are_on() -> None:
     torch.compiler.reset()
     compiled(Block())(torch.randn(4, 8))
     assert opweave.compile.report().remarks == []
+
+
+# Source lines
+
+
+LAYER = RMSNorm(8)
+STACK = nn.Sequential(LAYER, nn.Identity())
+
+
+def plain(x: Tensor) -> Tensor:
+    return ir.ops.rms_norm(x, None, 1e-5)  # here
+
+
+def at_a_call_site(x: Tensor) -> Tensor:
+    return ir.ops.rms_norm.using("native")(x, None, 1e-5)  # here
+
+
+def through_the_vllm_adapter(x: Tensor) -> Tensor:
+    found: Tensor = vllm_ops.rms_norm(x, None, 1e-5)  # here
+    return found
+
+
+def donating_through_the_vllm_adapter(x: Tensor) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = vllm_ops.fused_add_rms_norm.maybe_inplace(  # here
+        x * 2, x + 1, None, 1e-5
+    )
+    return found
+
+
+def in_a_layer(x: Tensor) -> Tensor:
+    found: Tensor = LAYER(x)  # here
+    return found
+
+
+def in_a_module_of_torch(x: Tensor) -> Tensor:
+    found: Tensor = STACK(x)  # here
+    return found
+
+
+@pytest.mark.parametrize("mode", [nullcontext(), torch.device("cpu")], ids=["plain", "device"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        plain,
+        at_a_call_site,
+        through_the_vllm_adapter,
+        donating_through_the_vllm_adapter,
+        in_a_layer,
+        in_a_module_of_torch,
+    ],
+)
+def test_a_source_line_is_the_users(
+    function: Callable[[Tensor], object], mode: AbstractContextManager[object]
+) -> None:
+    with mode:
+        run = compiled(function)
+        run(torch.randn(4, 8))
+    sources = {node.source for node in opweave.compile.report().nodes}
+    assert len(sources) == 1
+    source = sources.pop()
+    assert source.startswith(f"{__file__}:")
+    assert source.endswith("# here")
+
+
+def test_set_default_device() -> None:
+    torch.set_default_device("cpu")
+    try:
+        test_a_source_line_is_the_users(plain, nullcontext())
+    finally:
+        torch.set_default_device(None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from opweave.ir import ops, rules
 from opweave.ir.rules import ROUNDS_LESS
 from opweave.kernels.arguments import residual, row
-from opweave.kernels.rotary_arguments import HEADS, angles, tokens
+from opweave.kernels.libraries.rotary_arguments import HEADS, angles, tokens
 from opweave.kernels.triton.launch import LIBRARY_FLOATS, half_of, library_rows, on_device
 from opweave.kernels.wrap import Output, wrap
 from opweave.packages import is_installed

@@ -29,7 +29,6 @@ from opweave.compile.graph import (
 )
 from opweave.compile.tracing import (
     AtenTrace,
-    Function,
     Tracer,
     arguments,
     flat_nodes,
@@ -71,7 +70,7 @@ class Pattern:
         anchor: the last op of the chain, where the search begins.
         wildcards: constants that stand for a parameter: (node, operand) -> parameter.
         outputs: the nodes that the composite returns.
-        function: the spelling that the graph is of; None: the op's native function.
+        spelling: the spelling whose graph it is; None for the op's native function.
         free: integers that may depend on the sizes of the arguments: (node, position). A match is
             checked against the function traced for the sizes that were found.
     """
@@ -83,7 +82,7 @@ class Pattern:
     anchor: Node
     wildcards: dict[tuple[Node, int], int]
     outputs: tuple[Node, ...]
-    function: Function | None = None
+    spelling: Spelling | None = None
     free: frozenset[tuple[Node, int]] = frozenset()
 
     @property
@@ -134,25 +133,24 @@ def derive(op: IrOp, spelling: Spelling | None = None, **options: Any) -> Deriva
     if generator is None and not op.has_input_generator:
         return Derivation(op, (), (f"{op.name} does not have an input generator to trace it with",))
     generator = generator or op.input_generator
-    function = spelling.function if spelling else None
     tracer = Tracer()
     first = _generated(generator, 1, options)
     second = first if spelling else _generated(generator, 2, options)
-    patterns, failures = _forms(op, first, second, tracer, function)
+    patterns, failures = _forms(op, first, second, tracer, spelling)
     for a, b in _variants(op, first, second, patterns):
-        more, why = _forms(op, a, b, tracer, function)
+        more, why = _forms(op, a, b, tracer, spelling)
         patterns += more
         failures += why
     return Derivation(op, tuple(patterns), tuple(failures))
 
 
 def _forms(
-    op: IrOp, first: Values, second: Values, tracer: Tracer, function: Function | None
+    op: IrOp, first: Values, second: Values, tracer: Tracer, spelling: Spelling | None
 ) -> tuple[list[Pattern], list[str]]:
     """Return the patterns for two argument lists, without and with inner composites expanded."""
-    forms = (False,) if function else (False, True)  # a spelling does not call composites
+    forms = (False,) if spelling else (False, True)  # a spelling does not call composites
     try:
-        found = [_pattern(op, first, second, tracer, function, expand=e) for e in forms]
+        found = [_pattern(op, first, second, tracer, spelling, expand=e) for e in forms]
     except Exception as error:  # a third-party definition may raise anything
         return [], [described(error)[:200]]
     kinds = [[node.target for node in pattern.info.ops] for pattern in found]
@@ -216,13 +214,16 @@ def _pattern(
     first: Values,
     second: Values,
     tracer: Tracer,
-    function: Function | None,
+    spelling: Spelling | None,
     *,
     expand: bool,
 ) -> Pattern:
-    graphs = [
-        _definition(op, values, tracer, function, expand=expand) for values in (first, second)
-    ]
+    with compat.FakeTensorMode() as mode:
+        fakes = [
+            tuple(mode.from_tensor(v) if isinstance(v, Tensor) else v for v in values)
+            for values in (first, second)
+        ]
+    graphs = [definition(op, values, tracer, spelling, expand=expand) for values in fakes]
     _check_comparable(graphs[0])
     nodes = [graph.ops for graph in graphs]
     if [n.target for n in nodes[0]] != [n.target for n in nodes[1]]:
@@ -241,7 +242,7 @@ def _pattern(
             found = [i for i, p in scalars.items() if p == (x, y) and type(p[0]) is type(x)]
             if found and (len(found) == 1 or x != y):
                 wildcards[a, place] = found[0]
-            elif function is not None and type(x) is int:
+            elif spelling is not None and type(x) is int:
                 free.add((a, place))
             elif x != y:
                 raise ValueError(f"the constant {x} of {a.target} depends on its arguments")
@@ -255,7 +256,7 @@ def _pattern(
         _anchor(nodes[0], op),
         wildcards,
         outputs,
-        function,
+        spelling,
         frozenset(free),
     )
 
@@ -280,27 +281,19 @@ def _check_comparable(graph: GraphInfo) -> None:
 
 
 def definition(
-    op: IrOp, fakes: Values, tracer: Tracer, function: Function | None = None, *, expand: bool
+    op: IrOp, fakes: Values, tracer: Tracer, spelling: Spelling | None = None, *, expand: bool
 ) -> GraphInfo:
-    """Return the graph of the native implementation of *op*, or of *function*, for *fakes*.
+    """Return the graph of the native implementation of *op*, or of *spelling*, for *fakes*.
 
     With *expand*, composites inside it are expanded.
 
     Raises:
         ValueError: tracing failed.
     """
-    trace = tracer.trace(op.impls[NATIVE], fakes, function)
+    trace = tracer.trace(op.impls[NATIVE], fakes, spelling.function if spelling else None)
     if trace.failure:
         raise ValueError(trace.failure)
     return _expanded(trace, tracer) if expand else trace.info
-
-
-def _definition(
-    op: IrOp, values: Values, tracer: Tracer, function: Function | None, *, expand: bool
-) -> GraphInfo:
-    with compat.FakeTensorMode() as mode:
-        fakes = tuple(mode.from_tensor(v) if isinstance(v, Tensor) else v for v in values)
-    return definition(op, fakes, tracer, function, expand=expand)
 
 
 def _expanded(trace: AtenTrace, tracer: Tracer) -> GraphInfo:
@@ -550,7 +543,7 @@ def _values(
             values.append(scalars[position])
         else:
             fixed = traced is None or isinstance(traced, bool)
-            fixed = fixed or (pattern.function is not None and isinstance(traced, str))
+            fixed = fixed or (pattern.spelling is not None and isinstance(traced, str))
             values.append(traced if fixed else param.default)
     return tuple(values)
 
@@ -566,7 +559,7 @@ def _mismatch(match: Match, tracer: Tracer) -> str:
     fakes = tuple(torch.fx.map_arg(list(match.values), fake_of))
     expand = not any(call.op.composite for call in pattern.info.calls.values())
     try:
-        trace = definition(pattern.op, fakes, tracer, pattern.function, expand=expand)
+        trace = definition(pattern.op, fakes, tracer, pattern.spelling, expand=expand)
     except ValueError as error:
         return f"{pattern.op.name} does not take these arguments: {error}"
     if len(trace.ops) != len(inner):

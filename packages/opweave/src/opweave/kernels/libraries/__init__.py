@@ -1,0 +1,1 @@
+"""Adapters of installed kernel libraries, one module per provider."""
