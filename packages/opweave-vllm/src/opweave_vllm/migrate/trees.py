@@ -90,7 +90,7 @@ def only_call(
         function: the function.
         kind: the statement with the call: a return, or an expression.
     """
-    statements = [each for each in function.body if not is_docstring(each)]
+    statements = [node for node in function.body if not is_docstring(node)]
     if len(statements) != 1 or not isinstance(statements[0], kind):
         return None
     value = statements[0].value
