@@ -182,14 +182,15 @@ def _prose_of_cpp(text: str) -> Iterator[tuple[int, str]]:
 
 
 def class_findings(folder: Path) -> list[str]:
-    """Return the class names that more than one module of the package defines."""
+    """Return the class names that more than one module of the packages defines."""
     places: dict[str, list[str]] = {}
     for file in sorted(folder.rglob("*.py")):
-        if file.relative_to(folder).as_posix().startswith(OTHER_NAMESPACES):
+        path = file.relative_to(folder).as_posix()
+        if path.startswith(OTHER_NAMESPACES) or "/tests/" in path:
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
-                place = f"{file.relative_to(folder).as_posix()}:{node.lineno}"
+                place = f"{path}:{node.lineno}"
                 places.setdefault(node.name, []).append(place)
     return [
         f"class {name} is defined {len(found)} times: {', '.join(found)}"

@@ -193,7 +193,7 @@ def stats_after(*seconds: float) -> EngineStats:
     counter = StatCounter()
     for each in seconds:
         counter.step(each, 1)
-    return EngineStats(0, 0, 0.0, 0, 0, 0, 0, 0, 0, {}, counter.histograms())
+    return counter.stats()
 
 
 def test_the_stat_logger_watches_the_device(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,29 @@ def module(tmp_path: Path) -> Path:
     return path
 
 
+HEAD = """
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers.activation import SiluAndMul
+"""
+
+Migrate = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def migrate(run: Run, tmp_path: Path) -> Migrate:
+    """Write a module, which starts with HEAD, and return what ``--json`` says of it."""
+
+    def migrated(text: str, *, head: str = HEAD, name: str = "my_ops.py") -> dict[str, Any]:
+        (tmp_path / name).write_text(head + text)
+        found: dict[str, Any] = json.loads(run("migrate", tmp_path / name, "--json").stdout)
+        (tmp_path / name).write_text(found["sketch"])
+        return found
+
+    return migrated
+
+
 def becomes(found: dict[str, Any], name: str) -> list[tuple[str, str]]:
     (described,) = (each for each in found["classes"] if each["class"] == name)
     return [(item["what"], item["name"]) for item in described["becomes"]]
@@ -214,11 +238,8 @@ def test_the_sketch_runs_and_computes_the_same(
     )
 
 
-def test_the_packages_own_layers_are_ours(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "activation.py"
-    path.write_text(
-        "import torch\n"
-        "from vllm.model_executor.custom_op import CustomOp\n"
+def test_the_packages_own_layers_are_ours(migrate: Migrate) -> None:
+    found = migrate(
         '@CustomOp.register("silu_and_mul")\n'
         "class SiluAndMul(CustomOp):\n"
         "    def __init__(self):\n"
@@ -230,9 +251,9 @@ def test_the_packages_own_layers_are_ours(run: Run, tmp_path: Path) -> None:
         "    def forward_cuda(self, x):\n"
         "        out = torch.empty_like(x[..., : x.shape[-1] // 2])\n"
         "        self.op(out, x)\n"
-        "        return out\n"
+        "        return out\n",
+        head="import torch\nfrom vllm.model_executor.custom_op import CustomOp\n",
     )
-    found = json.loads(run("migrate", path, "--json").stdout)
     assert becomes(found, "SiluAndMul") == [("register_impl", "vllm_c")]
     assert "opweave.layers.SiluAndMul" in notes(found, "SiluAndMul")
     assert "ir.ops.silu_and_mul" in notes(found, "SiluAndMul")
@@ -242,68 +263,71 @@ def test_the_packages_own_layers_are_ours(run: Run, tmp_path: Path) -> None:
     assert "torch.ops._C.silu_and_mul(out, x)" in found["sketch"]
 
 
-CLASS = "class A({base}):\n    def forward_native(self, x{more}):\n        {body}\n"
+def writes(argument: str) -> str:
+    return f"it writes to its argument {argument}, or returns it"
 
 
 @pytest.mark.parametrize(
-    ("base", "more", "body", "part"),
+    ("rest", "body", "problem"),
     [
-        ("CustomOp", ", *rest", "return x", "it takes *args or **kwargs"),
-        ("CustomOp", ", *, k=1", "return x", "keyword-only"),
-        ("CustomOp", "", "return self.helper(x)", "calls self.helper"),
-        ("CustomOp", "", "return self.forward_cuda(x)", "self.forward_cuda"),
-        ("CustomOp", "", "return super().forward_native(x)", "super as a whole"),
-        ("CustomOp", "", "return x", "no registered name"),
+        (", *rest)", "return x", "it takes *args or **kwargs"),
+        (", *, k=1)", "return x", "keyword-only"),
+        (")", "return self.helper(x)", "calls self.helper"),
+        (")", "return self.forward_cuda(x)", "self.forward_cuda"),
+        (")", "return super().forward_native(x)", "super as a whole"),
+        # The arguments that it changes or returns, also by other names or through views.
+        (")", "x.add_(1)\n        return x * 2", writes("x")),
+        (")", "return x if len(x) else x * 2", writes("x")),
+        (")", "x[0][1] = 3\n        return x * 2", writes("x")),
+        (")", "x += 1\n        return x * 2", writes("x")),
+        (")", "x = x * 1; x.add_(1); return x", ""),
+        (", y)", "x = x * 1; return x * 2, y", writes("y")),
+        (", y)", "torch.mul(x, 2, out=y); return y + 1", writes("y")),
+        (")", "z = x; z.mul_(2); return z + 1", writes("x")),
+        (")", "return x.view(-1)", writes("x")),
+        (")", "return x[..., :2].T", writes("x")),
+        (")", "a, b = x.chunk(2); a += 1; return b * 2", writes("x")),
+        (")", "torch.relu_(x); return x * 2", writes("x")),
+        (")", "return torch.nn.functional.relu(x, inplace=True) * 2", writes("x")),
+        (", y)", "a, b = y, x; return a * b", ""),
+        (")", "z = x; z = z * 2; z.mul_(2); return z", ""),
+        (", y)", "return x[y]", ""),
+        (")", "def inner(a):\n            return x\n        return inner(1) * 2", ""),
+        # Outputs
+        (")", "def pair():\n            return 1, 2\n        return x * pair()[0]", ""),
+        (", out) -> None", "out.copy_(x)", "it returns nothing"),
+        (") -> tuple[Tensor, Tensor | None]", "return x * 2, None", "outputs may be None"),
+        (") -> Tensor | tuple[Tensor, Tensor]", "return f(x)", "a tensor or a tuple"),
     ],
 )
-def test_what_is_no_op(
-    base: str, more: str, body: str, part: str, run: Run, tmp_path: Path
-) -> None:
-    path = tmp_path / "a.py"
-    path.write_text(CLASS.format(base=base, more=more, body=body))
-    found = json.loads(run("migrate", path, "--json").stdout)
-    assert part in notes(found, "A")
+def test_why_a_method_is_not_an_op(rest: str, body: str, problem: str, migrate: Migrate) -> None:
+    found = migrate(
+        '@CustomOp.register("a")\nclass A(CustomOp):\n'
+        f"    def forward_native(self, x{rest}:\n        {body}\n"
+    )
+    assert problem in notes(found, "A")
+    assert ("is not an op" in notes(found, "A")) is bool(problem)
     ast.parse(found["sketch"])
 
 
-def test_a_pluggable_layer_stays_one(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "a.py"
-    path.write_text(
+def test_a_layer_without_a_registered_name_is_noted(migrate: Migrate) -> None:
+    found = migrate("class A(CustomOp):\n    def forward_native(self, x):\n        return x * 2\n")
+    assert "no registered name" in notes(found, "A")
+
+
+def test_a_pluggable_layer_stays_one(migrate: Migrate) -> None:
+    found = migrate(
         "from vllm.model_executor.custom_op import PluggableLayer\n"
         '@PluggableLayer.register("my_block")\n'
-        "class Block(PluggableLayer):\n    def forward(self, x):\n        return x\n"
+        "class Block(PluggableLayer):\n    def forward(self, x):\n        return x\n",
+        head="",
     )
-    found = json.loads(run("migrate", path, "--json").stdout)
     assert becomes(found, "Block") == [("layer", "my_block")]
     assert "from opweave.layers import PluggableLayer" in found["sketch"]
 
 
-@pytest.mark.parametrize(
-    ("body", "argument"),
-    [
-        ("x.add_(1)\n        return x * 2", "x"),
-        ("return x if len(x) else x * 2", "x"),
-        ("return x * 2, y", "y"),
-        ("x[0][1] = 3\n        return x * 2", "x"),
-        ("x += 1\n        return x * 2", "x"),
-    ],
-)
-def test_what_works_in_place_is_no_op(body: str, argument: str, run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "a.py"
-    path.write_text(CLASS.format(base="CustomOp", more=", y", body=body))
-    found = json.loads(run("migrate", path, "--json").stdout)
-    assert f"it writes to its argument {argument}, or returns it" in notes(found, "A")
-    path.write_text(CLASS.format(base="CustomOp", more=", y", body=f"x = x * 1; {body}"))
-    found = json.loads(run("migrate", path, "--json").stdout)
-    assert ("it writes" in notes(found, "A")) is (argument == "y")
-
-
-def test_locals_do_not_hide_attributes(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "a.py"
-    path.write_text(
-        "import torch\n"
-        "from torch import Tensor, nn\n"
-        "from vllm.model_executor.custom_op import CustomOp\n"
+def test_locals_do_not_hide_attributes(migrate: Migrate) -> None:
+    found = migrate(
         '@CustomOp.register("plus_one")\n'
         "class PlusOne(CustomOp):\n"
         "    def __init__(self):\n"
@@ -321,7 +345,6 @@ def test_locals_do_not_hide_attributes(run: Run, tmp_path: Path) -> None:
         "        weight_ = self.weight + 1\n"
         "        return x + weight_\n"
     )
-    found = json.loads(run("migrate", path, "--json").stdout)
     sketch = found["sketch"]
     assert "def _plus_one(x: Tensor, weight_: torch.Tensor, eps_: float) -> Tensor:" in sketch
     assert "weight = weight_ + 1" in sketch
@@ -330,9 +353,8 @@ def test_locals_do_not_hide_attributes(run: Run, tmp_path: Path) -> None:
     assert "its own weight_ would hide an argument" in notes(found, "Mine")
 
 
-def test_a_name_that_is_a_constant(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "a.py"
-    path.write_text(
+def test_a_name_that_is_a_constant(migrate: Migrate) -> None:
+    found = migrate(
         'NAME, OTHER = "x", "y"\nBLOCK: str = "my_block"\nREPLACED = "silu_and_mul"\n'
         "@PluggableLayer.register(BLOCK)\n"
         "class Block(PluggableLayer):\n    def forward(self, x):\n        return x\n"
@@ -341,8 +363,7 @@ def test_a_name_that_is_a_constant(run: Run, tmp_path: Path) -> None:
         "@CustomOp.register_oot(REPLACED)\n"
         "class Mine(SiluAndMul):\n    def forward_oot(self, x):\n        return x\n"
     )
-    classes = json.loads(run("migrate", path, "--json").stdout)["classes"]
-    assert [(c["registered"], c["replaces"]) for c in classes] == [
+    assert [(c["registered"], c["replaces"]) for c in found["classes"]] == [
         ("my_block", None),
         (None, None),
         (None, "silu_and_mul"),

@@ -12,9 +12,8 @@ import pytest
 from support.fixtures import FreshPython
 from test_cli import Run
 from test_cli import run as run  # the fixture
-from test_cli_migrate import becomes, notes
-from test_cli_migrate_sketch import HEAD, Migrate
-from test_cli_migrate_sketch import migrate as migrate  # the fixture
+from test_cli_migrate import HEAD, Migrate, becomes, notes
+from test_cli_migrate import migrate as migrate  # the fixture
 
 
 def parameters_of(found: dict[str, Any], function: str) -> dict[str, str]:

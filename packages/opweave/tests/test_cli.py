@@ -14,10 +14,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 
 from opweave import ir
-from opweave.cli import main, output
+from opweave.cli import companions, main, output
 from opweave.cli.app import COMMANDS
+from opweave.cli.companions import COMMANDS as COMPANIONS
+from opweave.cli.output import CliError
 from opweave.ir.schema import OWN_PROVIDERS
 from opweave.layers import op_registry
 from opweave.plugins.entry import BUILTIN_PLATFORMS
@@ -426,3 +429,17 @@ def test_a_new_package_cannot_have_a_name_that_is_taken(
         for group in ("native", "plugins"):
             assert_one_line_error(run(group, "new", name), f"The name {name!r} is taken")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "package"), COMPANIONS.items())
+@pytest.mark.parametrize("options", [("a", "--port", "3"), ("--help",), ()])
+def test_a_command_of_a_package_that_is_missing(
+    name: str, package: str, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(companions, "entry_points", lambda **_: [])
+    parent, _, command = name.rpartition(".")
+    app = App(name="opweave", result_action="return_value")
+    companions.add_commands(app, parent)
+    message = f"opweave {name.replace('.', ' ')} needs the package {package}. "
+    with pytest.raises(CliError, match=message):
+        app([command, *options], exit_on_error=False)

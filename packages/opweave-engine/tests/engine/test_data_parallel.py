@@ -630,7 +630,7 @@ SETTLING = """
 
 
 def test_a_replica_selects_as_its_engine(fresh_python: FreshPython) -> None:
-    """In all of its threads. What it refuses is what a rank refuses."""
+    """In all of its threads. It refuses the same agreements as a rank."""
     with ir.require("batch_invariant"), ir.priority(rms_norm=["native"]):
         agreement = Agreement.here().to_json()
     lines = fresh_python(SETTLING.format(agreement=agreement, path=str(CHECKPOINT))).stdout

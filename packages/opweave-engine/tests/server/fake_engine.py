@@ -250,11 +250,11 @@ class Answer:
         return self._delta([])
 
     def _delta(self, ids: list[int], stop_reason: int | str | None = None) -> CompletionOutput:
-        known, number = None, self._params.logprobs
+        values, number = None, self._params.logprobs
         if number is not None:
-            known = [logprobs(self._tokenizer, token, number) for token in ids]
+            values = [logprobs(self._tokenizer, token, number) for token in ids]
         text = self._detokenizer.take()
-        return CompletionOutput(self._index, text, ids, self.finish_reason, known, stop_reason)
+        return CompletionOutput(self._index, text, ids, self.finish_reason, values, stop_reason)
 
 
 def tokens(prompt: Sequence[int], seed: int | None, index: int) -> Iterator[int]:

@@ -9,6 +9,8 @@
 // token and weights, not on other tokens, blocks or threads.
 #include "kernels/linear.h"
 
+#include <type_traits>
+
 #include "kernels/linear_outputs.h"
 #include "kernels/prefetch.h"
 #include "kernels/row_cursor.h"
@@ -17,7 +19,6 @@
 #include "kernels/tuning.h"
 #include "kernels/unroll.h"
 #include "kernels/vec_dot.h"
-#include "kernels/vec_reduce.h"
 
 #if defined(__AMX_BF16__)
 #include "kernels/isa/linear_tiles_amx.h"
@@ -59,11 +60,6 @@ struct KeepRows {
       }
     });
   }
-};
-
-// The sums of one token with the rows of a block.
-struct Sums {
-  Vec rows[kRows];
 };
 
 // Some columns of weights and tokens.
@@ -170,17 +166,60 @@ inline void add_columns(const Columns<D>& c, Total total) {
   if (rest.width > 0) add_steps<R, T, kStep, false>(rest, 1, Tail{rest.width}, total);
 }
 
-// Add the products for `tokens` tokens, at most T; prefetches if c.ahead is not 0.
-template <int R, int T, class D, class Total>
+// Add the products for `tokens` tokens, from kLeast to T.
+template <int R, int T, bool kFetches, int kLeast = 1, class D, class Total>
 inline void add_tokens(int64_t tokens, const Columns<D>& c, Total total) {
-  if constexpr (T > 1) {
-    if (tokens < T) return add_tokens<R, T - 1>(tokens, c, total);
+  if constexpr (T > kLeast) {
+    if (tokens < T) return add_tokens<R, T - 1, kFetches, kLeast>(tokens, c, total);
   }
-  if (c.ahead != 0) {
-    add_columns<R, T, true>(c, total);
-  } else {
-    add_columns<R, T, false>(c, total);
+  add_columns<R, T, kFetches>(c, total);
+}
+
+// The sums of one token with the rows of a block.
+struct Sums {
+  Vec rows[kRows];
+};
+
+// Add all rows of a block from `row` on: R at once, then half as many, and so on. Inlined, so that
+// constant strides are known.
+template <int R, bool kFetches, int kLeast, class D>
+__attribute__((always_inline)) inline void add_block(Sums* sums, int64_t tokens, int64_t row,
+                                                     int64_t rows, const Columns<D>& block,
+                                                     int64_t stride) {
+  for (; row + R <= rows; row += R) {
+    add_tokens<R, kTokens, kFetches, kLeast>(
+        tokens, block.at(row, stride),
+        [=](int token, int next) -> Vec& { return sums[token].rows[row + next]; });
   }
+  if constexpr (R > 1) {
+    if (row < rows) add_block<R / 2, kFetches, kLeast>(sums, tokens, row, rows, block, stride);
+  }
+}
+
+// Add all rows of a tile, which stays in the cache for all tokens, of which there are more than
+// kTokens. The first tokens prefetch the next tile, if there is a distance to it.
+template <class D>
+__attribute__((always_inline)) inline void add_tile(Sums* sums, int64_t tokens, int64_t rows,
+                                                    const Columns<D>& tile) {
+  int64_t t = 0;
+  if (tile.ahead != 0) {
+    add_block<kTogether, true, kTokens>(sums, kTokens, 0, rows, tile, tile.apart);
+    t = kTokens;
+  }
+  for (; t < tokens; t += kTokens) {
+    Columns<D> some = tile;
+    some.x += t * tile.x_stride;
+    add_block<kTogether, false, 1>(sums + t, tokens - t, 0, rows, some, tile.apart);
+  }
+}
+
+// Add all rows of a tile of widened weights, kColumns apart; the types of weights share it.
+template <class D>
+__attribute__((noinline)) void add_widened_tile(Sums* sums, int64_t rows,
+                                                const typename D::Weight* weights,
+                                                const OpweaveLinear& call, const char* x,
+                                                int64_t width) {
+  add_tile(sums, call.tokens, rows, Columns<D>{weights, kColumns, x, call.x_stride, width, 0});
 }
 
 template <class D>
@@ -190,20 +229,14 @@ struct LinearRows {
 
   template <class T>
   static void run(int64_t begin, int64_t end, const OpweaveLinear& call) {
-    if (needs_two_streams(call)) {
-      begin = add_streams<T, 2, 1>(begin, end, call);
-    } else if (call.tokens <= kTokens / 2) {
-      begin = add_streams<T, 2 * kTogether, kTokens / 2>(begin, end, call);
-    } else if (call.tokens <= kTokens) {
-      begin = add_streams<T, kTogether, kTokens>(begin, end, call);
-    }
+    if (call.tokens <= kTokens) begin = add_all_streams<T>(begin, end, call);
     for (int64_t n = begin; n < end; n += kRows) {
       Sums sums[OPWEAVE_LINEAR_TOKENS];
       clear(sums, call.tokens);
       const int64_t rows = end - n < kRows ? end - n : kRows;
       const Columns<D> block = columns(n, call.weight_stride, 0, call);
       if (call.tokens <= kTokens) {
-        add_block<kTogether>(sums, call.tokens, 0, rows, block, call.weight_stride);
+        add_block<kTogether, false, 1>(sums, call.tokens, 0, rows, block, call.weight_stride);
       } else {
         add_tiles(sums, rows, block, call);
       }
@@ -217,9 +250,21 @@ struct LinearRows {
   // cache. Weights in explicitly allocated huge pages begin at a page boundary; other allocators
   // have a header there.
   static bool needs_two_streams(const OpweaveLinear& call) {
-    return call.tokens == 1 && call.dtype == OPWEAVE_BFLOAT16 && sizeof(Weight) == 2 &&
-           call.x_stride <= kShortToken &&
+    return call.tokens == 1 && call.x_stride <= kShortToken &&
            reinterpret_cast<uintptr_t>(call.weight) % kLargePage == 0;
+  }
+
+  // Process the rows of as many streams as suit at most kTokens tokens. Returns the first remaining
+  // row.
+  template <class T>
+  static int64_t add_all_streams(int64_t begin, int64_t end, const OpweaveLinear& call) {
+    if constexpr (std::is_same_v<Weight, BFloat16>) {
+      if (needs_two_streams(call)) return add_streams<T, 2, 1, 1>(begin, end, call);
+    }
+    if (call.tokens <= kTokens / 2) {
+      return add_streams<T, 2 * kTogether, 1, kTokens / 2>(begin, end, call);
+    }
+    return add_streams<T, kTogether, kTokens / 2 + 1, kTokens>(begin, end, call);
   }
 
   static Columns<D> columns(int64_t row, int64_t apart, int64_t ahead, const OpweaveLinear& call) {
@@ -233,8 +278,9 @@ struct LinearRows {
     }
   }
 
-  // Process the rows of S consecutive streams. Returns the first remaining row.
-  template <class T, int S, int kMost>
+  // Process the rows of S consecutive streams for kLeast to kMost tokens. Returns the first
+  // remaining row.
+  template <class T, int S, int kLeast, int kMost>
   static int64_t add_streams(int64_t begin, int64_t end, const OpweaveLinear& call) {
     const int64_t length = (end - begin) / (S * kRows) * kRows;
     for (int64_t n = begin; n < begin + length; n += kRows) {
@@ -242,7 +288,7 @@ struct LinearRows {
       for (Sums(&of_stream)[kMost] : sums) clear(of_stream, call.tokens);
       const Columns<D> first = columns(n, length * call.weight_stride, Tuning::kStreamAhead, call);
       for (int64_t row = 0; row < kRows; ++row) {
-        add_tokens<S, kMost>(
+        add_tokens<S, kMost, true, kLeast>(
             call.tokens, first.at(row, call.weight_stride),
             [&](int token, int stream) -> Vec& { return sums[stream][token].rows[row]; });
       }
@@ -251,20 +297,6 @@ struct LinearRows {
       }
     }
     return begin + S * length;
-  }
-
-  // Add all rows of a block from `row` on: R at once, then half as many, and so on.
-  template <int R, class Any>
-  static void add_block(Sums* sums, int64_t tokens, int64_t row, int64_t rows,
-                        const Columns<Any>& block, int64_t stride) {
-    for (; row + R <= rows; row += R) {
-      add_tokens<R, kTokens>(tokens, block.at(row, stride), [=](int token, int next) -> Vec& {
-        return sums[token].rows[row + next];
-      });
-    }
-    if constexpr (R > 1) {
-      if (row < rows) add_block<R / 2>(sums, tokens, row, rows, block, stride);
-    }
   }
 
   // With many tokens, a tile of the weights stays in the cache for all of them, widened if
@@ -287,20 +319,10 @@ struct LinearRows {
           prefetch(reinterpret_cast<const char*>(weights) + tile.ahead, tile.width * kSize);
           D::widen(wide + r * kColumns, weights, tile.width);
         }
-        add_tile(sums, call.tokens, rows,
-                 Columns<Dot<Query>>{wide, kColumns, tile.x, tile.x_stride, tile.width, 0});
+        add_widened_tile<Dot<Query>>(sums, rows, wide, call, tile.x, tile.width);
       } else {
         add_tile(sums, call.tokens, rows, tile);
       }
-    }
-  }
-
-  // The first tokens prefetch the next tile.
-  template <class Any>
-  static void add_tile(Sums* sums, int64_t tokens, int64_t rows, Columns<Any> tile) {
-    for (int64_t t = 0; t < tokens; t += kTokens, tile.x += kTokens * tile.x_stride) {
-      add_block<kTogether>(sums + t, tokens - t, 0, rows, tile, tile.apart);
-      tile.ahead = 0;
     }
   }
 

@@ -12,7 +12,6 @@
 #include "kernels/storage.h"
 #include "kernels/table.h"
 #include "kernels/vec_math.h"
-#include "kernels/vec_reduce.h"
 
 #if defined(__AMX_BF16__)
 #include "kernels/isa/paged_tiles_amx.h"

@@ -6,8 +6,6 @@
 #pragma once
 
 #include "kernels/vec_dot.h"
-#include "kernels/vec_reduce.h"
-#include "kernels/vec_transpose.h"
 
 namespace {
 

@@ -8,7 +8,6 @@
 #include "kernels/prefetch.h"
 #include "kernels/row_sum.h"
 #include "kernels/vec_dot.h"
-#include "kernels/vec_reduce.h"
 
 namespace {
 

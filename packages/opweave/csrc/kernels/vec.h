@@ -16,6 +16,13 @@
 //                         where p is kPolynomial of the fraction; 0 (or denormal) below -126,
 //                         infinity above the range of float32
 //   sum                   the sum over lanes, in a fixed order
+//   sums                  lane i is the sum over the lanes of v[i], added in one order for every i
+//   kSumOrder             that order: entries 0 and 1 are added, 2 and 3, and so on, then the sums
+//                         likewise
+//   store_sums            the sum of each of four vectors, bitwise equal to sum
+//   largest               the largest lane; unspecified if some lanes are NaN
+//   transpose             lane i of vector k becomes lane k of vector i. With AVX-512, also for
+//                         integers
 //   Lanes<T>              load, store and round for storage type T:
 //                           round(v) may lose a NaN that was read from float32
 //                           round_any(v) preserves every NaN
@@ -31,8 +38,8 @@
 // inline functions of the standard library) between instruction sets, and a CPU could execute
 // AVX-512 code that it does not support. A test checks the object files for such symbols.
 //
-// This file, vec_math.h, vec_reduce.h and their includes are part of the kit for native modules, as
-// opweave/simd/: they include each other by relative paths, and nothing else of csrc/.
+// This file, vec_math.h and their includes are part of the kit for native modules, opweave/simd/.
+// They include each other by relative paths, and nothing else of csrc/.
 #pragma once
 
 #include <stdint.h>

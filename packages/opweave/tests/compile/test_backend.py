@@ -20,7 +20,7 @@ from opweave.compile.backend import ReportLog
 from opweave.compile.graph import all_graphs, graph_text, ir_calls
 from opweave.ir import rules
 
-from .blocks import Model, OpCalls, model_inputs
+from .blocks import SHIPPED, Model, OpCalls, model_inputs
 from .conftest import compiled
 
 W = torch.ones(8)
@@ -372,10 +372,9 @@ def test_passes_change_nothing_when_they_run_twice() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "run", twice)
-        model = Model(2, OpCalls())
-        run = compiled(model)
-        inputs = model_inputs(8)
-        torch.testing.assert_close(run(*inputs), model(*inputs), atol=0.2, rtol=0.2)
+        model = SHIPPED["quantized"]()
+        both = torch.stack([torch.randint(0, 99, (8,)), torch.arange(8)])
+        torch.testing.assert_close(compiled(model)(both), model(both), atol=0.2, rtol=0.2)
     assert len(graphs) == 3
 
 

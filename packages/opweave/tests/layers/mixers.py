@@ -54,20 +54,19 @@ def _mamba2(groups: int, **options: Any) -> Callable[..., MambaMixer2]:
     return make
 
 
+SIZES: dict[str, int] = {
+    "hidden_size": HIDDEN, "state_size": 4, "num_hidden_layers": 1, "expand": 2, "time_step_rank": 3
+}  # fmt: skip
+
+
 def _hf_mamba() -> Pair:
-    config = MambaConfig(
-        hidden_size=HIDDEN, state_size=4, num_hidden_layers=1, expand=2, time_step_rank=3
-    )
-    return Pair(HfMamba(config, 0), _mamba(use_rms_norm=False))
+    return Pair(HfMamba(MambaConfig(**SIZES), 0), _mamba(use_rms_norm=False))
 
 
 def _biased() -> Pair:
-    config = MambaConfig(
-        hidden_size=HIDDEN, state_size=4, num_hidden_layers=1, expand=2, time_step_rank=3,
-        use_bias=True, use_conv_bias=False,
-    )  # fmt: skip
-    options = {"use_bias": True, "use_conv_bias": False, "is_lora_enabled": True}
-    return Pair(HfMamba(config, 0), _mamba(use_rms_norm=False, **options))
+    options = {"use_bias": True, "use_conv_bias": False}
+    config = MambaConfig(**SIZES, **options)
+    return Pair(HfMamba(config, 0), _mamba(use_rms_norm=False, is_lora_enabled=True, **options))
 
 
 def _jamba() -> Pair:
@@ -79,10 +78,7 @@ def _jamba() -> Pair:
 
 
 def _falcon() -> Pair:
-    config = FalconMambaConfig(
-        hidden_size=HIDDEN, state_size=4, num_hidden_layers=1, expand=2, time_step_rank=3,
-        mixer_rms_eps=1e-4,
-    )  # fmt: skip
+    config = FalconMambaConfig(**SIZES, mixer_rms_eps=1e-4)
     norm = {"use_rms_norm": True, "rms_norm_has_weight": False, "rms_norm_eps": 1e-4}
     return Pair(FalconMambaMixer(config, 0, initialize_mixer_weights=False), _mamba(**norm))
 

@@ -86,10 +86,6 @@ def test_no_groups_and_shared_experts() -> None:
     assert ids.dtype is torch.int32
 
 
-def routing(layer: FusedMoE, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    return layer.select_experts(x, logits)
-
-
 def test_ways_to_route() -> None:
     x, logits = tokens()
     bias = torch.randn(E)
@@ -114,7 +110,7 @@ def test_ways_to_route() -> None:
     ]  # fmt: skip
     for options, wanted in cases:
         layer = filled(moe(**options))
-        found = routing(layer, x, logits)
+        found = layer.select_experts(x, logits)
         assert torch.equal(found[0], wanted[0])
         assert torch.equal(found[1], wanted[1])
         expected = ir.ops.fused_experts(x, layer.w13_weight, layer.w2_weight, *wanted)
@@ -141,7 +137,7 @@ def test_a_routing_function_of_ones_own() -> None:
 
     x, logits = tokens()
     layer = filled(moe(custom_routing_function=first, routed_scaling_factor=3.0))
-    weights, ids = routing(layer, x, logits)
+    weights, ids = layer.select_experts(x, logits)
     assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
     assert (weights == 1.5).all()
     assert layer(x, logits).shape == x.shape
@@ -194,7 +190,7 @@ def test_the_modular_method_computes_the_same(activation: str, dtype: torch.dtyp
     layer.quant_method = FusedMoEModularMethod.make(layer)
     assert torch.equal(layer(x, logits), plain)
     assert torch.equal(layer(x[:0], logits[:0]), plain[:0])
-    weights, ids = routing(layer, x, logits)
+    weights, ids = layer.select_experts(x, logits)
     ids[0], ids[1, 0] = -1, E  # no experts
     method = layer.quant_method
     old = method.old_quant_method
@@ -245,7 +241,7 @@ def test_shared_experts_and_activation_constants() -> None:
     x, logits = tokens()
     shared = nn.Linear(H, H)
     layer = filled(moe(shared_experts=shared))
-    weights, ids = routing(layer, x, logits)
+    weights, ids = layer.select_experts(x, logits)
     routed = ir.ops.fused_experts(x, layer.w13_weight, layer.w2_weight, weights, ids)
     assert_near(layer(x, logits), routed + shared(x))
     clamped = filled(moe(activation="swigluoai", alpha=1.0, beta=0.0, limit=0.5))
@@ -386,19 +382,11 @@ def test_the_parts_of_all_ranks_add_up(
             for name, value in part.state_dict().items():
                 assert torch.equal(value, other.state_dict()[name])
         # A tensor that already is this rank's shard is loaded unchanged.
-        again = filled(moe_like(part, options))
+        with tensor_parallel(rank_of(rank, size)):
+            again = filled(moe(**options, ep_size=ep_size, expert_placement_strategy=strategy))
         load_fused(again, dict(part.named_parameters()))
         assert torch.equal(again.w2_weight, part.w2_weight)
     assert_near(total, full(x, logits))
-
-
-def moe_like(part: FusedMoE, options: dict[str, Any]) -> FusedMoE:
-    with tensor_parallel(part.parallel):
-        return moe(
-            **options,
-            ep_size=part.placement.ep_size,
-            expert_placement_strategy=part.placement.strategy,
-        )
 
 
 def test_the_sum_over_ranks_is_asked_for_once() -> None:

@@ -16,52 +16,31 @@ from opweave.layers import LayerArgumentError, MRotaryEmbedding, RotaryEmbedding
 from opweave.layers.rotary_scaling import ROPE_TYPES, LongRopeScaling, Scaling
 
 HEAD, TRAINED = 64, 128
+
+
+def scaling(rope_type: str, factor: float | None = 4.0, **options: Any) -> dict[str, Any]:
+    """The parameters of a type for a model that was trained on 32 positions."""
+    factors = {} if factor is None else {"factor": factor}
+    trained = {"original_max_position_embeddings": 32}
+    return {"rope_type": rope_type, **factors, **trained, **options}
+
+
 PARAMETERS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 3.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
-    "yarn-betas": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-        "beta_fast": 8.0,
-        "beta_slow": 2.0,
-        "truncate": False,
-    },
-    "yarn-step": {
-        "rope_type": "yarn",
-        "factor": 2.0,
-        "original_max_position_embeddings": 32,
-        "beta_fast": 1e9,
-        "beta_slow": 1e9,
-    },
-    "yarn-deepseek": {
-        "rope_type": "yarn",
-        "factor": 40.0,
-        "original_max_position_embeddings": 32,
-        "mscale": 0.707,
-        "mscale_all_dim": 1.0,
-    },
-    "yarn-factor": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-        "attention_factor": 1.7,
-    },
+    "llama3": scaling("llama3", 8.0, low_freq_factor=1.0, high_freq_factor=4.0),
+    "yarn": scaling("yarn"),
+    "yarn-betas": scaling("yarn", beta_fast=8.0, beta_slow=2.0, truncate=False),
+    "yarn-step": scaling("yarn", 2.0, beta_fast=1e9, beta_slow=1e9),
+    "yarn-deepseek": scaling("yarn", 40.0, mscale=0.707, mscale_all_dim=1.0),
+    "yarn-factor": scaling("yarn", attention_factor=1.7),
     "proportional": {"rope_type": "proportional", "factor": 2.0},
-    "longrope-short": {
-        "rope_type": "longrope",
-        "short_factor": [1.0 + 0.1 * i for i in range(HEAD // 2)],
-        "long_factor": [2.0 + 0.3 * i for i in range(HEAD // 2)],
-        "original_max_position_embeddings": 32,
-    },
+    "longrope-short": scaling(
+        "longrope",
+        None,
+        short_factor=[1.0 + 0.1 * i for i in range(HEAD // 2)],
+        long_factor=[2.0 + 0.3 * i for i in range(HEAD // 2)],
+    ),
 }
 PARAMETERS["dynamic-longer"] = PARAMETERS["dynamic"]
 PARAMETERS["longrope-long"] = PARAMETERS["longrope-short"]
@@ -198,30 +177,12 @@ def test_yarn_without_a_factor_takes_the_quotient_of_the_contexts() -> None:
         ({"rope_type": "linear", "factor": -1.0}, "factor.*-1.0"),
         ({"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings"),
         ({"rope_type": "llama3", "factor": 2.0}, "low_freq_factor"),
-        (
-            {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4, "high_freq_factor": 4},
-            "less than",
-        ),
+        (scaling("llama3", low_freq_factor=4, high_freq_factor=4), "less than"),
         ({"rope_type": "longrope", "original_max_position_embeddings": 8}, "long_factor"),
         ({"rope_type": "ntk"}, "'ntk': factor.*None"),
         ({"rope_type": "dynamic", "alpha": 0}, "'dynamic': alpha.*0"),
-        (
-            {
-                "rope_type": "deepseek_yarn",
-                "factor": 2.0,
-                "original_max_position_embeddings": 8,
-                "mscale": "1",
-            },
-            "mscale.*'1'",
-        ),
-        (
-            {
-                "rope_type": "longrope",
-                "original_max_position_embeddings": 8,
-                "long_factor": [1.0],
-            },
-            "1 factors.*32",
-        ),
+        (scaling("deepseek_yarn", mscale="1"), "mscale.*'1'"),
+        (scaling("longrope", None, long_factor=[1.0]), "1 factors.*32"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
         ({"partial_rotary_factor": 0.0}, "partial_rotary_factor.*0.0"),
         ({"rope_theta": "big"}, "rope_theta.*'big'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -161,55 +162,36 @@ def multimodal_positions(tokens: int) -> Tensor:
 
 
 @both_ways
-@each_dtype
-def test_mrope_is_that_of_qwen2_vl(dtype: torch.dtype, custom_ops: str) -> None:
-    from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
-    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
-
-    parameters = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}
-    config = Qwen2VLTextConfig(hidden_size=128, num_attention_heads=4, rope_parameters=parameters)
+@pytest.mark.parametrize(
+    ("name", "rotary", "section", "dtype"),
+    [
+        ("qwen2_vl", "Qwen2VLRotaryEmbedding", [4, 6, 6], torch.float32),
+        ("qwen2_vl", "Qwen2VLRotaryEmbedding", [4, 6, 6], torch.bfloat16),
+        ("qwen3_vl", "Qwen3VLTextRotaryEmbedding", [6, 5, 5], torch.float32),  # interleaved
+    ],
+    ids=str,
+)
+def test_mrope_is_that_of_transformers(
+    name: str, rotary: str, section: list[int], dtype: torch.dtype, custom_ops: str
+) -> None:
+    module: Any = import_module(f"transformers.models.{name}.modeling_{name}")
+    parameters: dict[str, Any] = {"rope_type": "default", "mrope_section": section}
+    parameters |= {"rope_theta": 1e4, "mrope_interleaved": name == "qwen3_vl"}
+    configs: Any = import_module(f"transformers.models.{name}.configuration_{name}")
+    config = getattr(configs, f"{rotary[:7]}TextConfig")(
+        hidden_size=128, num_attention_heads=4, head_dim=32, rope_parameters=parameters
+    )
     positions = multimodal_positions(9)
-    rotary: Any = qwen2_vl.Qwen2VLRotaryEmbedding
-    cos, sin = rotary(config)(torch.zeros(1, dtype=dtype), positions[:, None])
+    angles = getattr(module, rotary)(config)(torch.zeros(1, dtype=dtype), positions[:, None])
     query, key = torch.randn(9, 4, 32).to(dtype), torch.randn(9, 2, 32).to(dtype)
-    theirs = apply_qwen2(qwen2_vl, query, key, cos, sin)
+    heads_first = (x.transpose(0, 1)[None] for x in (query, key))
+    theirs = module.apply_rotary_pos_emb(*heads_first, *angles)
     layer = built(custom_ops, lambda: get_rope(32, ROWS, True, parameters, dtype))
     for flat in (False, True):
         q, k = (x.flatten(1) if flat else x for x in (query.clone(), key.clone()))
         for found, expected in zip(layer(positions, q, k), theirs, strict=True):
-            close(found, expected.flatten(1) if flat else expected)
-
-
-def apply_qwen2(
-    module: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
-    heads_first = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
-    q, k = module.apply_rotary_pos_emb(*heads_first, cos, sin)
-    return q[0].transpose(0, 1), k[0].transpose(0, 1)
-
-
-@both_ways
-def test_interleaved_mrope_is_that_of_qwen3_vl(custom_ops: str) -> None:
-    from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
-    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
-
-    parameters = {
-        "rope_type": "default",
-        "mrope_section": [6, 5, 5],
-        "mrope_interleaved": True,
-        "rope_theta": 1e4,
-    }
-    config = Qwen3VLTextConfig(
-        hidden_size=128, num_attention_heads=4, head_dim=32, rope_parameters=parameters
-    )
-    positions = multimodal_positions(9)
-    rotary = qwen3_vl.Qwen3VLTextRotaryEmbedding(config)
-    cos, sin = rotary(torch.zeros(1), positions[:, None])
-    query, key = torch.randn(9, 4, 32), torch.randn(9, 2, 32)
-    theirs = apply_qwen2(qwen3_vl, query, key, cos, sin)
-    layer = built(custom_ops, lambda: get_rope(32, ROWS, True, parameters, torch.float32))
-    for found, expected in zip(layer(positions, query, key), theirs, strict=True):
-        close(found, expected)
+            wanted = expected[0].transpose(0, 1)
+            close(found, wanted.flatten(1) if flat else wanted)
 
 
 def mrope(neox: bool = True) -> MRotaryEmbedding:

@@ -1,4 +1,4 @@
-"""What the tests of kernels share: inputs, exact results in float64, and comparisons."""
+"""Inputs, exact results in float64 and comparisons, which the tests of kernels share."""
 
 from __future__ import annotations
 

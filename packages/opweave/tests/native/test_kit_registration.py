@@ -151,9 +151,7 @@ def test_a_torch_that_lacks_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_opweaves_own_module_degrades(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = "torch could not define h(Tensor x) -> ()"
     monkeypatch.setattr(calls, "_opened", {})
-    assert calls.open_call_paths(Raw(problem, "h(Tensor x) -> ()"), "kit_own").problem == problem
-    assert calls.failure(problem) == problem
-    assert calls.failure("this torch has no x; torch 2.11 or newer is needed") is None
+    assert calls.open_call_paths(Raw(problem, "h(Tensor x) -> ()"), "kit_own")[1] == problem
 
 
 @pytest.mark.parametrize("name", ["json", "opweave.native"])

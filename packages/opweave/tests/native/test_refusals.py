@@ -235,7 +235,7 @@ def norms() -> Iterator[Refusal]:
         ({"out": ones(8, 2).t()}, f"out must be {OF_LAST}"),
         ({"out": ones(1, 8)}, "out must have the shape of x, [2, 8], found float32 [1, 8]"),
         ({"out": ones(2, 8, dtype=BF16)}, "out must have the dtype of x, float32"),
-        ({"weight": ones(7)}, "weight must be None or have shape [8], the last dimension of x, fo"),
+        ({"weight": ones(7)}, "weight must be None or have shape [8], the last dimension of x"),
         ({"weight": ones(8, dtype=F16)}, "weight must be float32, found float16 [8]"),
         ({"weight": ones(1, 8)}, "weight must be None or have shape [8]"),
         ({"weight": ones(16)[::2]}, f"weight must be {OF_LAST}"),
@@ -612,7 +612,7 @@ def changed(op: str, changes: Arguments) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("op", BASES)
 def test_accepted_arguments(module: ModuleType, op: str) -> None:
-    """What the refused arguments are changed from; the torch op is sound."""
+    """The arguments that refused ones are changed from work, and the torch op is sound."""
     for name in CALL_PATHS:
         call_path(module, name, op)(*changed(op, {}))
     torch.library.opcheck(

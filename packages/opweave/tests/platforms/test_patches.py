@@ -160,6 +160,7 @@ def test_replacing_a_value_is_giving_it() -> None:
     assert not config.origin("dtype").by_user
     assert not config.cache.origin("num_blocks").by_user
     assert not replace(CompilationConfig(), mode=3).origin("custom_ops").by_user
+    assert CompilationConfig(mode="0").origin("mode").by_user  # a default that is given
 
 
 def test_sources_of_the_process_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,12 @@ READ_BY: Mapping[str, frozenset[str]] = {
 """Keys that are read for one architecture and refused for the others."""
 
 HARMLESS = frozenset((
+    "general.author", "general.basename", "general.description", "general.doi",
+    "general.file_type", "general.finetune", "general.languages", "general.license",
+    "general.name", "general.organization", "general.parameter_count", "general.quantized_by",
+    "general.repo_url", "general.size_label", "general.tags", "general.url", "general.uuid",
+    "general.version", "general.base_model.", "general.dataset.", "general.license.",
+    "general.source.",
     *(f"tokenizer.ggml.{key}" for key in (
         "add_sep_token", "fim_mid_token_id", "fim_pad_token_id", "fim_pre_token_id",
         "fim_rep_token_id", "fim_sep_token_id", "fim_suf_token_id", "mask_token_id",
@@ -100,8 +106,6 @@ REFUSED = frozenset((
 
 # Sections of which the same holds for every key that is not listed above.
 STRICT = ("attention.", "rope.", "convnext.", "kda.", "posnet.", "shortconv.", "ssm.", "wkv.")
-# Sections of all architectures whose unknown keys may change what a model computes.
-_SHARED = ("general.sampling.", "tokenizer.")
 
 
 def refused_keys(
@@ -128,13 +132,13 @@ def refused_keys(
 
 
 def unread_keys(architecture: str, metadata: Mapping[str, Any]) -> list[str]:
-    """Return the keys on no list that may change what the model computes."""
+    """Return the keys of the file's and the model's own sections that are not on any list."""
     prefix = f"{architecture}."
     lists = READ.union(HARMLESS, REFUSED, *READ_BY.values())
     return [
         key
         for key in metadata
-        if key.startswith((*_SHARED, prefix))
+        if key.startswith(("general.", "tokenizer.", prefix))
         and not _is_listed(key.removeprefix(prefix), lists)
         and not key.removeprefix(prefix).startswith(STRICT)
     ]

@@ -17,12 +17,13 @@ from opweave_vllm.migrate.source import NATIVE, LayerClass
 from opweave_vllm.migrate.trees import (
     Function,
     annotation_text,
+    assignment,
     attribute_of_self,
     dotted,
-    is_docstring,
     is_static,
     is_torch_op,
     last_name,
+    only_call,
     own_nodes,
     own_parameters,
 )
@@ -89,8 +90,7 @@ def changed_or_returned(function: Function) -> str | None:
 def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
     """Yield the names that a statement assigns, and the value that each is a part of."""
     if isinstance(node, (ast.Assign, ast.For)):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        value = node.value if isinstance(node, ast.Assign) else None
+        targets, value = ([node.target], None) if isinstance(node, ast.For) else assignment(node)
         for target in targets:
             items = target.elts if isinstance(target, ast.Tuple) else [target]
             whole = None if isinstance(value, ast.Tuple) and len(items) > 1 else value
@@ -182,10 +182,8 @@ def _names(value: ast.expr) -> Iterator[str]:
 TENSOR = "torch.Tensor"
 _TENSOR_MAKERS = frozenset({"Parameter", "empty", "ones", "zeros", "tensor", "arange", "full"})
 _RETURNS = {
-    **dict.fromkeys(
-        ("int", "len", "round", "cdiv", "divide", "round_up", "next_power_of_2"), "int"
-    ),
-    **dict.fromkeys(("numel", "get_tensor_model_parallel_world_size"), "int"),
+    **dict.fromkeys(("int", "len", "round", "numel", "cdiv", "divide", "round_up"), "int"),
+    **dict.fromkeys(("next_power_of_2", "get_tensor_model_parallel_world_size"), "int"),
     "get_tensor_model_parallel_rank": "int",
     "float": "float",
     **dict.fromkeys(("bool", "isinstance", "hasattr", "any", "all"), "bool"),
@@ -233,12 +231,12 @@ def source_text(annotation: object) -> str:
 
 def attribute_type(name: str, layer: LayerClass) -> str | None:
     """Return the type of ``self.name`` by its annotation or its values, or None if ambiguous."""
-    return layer.annotations.get(name) or _joined(_types(name, layer))
+    return layer.annotations.get(name) or _joined(_Values(layer).of_attribute(name))
 
 
 def guessed_type(name: str, layer: LayerClass) -> str:
     """Return a guess for an attribute with an ambiguous type."""
-    types = _types(name, layer)
+    types = _Values(layer).of_attribute(name)
     kind = TENSOR if types == {"None"} else _kind_by_name(name)
     return f"{kind} | None" if "None" in types else kind
 
@@ -333,10 +331,8 @@ class _Values:
 
 def _parameter_types(init: Function) -> dict[str, str]:
     """Return the types of parameters by their annotations, else by their defaults."""
-    pairs = own_parameters(init)
-    pairs += zip(init.args.kwonlyargs, init.args.kw_defaults, strict=True)
     types: dict[str, str] = {}
-    for argument, default in pairs:
+    for argument, default in own_parameters(init, keywords=True):
         if argument.annotation is not None:
             types[argument.arg] = annotation_text(argument.annotation)
         elif isinstance(default, ast.Constant) and default.value is not None:
@@ -353,10 +349,6 @@ def _joined(types: set[str | None]) -> str | None:
         return None
     (kind,) = parts - {"None"}
     return f"{kind} | None" if "None" in parts else kind
-
-
-def _types(name: str, layer: LayerClass) -> set[str | None]:
-    return _Values(layer).of_attribute(name)
 
 
 def _sizes(function: Function) -> set[int]:
@@ -561,11 +553,9 @@ def declared(name: str | None) -> OpPlan | None:
 
 def _op_called(native: Function) -> str:
     """Return the name of the op that a method only calls, because it was migrated before, or ""."""
-    statements = [each for each in native.body if not is_docstring(each)]
-    calls = [s.value for s in statements if isinstance(s, ast.Return) and len(statements) == 1]
-    called = dotted(calls[0].func) if calls and isinstance(calls[0], ast.Call) else ""
-    found = re.search(r"\bops\.(\w+)\.native$", called)
-    return found[1] if found else ""
+    call = only_call(native)
+    match = re.search(r"\bops\.(\w+)\.native$", dotted(call.func) if call else "")
+    return match[1] if match else ""
 
 
 def _no_function(native: Function) -> str:

@@ -24,8 +24,8 @@ from opweave_vllm.migrate.trees import (
     attribute_of_self,
     dotted,
     imports_of,
-    is_docstring,
     names_in,
+    only_call,
     own_parameters,
 )
 
@@ -247,10 +247,9 @@ def _body(made: LayerPlan, function: Function) -> Rewritten:
 
 def _parameters(function: Function) -> dict[str, str | None]:
     """Return the parameters of a method without ``self``, and their defaults as source text."""
-    given = function.args
-    pairs = own_parameters(function)
-    pairs += zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    pairs += [(each, None) for each in (given.vararg, given.kwarg) if each is not None]
+    pairs = own_parameters(function, keywords=True)
+    rest = (function.args.vararg, function.args.kwarg)
+    pairs += [(each, None) for each in rest if each is not None]
     return {arg.arg: ast.unparse(default) if default else None for arg, default in pairs}
 
 
@@ -271,9 +270,8 @@ def own_class(name: str) -> str:
 
 def _only_super(layer: LayerClass, method: str) -> bool:
     """Return whether *method* is an ``__init__`` that only forwards its arguments to its parent."""
-    statements = [s for s in layer.methods[method].body if not is_docstring(s)]
-    call = statements[0].value if isinstance(statements[0], ast.Expr) else None
-    if method != "__init__" or len(statements) != 1 or not isinstance(call, ast.Call):
+    call = only_call(layer.methods[method], ast.Expr)
+    if method != "__init__" or call is None:
         return False
     given = [*call.args, *(each.value for each in call.keywords)]
     plain = [each.value if isinstance(each, ast.Starred) else each for each in given]

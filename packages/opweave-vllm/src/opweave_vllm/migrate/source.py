@@ -22,13 +22,14 @@ from opweave_vllm.migrate.registrations import (
 from opweave_vllm.migrate.trees import (
     Function,
     annotation_text,
+    assignment,
     attribute_of_self,
     dotted,
     full_name,
     imports_of,
-    is_docstring,
     is_torch_op,
     last_name,
+    only_call,
     own_parameters,
 )
 
@@ -60,13 +61,10 @@ def delegates(methods: Mapping[str, Function]) -> Iterator[tuple[str, str]]:
 
 def _delegate(function: Function, methods: Mapping[str, Function]) -> str:
     """Return the ``forward_...`` to which a method only forwards its arguments, or ""."""
-    statements = [each for each in function.body if not is_docstring(each)]
-    if len(statements) != 1 or not isinstance(statements[0], ast.Return):
+    call = only_call(function)
+    called = attribute_of_self(call.func) if call else ""
+    if call is None or not called.startswith("forward_"):
         return ""
-    call = statements[0].value
-    if not (isinstance(call, ast.Call) and attribute_of_self(call.func).startswith("forward_")):
-        return ""
-    called = attribute_of_self(call.func)
     target = methods.get(called, function)
     same = _given(call) == _taken(function) and _defaults(function) == _defaults(target)
     return called if same else ""
@@ -320,18 +318,16 @@ def _is_none(value: ast.expr) -> bool:
 def _strings(module: ast.Module) -> Iterator[tuple[str, str]]:
     """Yield name and value of every string constant of the module."""
     for node in module.body:
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
-            value = string(node.value, {})
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if value is not None:
-                yield from ((t.id, value) for t in targets if isinstance(t, ast.Name))
+        targets, value = assignment(node)
+        if value is not None and (text := string(value, {})) is not None:
+            yield from ((t.id, text) for t in targets if isinstance(t, ast.Name))
 
 
 def _attributes(init: Function | None) -> Iterator[tuple[str, ast.expr]]:
     for node in ast.walk(init) if init else ():
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from ((name, node.value) for name in map(attribute_of_self, targets) if name)
+        targets, value = assignment(node)
+        if value is not None:
+            yield from ((name, value) for name in map(attribute_of_self, targets) if name)
 
 
 def _strangers(

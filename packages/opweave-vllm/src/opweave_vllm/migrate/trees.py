@@ -58,17 +58,50 @@ def is_static(method: Function) -> bool:
     return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in method.decorator_list)
 
 
-def own_parameters(method: Function) -> list[tuple[ast.arg, ast.expr | None]]:
-    """Return the positional parameters of a method without ``self``, with their defaults."""
+def own_parameters(
+    method: Function, *, keywords: bool = False
+) -> list[tuple[ast.arg, ast.expr | None]]:
+    """Return the parameters of a method without ``self``, with their defaults.
+
+    Args:
+        method: the method.
+        keywords: include keyword-only parameters.
+    """
     parameters = [*method.args.posonlyargs, *method.args.args]
     missing: list[ast.expr | None] = [None] * (len(parameters) - len(method.args.defaults))
     pairs = list(zip(parameters, [*missing, *method.args.defaults], strict=True))
-    return pairs if is_static(method) else pairs[1:]
+    pairs = pairs if is_static(method) else pairs[1:]
+    if keywords:
+        pairs += zip(method.args.kwonlyargs, method.args.kw_defaults, strict=True)
+    return pairs
 
 
 def is_docstring(statement: ast.stmt) -> bool:
     """Return whether a statement is a docstring or another constant."""
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def only_call(
+    function: Function, kind: type[ast.Return | ast.Expr] = ast.Return
+) -> ast.Call | None:
+    """Return the call that *function* consists of, besides a docstring, or None.
+
+    Args:
+        function: the function.
+        kind: the statement with the call: a return, or an expression.
+    """
+    statements = [node for node in function.body if not is_docstring(node)]
+    if len(statements) != 1 or not isinstance(statements[0], kind):
+        return None
+    value = statements[0].value
+    return value if isinstance(value, ast.Call) else None
+
+
+def assignment(node: ast.AST) -> tuple[list[ast.expr], ast.expr | None]:
+    """Return the targets of an assignment, and its value; ``[], None`` for other nodes."""
+    if isinstance(node, ast.Assign):
+        return node.targets, node.value
+    return ([node.target], node.value) if isinstance(node, ast.AnnAssign) else ([], None)
 
 
 def names_in(*nodes: ast.AST) -> Iterator[str]:

@@ -14,7 +14,6 @@
 #include "kernels/row_cursor.h"
 #include "kernels/unroll.h"
 #include "kernels/vec_dot.h"
-#include "kernels/vec_transpose.h"
 
 namespace {
 

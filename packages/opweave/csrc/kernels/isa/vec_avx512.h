@@ -235,4 +235,67 @@ struct Lanes<float> {
   }
 };
 
+constexpr int kSumOrder[kLanes] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
+
+inline Vec sums(const Vec (&v)[kLanes]) {
+  Vec quads[4];  // in each quarter of the lanes: four vectors' sums over that quarter
+  for (int i = 0; i < 4; ++i) {
+    const Vec* a = v + 4 * i;
+    const Vec low = add(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+    const Vec high = add(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+    quads[i] = add(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
+  }
+  const auto fold = [](Vec a, Vec b) {  // quarters 0 + 1 and 2 + 3 of a, then of b
+    return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
+  return fold(fold(quads[0], quads[1]), fold(quads[2], quads[3]));
+}
+
+inline void store_sums(float* to, const Vec (&v)[4]) {
+  const auto halves = [](Vec a, Vec b) {  // of a, then of b
+    return add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  };
+  const Vec low = halves(v[0], v[1]);
+  const Vec high = halves(v[2], v[3]);
+  // One quarter per vector.
+  Vec sums = add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+  sums = add(sums, _mm512_permute_ps(sums, 0x4e));
+  sums = add(sums, _mm512_permute_ps(sums, 0xb1));
+  _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, sums)));
+}
+
+inline float largest(Vec v) { return _mm512_reduce_max_ps(v); }
+
+inline void transpose(__m512i (&rows)[16]) {
+  __m512i pairs[16];
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  __m512i quads[16];  // in quarter l of quads[i + j]: column 4 * l + j of rows i to i + 3
+  for (int i = 0; i < 16; i += 4) {
+    quads[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
+    quads[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
+    quads[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+    quads[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+  }
+  for (int j = 0; j < 4; ++j) {
+    const __m512i even_low = _mm512_shuffle_i32x4(quads[j], quads[4 + j], 0x88);
+    const __m512i even_high = _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0x88);
+    const __m512i odd_low = _mm512_shuffle_i32x4(quads[j], quads[4 + j], 0xdd);
+    const __m512i odd_high = _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0xdd);
+    rows[j] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
+    rows[4 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
+    rows[8 + j] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
+    rows[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
+  }
+}
+
+inline void transpose(Vec (&v)[kLanes]) {
+  __m512i rows[kLanes];
+  OPWEAVE_UNROLL for (int i = 0; i < kLanes; ++i) rows[i] = _mm512_castps_si512(v[i]);
+  transpose(rows);
+  OPWEAVE_UNROLL for (int i = 0; i < kLanes; ++i) v[i] = _mm512_castsi512_ps(rows[i]);
+}
+
 }  // namespace

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "kernels/vec_columns.h"
-#include "kernels/vec_transpose.h"
 
 namespace {
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Annotated, Protocol, cast
 
 import torch
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from opweave.cli.output import CliError
 
@@ -97,13 +97,13 @@ def add_commands(app: App, group: str = "") -> None:
         if name in references:
             app.command(references[name], name=command)
         else:
-            app.command(_missing(name), name=command, show=False)
+            app.command(_missing(name, command))
 
 
-def _missing(name: str) -> App:
-    app = App(help_flags=(), version_flags=())
+def _missing(name: str, command: str) -> App:
+    app = App(name=command, show=False, help_flags=(), version_flags=())
 
-    def fail(*arguments: str, **options: str) -> None:
+    def fail(*arguments: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
         raise CliError(
             f"opweave {name.replace('.', ' ')} needs the package {COMMANDS[name]}. "
             f"Install it with: pip install {COMMANDS[name]}"

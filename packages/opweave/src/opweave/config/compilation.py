@@ -178,7 +178,6 @@ class CompilationConfig(Config):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not isinstance(self.backend, str) or not self.backend:
             raise SettingError(f"backend={self.backend!r} should name a backend of torch.compile.")
         mode = _mode(self.mode)
@@ -187,6 +186,7 @@ class CompilationConfig(Config):
         object.__setattr__(self, "custom_ops", CustomOps.parse(self.custom_ops, default=default))
         object.__setattr__(self, "options", read_object("options", self.options))
         object.__setattr__(self, "cudagraph_capture_sizes", _sizes(self.cudagraph_capture_sizes))
+        super().__post_init__()  # records the typed values
 
     @property
     def uses_passes(self) -> bool:

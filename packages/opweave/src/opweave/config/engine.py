@@ -153,9 +153,9 @@ class KernelConfig(Config):
     ir_op_priority: Mapping[str, str | Iterable[str]] = field(default_factory=IrOpPriorityConfig)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         typed = IrOpPriorityConfig(self.ir_op_priority)
         object.__setattr__(self, "ir_op_priority", typed)
+        super().__post_init__()  # records the typed value
 
 
 LoadFormat = Literal["auto", "dummy"]

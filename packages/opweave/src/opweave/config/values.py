@@ -37,14 +37,16 @@ class ValueCheck:
         raise SettingError(f"{owner}: {name}={value!r} must be {self.expected}. {hint}".rstrip())
 
 
-COUNT = ValueCheck(lambda v: type(v) is int and v >= 1, "a positive integer")
+def _is_number(value: object, kind: type | tuple[type, ...] = (int, float)) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+COUNT = ValueCheck(lambda v: _is_number(v, int) and v >= 1, "a positive integer")
 FLAG = ValueCheck(lambda v: isinstance(v, bool), "True or False")
 SECONDS = ValueCheck(
-    lambda v: type(v) in (int, float) and 0 < v < float("inf"), "a positive number of seconds"
+    lambda v: _is_number(v) and 0 < v < float("inf"), "a positive number of seconds"
 )
-SHARE = ValueCheck(
-    lambda v: type(v) in (int, float) and 0 < v <= 1, "a number above 0, and at most 1"
-)
+SHARE = ValueCheck(lambda v: _is_number(v) and 0 < v <= 1, "a number above 0, and at most 1")
 
 
 def one_of(*choices: str) -> ValueCheck:

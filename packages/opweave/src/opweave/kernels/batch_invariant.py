@@ -22,7 +22,7 @@ from opweave.ir.ops.paged_attention import check_tables
 from opweave.ir.ops.ssd import check_ssd
 from opweave.ir.ops.state_space import check_scan, check_update
 from opweave.ir.rules import BATCH_INVARIANT, DIFFERENTIABLE
-from opweave.kernels.aten.experts import Experts, dense_experts, low_bit_experts, outputs_of
+from opweave.kernels.aten.experts import PreparedExperts, dense_experts, low_bit_experts, outputs_of
 from opweave.kernels.aten.state_space import IN_PLACE, PACKED, own_slots, sequences
 from opweave.kernels.wrap import opaque as opaque_in
 
@@ -285,7 +285,7 @@ def _each_image(function: Callable[[Tensor], Tensor], x: Tensor, ndim: int) -> T
 _EXPERTS_TRAITS = {BATCH_INVARIANT}
 
 
-def _register_experts(op: IrOp, prepare: Callable[..., Experts]) -> None:
+def _register_experts(op: IrOp, prepare: Callable[..., PreparedExperts]) -> None:
     def alone(*args: Any, **kwargs: Any) -> Tensor:
         experts = prepare(*op.bind(*args, **kwargs))
         # Inner ops must be batch-invariant even if the caller does not require it, so that the

@@ -401,8 +401,8 @@ class MixedColumnParallelLinear(MergedColumnParallelLinear):
 
     def _parts(self) -> Mapping[ShardId, Part]:
         return {
-            i: Part(self.output_sizes[int(i)], 0, 1) if i in self.whole else part
-            for i, part in super()._parts().items()
+            i: Part(size, 0, 1) if i in self.whole else self._part(size, f"output_sizes[{i}]")
+            for i, size in enumerate(self.output_sizes)
         }
 
 

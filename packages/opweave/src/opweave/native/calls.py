@@ -6,10 +6,9 @@ import hashlib
 import importlib
 import keyword
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -177,13 +176,9 @@ def defined_before(found: Mapping[str, str], namespace: str) -> str | None:
     return None
 
 
-def failure(problem: str | None) -> str | None:
-    """Return *problem*, reported by a module's ``_open``, if its ops are at fault and not torch.
-
-    A version of torch that lacks a needed symbol is not an error of the module: it works without
-    torch ops.
-    """
-    return problem if problem is not None and problem.startswith("torch could not ") else None
+# How a problem begins that a module's ``_open`` reports and its ops are to blame for. A torch that
+# lacks a needed symbol is not an error of the module: it works without torch ops.
+_FAULT_OF_OPS = "torch could not "
 
 
 # The factory of the Python functions of native ops.
@@ -280,19 +275,6 @@ def _fall_back(unwatched: Function, *arguments: Any) -> Any:
 # The two call paths of a native module, combined into one function per op.
 
 
-@dataclass(frozen=True, slots=True)
-class CallPaths:
-    """Whether a module's direct calls work; *problem* says why torch.ops lacks its ops, if so."""
-
-    direct: bool
-    problem: str | None
-
-
-class _ModuleInterface(Protocol):
-    def _open(self, tensor: type, parameter: type) -> tuple[bool, str | None]: ...
-    def _namespace(self) -> str: ...
-
-
 class NativeModule(ModuleType):
     """The ops of a native module: one function each.
 
@@ -306,13 +288,12 @@ class NativeModule(ModuleType):
         super().__init__(name, f"Native ops, also torch.ops.{namespace}.")
         self.__file__ = raw.__file__
         _check_registration(raw, namespace)
-        paths = open_call_paths(raw, namespace)
-        problem = failure(paths.problem)
-        if problem is not None:
+        direct, problem = open_call_paths(raw, namespace)
+        if problem is not None and problem.startswith(_FAULT_OF_OPS):
             raise NativeImportError(problem)
         _mark_caches(raw, namespace)
         for op in schemas(raw):
-            function = callable_of(op, raw, namespace, direct=paths.direct, problem=paths.problem)
+            function = callable_of(op, raw, namespace, direct=direct, problem=problem)
             setattr(self, op, function)
 
     def __getattr__(self, name: str) -> Any:
@@ -362,14 +343,17 @@ def opened_modules() -> dict[str, str]:
     return {namespace: file for file, namespace in _opened.items()}
 
 
-def open_call_paths(raw: ModuleType, namespace: str) -> CallPaths:
-    """Open both call paths of *raw*, and register fake implementations of its ops."""
+def open_call_paths(raw: Any, namespace: str) -> tuple[bool, str | None]:
+    """Open both call paths of the module *raw*, and register fake implementations of its ops.
+
+    Return whether direct calls work, and why torch.ops lacks the ops, if so.
+    """
     _opened[raw.__file__ or ""] = namespace
-    direct, problem = cast(_ModuleInterface, raw)._open(torch.Tensor, torch.nn.Parameter)
+    direct, problem = raw._open(torch.Tensor, torch.nn.Parameter)
     if problem is None:
         for op in schemas(raw):
             torch.library.register_fake(f"{namespace}::{op}", _fake(raw, op, namespace))
-    return CallPaths(direct, problem)
+    return direct, problem
 
 
 def _mark_caches(raw: ModuleType, namespace: str) -> None:
@@ -384,25 +368,18 @@ def _mark_caches(raw: ModuleType, namespace: str) -> None:
         torch.compiler.config.cache_key_tag += mark
 
 
-def _check_registration(raw: ModuleType, namespace: str) -> None:
+def _check_registration(raw: Any, namespace: str) -> None:
     """Check that torch accepts all ops of *raw* before any is defined, since that is permanent."""
-    found = schemas(raw)
-    problem = refusal(found, namespace) or _misplaced(raw, namespace)
+    problem, built_for = refusal(schemas(raw), namespace), raw._namespace()
+    if problem is None and built_for != namespace:
+        problem = (
+            f"its ops belong to torch.ops.{built_for}, but those of this package must be in "
+            f"torch.ops.{namespace}; build it again for this package"
+        )
     if problem is None and raw.__file__ not in _opened:
-        problem = defined_before(found, namespace)
+        problem = defined_before(schemas(raw), namespace)
     if problem is not None:
         raise NativeImportError(problem)
-
-
-def _misplaced(raw: ModuleType, namespace: str) -> str | None:
-    """Return a message if *raw* was built for another namespace."""
-    built_for = cast(_ModuleInterface, raw)._namespace()
-    if built_for == namespace:
-        return None
-    return (
-        f"its ops belong to torch.ops.{built_for}, but those of this package must be in "
-        f"torch.ops.{namespace}; build it again for this package"
-    )
 
 
 def _fake(raw: ModuleType, op: str, namespace: str) -> Function:

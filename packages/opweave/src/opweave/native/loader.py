@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Protocol, cast
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -35,23 +35,13 @@ class NativeStatus:
         path: the module's file.
     """
 
-    available: bool
-    reason_missing: str | None
-    isa: str | None
-    isa_levels: tuple[str, ...]
-    fast_call: bool
-    torch_ops: bool
-    path: str | None
-
-
-class _CoreInterface(Protocol):
-    """The functions of ``_C_ops`` besides the ops."""
-
-    __file__: str
-
-    def _isa(self) -> str | None: ...
-    def _isa_error(self) -> str | None: ...
-    def _available_isas(self) -> tuple[str, ...]: ...
+    available: bool = False
+    reason_missing: str | None = None
+    isa: str | None = None
+    isa_levels: tuple[str, ...] = ()
+    fast_call: bool = False
+    torch_ops: bool = False
+    path: str | None = None
 
 
 def module() -> ModuleType | None:
@@ -68,10 +58,10 @@ def require() -> ModuleType:
     Raises:
         RuntimeError: it cannot be used.
     """
-    raw, found = _loaded()
+    raw, loaded = _loaded()
     if raw is None:
         raise RuntimeError(
-            f"The native ops are not available: {found.reason_missing}. "
+            f"The native ops are not available: {loaded.reason_missing}. "
             "opweave.ir.ops run without them."
         )
     return raw
@@ -120,44 +110,27 @@ def status() -> NativeStatus:
 @functools.cache
 def _loaded() -> tuple[ModuleType | None, NativeStatus]:
     try:
-        raw = importlib.import_module("opweave._C_ops")
+        raw: Any = importlib.import_module("opweave._C_ops")
     except ImportError as error:
-        return None, _missing(_import_failure(error))
-    return _open(raw)
-
-
-def _open(raw: ModuleType) -> tuple[ModuleType | None, NativeStatus]:
-    native = cast(_CoreInterface, raw)
-    paths = open_call_paths(raw, NAMESPACE)
-    problem = native._isa_error() or paths.problem
-    found = NativeStatus(
-        available=problem is None,
-        reason_missing=problem,
-        isa=native._isa(),
-        isa_levels=native._available_isas(),
-        fast_call=paths.direct,
-        torch_ops=paths.problem is None,
-        path=native.__file__,
+        return None, NativeStatus(reason_missing=_import_failure(error))
+    fast_call, problem = open_call_paths(raw, NAMESPACE)
+    reason = raw._isa_error() or problem
+    loaded = NativeStatus(
+        available=reason is None,
+        reason_missing=reason,
+        isa=raw._isa(),
+        isa_levels=raw._available_isas(),
+        fast_call=fast_call,
+        torch_ops=problem is None,
+        path=raw.__file__,
     )
-    return (raw if found.available else None), found
+    return (raw if loaded.available else None), loaded
 
 
 def _import_failure(error: ImportError) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name == "opweave._C_ops":
         return "opweave._C_ops is not built; reinstall opweave with a C++ compiler installed"
     return f"opweave._C_ops does not load: {error}"
-
-
-def _missing(reason: str) -> NativeStatus:
-    return NativeStatus(
-        available=False,
-        reason_missing=reason,
-        isa=None,
-        isa_levels=(),
-        fast_call=False,
-        torch_ops=False,
-        path=None,
-    )
 
 
 # The native check whether a call may bypass torch's dispatcher, with a self-test before use.

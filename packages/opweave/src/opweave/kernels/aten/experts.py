@@ -22,19 +22,19 @@ from opweave.ir.ops.fused_experts_quant import (
 )
 
 
-class Experts(NamedTuple):
+class PreparedExperts(NamedTuple):
     """The arguments of a call, checked.
 
     Attributes:
         routed: the tokens.
-        count: the number of experts in the weights.
+        num_experts: the number of experts in the weights.
         first: the product before the activation.
         act: the activation.
         second: the product after it.
     """
 
     routed: Routed
-    count: int
+    num_experts: int
     first: ExpertFunction
     act: Callable[[Tensor], Tensor]
     second: ExpertFunction
@@ -52,12 +52,14 @@ def dense_experts(
     w2_bias: Tensor | None,
     apply_router_weight_on_input: bool,
     *limits: float | None,
-) -> Experts:
+) -> PreparedExperts:
     """Return the experts of ``fused_experts``."""
     check_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
     routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
     products = _product(w13, w13_bias), _product(w2, w2_bias)
-    return Experts(routed, len(w13), products[0], _activation(activation, *limits), products[1])
+    return PreparedExperts(
+        routed, len(w13), products[0], _activation(activation, *limits), products[1]
+    )
 
 
 def low_bit_experts(
@@ -76,7 +78,7 @@ def low_bit_experts(
     expert_map: Tensor | None,
     apply_router_weight_on_input: bool,
     *limits: float | None,
-) -> Experts:
+) -> PreparedExperts:
     """Return the experts of ``fused_experts_quant``."""
     check_experts_quant(
         x, w13, w13_scale, w13_offset, w2, w2_scale, w2_offset, topk_weights, topk_ids,
@@ -85,7 +87,7 @@ def low_bit_experts(
     routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
     first = low_bit_product(w13, w13_scale, w13_offset, w13_format)
     second = low_bit_product(w2, w2_scale, w2_offset, w2_format)
-    return Experts(routed, len(w13), first, _activation(activation, *limits), second)
+    return PreparedExperts(routed, len(w13), first, _activation(activation, *limits), second)
 
 
 def _product(weight: Tensor, bias: Tensor | None) -> ExpertFunction:
@@ -102,11 +104,11 @@ def _activation(name: str, *limits: float | None) -> Callable[[Tensor], Tensor]:
     return ops.silu_and_mul if name == "silu" else act
 
 
-def outputs_of(experts: Experts) -> Tensor:
+def outputs_of(experts: PreparedExperts) -> Tensor:
     """Return the outputs of the experts: ``(T, K, hidden)``, 0 where a token has no expert."""
     routed = experts.routed
     outputs = routed.x.new_zeros(routed.valid.numel(), routed.x.shape[1])
-    for expert, slots, tokens in _groups(routed, experts.count):
+    for expert, slots, tokens in _groups(routed, experts.num_experts):
         hidden = experts.act(experts.first(expert, routed.x[tokens]))
         outputs[slots] = experts.second(expert, hidden)
     return torch.unflatten(outputs, 0, tuple(routed.valid.shape))
@@ -124,7 +126,7 @@ def _groups(routed: Routed, num_experts: int) -> list[tuple[int, Tensor, Tensor]
     return [(expert, *part) for expert, count, part in all_groups if count]
 
 
-def _register(op: IrOp, prepare: Callable[..., Experts]) -> None:
+def _register(op: IrOp, prepare: Callable[..., PreparedExperts]) -> None:
     def implementation(*args: Any, **kwargs: Any) -> Tensor:
         experts = prepare(*op.bind(*args, **kwargs))
         return combine(outputs_of(experts), experts.routed)
