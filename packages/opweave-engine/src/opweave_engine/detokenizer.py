@@ -12,7 +12,9 @@ from opweave_engine.tokenizer import REPLACEMENT, Tokenizer, completes
 
 _CONTEXT = 8  # tokens before that decide how the next one is decoded
 _CONTINUATION = 3  # bytes of a character after its first one
-_MOST_PENDING = 16  # tokens without a place between two characters, before the context moves on
+_MAX_PENDING_TOKENS = (
+    16  # tokens without a place between two characters, before the context moves on
+)
 
 
 class IncrementalDecoder:
@@ -85,7 +87,7 @@ class IncrementalDecoder:
         elif new:
             self._seen = self._whole = text
             self._begun = b""
-            if len(self._pending) > _MOST_PENDING:
+            if len(self._pending) > _MAX_PENDING_TOKENS:
                 self._move(_CONTEXT)
         if is_special and self._is_behind_special and not self._spaces:
             new = new.removeprefix(" ")

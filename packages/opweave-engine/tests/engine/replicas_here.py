@@ -39,7 +39,7 @@ class ReplicasHere:
         for number in range(size):
             self.renew(number)
 
-    def tell(self, replica: int, method: Method, *arguments: object) -> None:
+    def send(self, replica: int, method: Method, *arguments: object) -> None:
         self.orders += [(replica, each) for each in arguments if isinstance(each, LoadOrder)]
         self._do(getattr(self._replicas[replica], method)(*arguments))
 

@@ -191,7 +191,7 @@ def test_answers_are_those_of_one_engine() -> None:
         assert call.priority == -2
         assert [len(each.logprobs or ()) for each in several.outputs] == [6] * 3
         assert engine._router.loads == (0, 0)
-        left = [engine._owed, engine._streams, engine._unfinished]
+        left = [engine._assignments, engine._streams, engine._unfinished]
         assert not any(left)
 
     loaded: list[tuple[int, int]] = []
@@ -249,10 +249,10 @@ def test_an_abort_that_comes_at_once_or_before_its_request(is_lost: bool) -> Non
         if is_lost:
             group.tell = lossy  # type: ignore[method-assign]
         reading = asyncio.create_task(answer(engine, "a", params=ENDLESS))
-        while "a" not in engine._owed:
+        while "a" not in engine._assignments:
             await asyncio.sleep(0)
         reading.cancel()
-        await until(lambda: not engine._owed)
+        await until(lambda: not engine._assignments)
         assert sum("a" in each._given_up for each in group.engines.values()) == 1
 
     with replicated(lambda _: FakeEngine(delay=0.05)) as (engine, group):
@@ -344,7 +344,7 @@ def test_a_dead_replica_fails_its_own_requests_and_is_replaced(
         await asyncio.gather(*(answer(engine, f"first {i}") for i in range(4)))
         tasks = [asyncio.create_task(answer(engine, f"{i}", params=ENDLESS)) for i in range(4)]
         await until(lambda: engine._router.loads == (2, 2))
-        lost = [name for name, owed in engine._owed.items() if owed[0].number == 1]
+        lost = [name for name, a in engine._assignments.items() if a.member.number == 1]
         group.die(1)
         with pytest.raises(EngineDeadError, match="replica 1 died: it was told to"):
             await tasks[int(lost[0])]

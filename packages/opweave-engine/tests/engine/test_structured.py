@@ -36,14 +36,14 @@ from opweave_engine import (
 )
 from opweave_engine.sampling.sampler import SamplingRequest, adjusted
 from opweave_engine.server.output_parser import Hermes, answer_grammar
-from opweave_engine.structured import grammar_compiler, grammar_program
+from opweave_engine.structured import grammar_compiler, grammar_worker
 from opweave_engine.structured.grammar_compiler import (
     GrammarCompiler,
     GrammarState,
     vocabulary_arguments,
 )
-from opweave_engine.structured.grammar_program import native_vocabulary
 from opweave_engine.structured.grammar_text import enforceable
+from opweave_engine.structured.grammar_worker import native_vocabulary
 from opweave_engine.structured.params import MAX_DEPTH
 from server.fake_engine import CHECKPOINT, VOCABULARY
 from support import ROOT
@@ -752,7 +752,7 @@ def test_a_grammar_that_takes_too_long_is_refused() -> None:
 
 def test_memory_of_the_process_is_limited() -> None:
     code = (
-        f"import runpy; program = runpy.run_path({grammar_program.__file__!r})\n"
+        f"import runpy; program = runpy.run_path({grammar_worker.__file__!r})\n"
         "bytearray(200 << 20); program['_limit_memory'](); bytearray(200 << 20)\n"
         "try: bytearray(300 << 20)\nexcept MemoryError: print('limited')"
     )

@@ -39,7 +39,7 @@ def prepare(registry: Registry) -> None:
             f"platform default, {platform.name}",
         )
     if (tuned := tuning_file()) is not None:
-        from opweave.tuning.choose import apply_tuning_file
+        from opweave.tuning.tuning_file import apply_tuning_file
 
         apply_tuning_file(registry, *tuned)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opweave.conformance import Subject
-from opweave.conformance.memory import checking_environment
+from opweave.conformance.snapshot import checking_environment
 from opweave.conformance.subject import VerifierFailedError
 from opweave.conformance.subprocess import Verifier, VerifyTask
 from opweave.ir.ops import silu_and_mul

@@ -24,7 +24,7 @@ from ir.helpers import (
 )
 from opweave import ir
 from opweave.ir.errors import ProviderRejectedError, UnknownOpError
-from opweave.ir.op import Tolerance
+from opweave.ir.tolerance import Tolerance
 
 # Modes and subclasses
 

@@ -19,8 +19,8 @@ from opweave.tuning import (
     TuningFileError,
     record_calls,
 )
-from opweave.tuning.choose import merge
 from opweave.tuning.measure import cells_to_measure, family_of
+from opweave.tuning.tuning_file import merge
 
 HERE = Machine("cpu", "a processor", "amx", 2, "2.13", "0.1")
 OTHER = Machine("cpu", "another processor", "avx2", 2, "2.13", "0.1")

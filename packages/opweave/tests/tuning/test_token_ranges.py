@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opweave.tuning import Cell, Measurement, Time
-from opweave.tuning.choose import ranges_of
+from opweave.tuning.tuning_file import ranges_of
 
 Times = dict[str, float | str]
 

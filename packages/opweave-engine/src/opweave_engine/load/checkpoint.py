@@ -117,7 +117,7 @@ Progress = Callable[[int, int], None]
 
 _log = logging.getLogger(__name__)
 
-_SHOWN = 8  # names in an error
+_MAX_NAMES = 8  # names in an error
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -326,7 +326,7 @@ class Checkpoint:
 
 def _some(names: Sequence[str]) -> str:
     """Return the first of *names* for an error."""
-    return ", ".join([*map(shown_name, names[:_SHOWN]), *["…"] * (len(names) > _SHOWN)])
+    return ", ".join([*map(shown_name, names[:_MAX_NAMES]), *["…"] * (len(names) > _MAX_NAMES)])
 
 
 class TensorFile:

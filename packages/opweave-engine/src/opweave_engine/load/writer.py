@@ -130,7 +130,7 @@ def _rounded(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 GROUPS = (32, 64, 128)
 _INDEX = "model.safetensors.index.json"
 _VERSION = "0.12.2"  # of compressed-tensors, whose layout is written
-_ONCE = "it cannot be quantized again."
+_NOT_AGAIN = "it cannot be quantized again."
 
 
 @dataclass(frozen=True)
@@ -186,9 +186,9 @@ def quantize_checkpoint(
 def _write(checkpoint: Checkpoint, into: Path, group: int, progress: Progress) -> Written:
     original = checkpoint.config()
     with checkpoint.open_files() as files:
-        config = unquantized(original, checkpoint, files, _ONCE)
+        config = unquantized(original, checkpoint, files, _NOT_AGAIN)
         shapes = shapes_of(files)
-        with plain_weights(original, checkpoint, _ONCE):
+        with plain_weights(original, checkpoint, _NOT_AGAIN):
             model = as_language_model(planned_model(config, len(shapes)))
             check_shapes(model, shapes)
         chosen = _chosen(model, shapes, group)

@@ -21,7 +21,7 @@ from opweave_engine.models.config import ModelConfig, WeightsError
 # them, such as {"gate_up_proj": {"gate_proj": 0, "up_proj": 1}}.
 Merged = Mapping[str, Mapping[str, object]]
 _DEVIATION = 0.02  # of weights that are made up
-_SHOWN = 10  # names of each kind in an error
+_MAX_NAMES = 10  # names of each kind in an error
 _LONGEST = 100  # characters of a name there that comes from a file
 
 
@@ -220,8 +220,8 @@ def check_fit(problems: Mapping[str, Sequence[str]]) -> None:
 
 
 def _some(names: Sequence[str]) -> str:
-    hidden = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")
+    hidden = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
 def shown_name(name: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 from opweave import platforms
 from opweave.config import EngineConfig
@@ -283,7 +284,7 @@ class Replicas:
             if member.place is not None and member.failure is None and not member.is_ordered:
                 member.is_ordered = True
                 order = replace(self._order, neighbors=nodes[member.place.node])
-                self._group.tell(member.number, "start", order)
+                self._group.send(member.number, "start", order)
 
     def _replace(self, member: ReplicaHandle, failure: ReplicaFailedError) -> None:
         was_loaded = member.is_loaded
@@ -306,6 +307,11 @@ class Replicas:
 
 
 # The engine.
+
+
+class _Assignment(NamedTuple):
+    member: ReplicaHandle
+    answers: int
 
 
 class DataParallelEngine(StreamingClient):
@@ -365,7 +371,7 @@ class DataParallelEngine(StreamingClient):
         )
         size = config.parallel.data_parallel_size
         self._router = ReplicaRouter(size, finds_prefixes=fitted.cache.enable_prefix_caching)
-        self._owed: dict[str, tuple[ReplicaHandle, int]] = {}
+        self._assignments: dict[str, _Assignment] = {}
         self._vectors: dict[str, asyncio.Future[EmbeddingOutput]] = {}
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="opweave-replicas", daemon=True)
@@ -398,9 +404,9 @@ class DataParallelEngine(StreamingClient):
         def prepare() -> Callable[[], None]:
             check_params(params)
             seeded = replace(params, seed=self._seeds.of(params))
-            ask = Submission(request_id, prompt, seeded, priority)
+            submission = Submission(request_id, prompt, seeded, priority)
             _, salt = split_prompt(prompt)
-            return partial(self._send, ask, self._tokens(prompt), params.n, salt)
+            return partial(self._send, submission, self._tokens(prompt), params.n, salt)
 
         return self._outputs(request_id, prepare)
 
@@ -427,7 +433,7 @@ class DataParallelEngine(StreamingClient):
         self._is_closed = True
         self._is_over.set()
         for number in self._replicas.able:
-            self._group.tell(number, "stop")
+            self._group.send(number, "stop")
         self._thread.join()
         self._group.close()
 
@@ -438,20 +444,25 @@ class DataParallelEngine(StreamingClient):
         return self.tokenizer.encode(content) if isinstance(content, str) else as_ids(content)
 
     def _send(
-        self, ask: Submission, tokens: Sequence[int], answers: int, cache_salt: str | None = None
+        self,
+        submission: Submission,
+        tokens: Sequence[int],
+        answers: int,
+        cache_salt: str | None = None,
     ) -> None:
         if not (able := self._replicas.able):  # the last replica has just died
-            self._fail([ask.request_id], self._why_not())
+            self._fail([submission.request_id], self._why_not())
             return
         chosen = self._router.choose(tokens, answers, able, cache_salt)
-        self._owed[ask.request_id] = self._replicas.members[chosen], answers
-        self._group.tell(chosen, "ask", ask)
+        member = self._replicas.members[chosen]
+        self._assignments[submission.request_id] = _Assignment(member, answers)
+        self._group.send(chosen, "submit", submission)
 
     def _give_up(self, request_id: str) -> None:
         if (vector := self._vectors.get(request_id)) is not None:
             vector.cancel()
-        if (owed := self._owed.get(request_id)) is not None:
-            self._group.tell(owed[0].number, "abort", request_id)
+        if (assignment := self._assignments.get(request_id)) is not None:
+            self._group.send(assignment.member.number, "abort", request_id)
 
     def _take(self, report: ReplicaReport) -> None:
         for answer in report.answers:
@@ -462,7 +473,7 @@ class DataParallelEngine(StreamingClient):
                 if vector is not None and not vector.done():
                     vector.set_result(answer)
                 self._close(answer.request_id)
-            elif answer.request_id in self._owed:
+            elif answer.request_id in self._assignments:
                 self._receive([answer])
                 if answer.request_id not in self._streams:
                     # It has no reader: an abort may have overtaken its own request.
@@ -473,7 +484,8 @@ class DataParallelEngine(StreamingClient):
         error = EngineDeadError(f"The engine died: {member.failure}")
         error.__cause__ = member.failure
         self._router.forget(member.number)
-        self._fail([name for name, owed in self._owed.items() if owed[0] is member], error)
+        names = [name for name, request in self._assignments.items() if request.member is member]
+        self._fail(names, error)
 
     def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
         names = list(request_ids)
@@ -488,9 +500,8 @@ class DataParallelEngine(StreamingClient):
 
     def _close(self, request_id: str) -> None:
         super()._close(request_id)
-        if (owed := self._owed.pop(request_id, None)) is not None:
-            member, answers = owed
-            self._router.release(member.number, answers)
+        if (assignment := self._assignments.pop(request_id, None)) is not None:
+            self._router.release(assignment.member.number, assignment.answers)
 
     # In the thread
 

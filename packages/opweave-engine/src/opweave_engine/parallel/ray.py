@@ -135,7 +135,7 @@ class ReplicaReport:
 # The interface between an engine and its replicas.
 
 
-Method = Literal["start", "ask", "abort", "stop"]
+Method = Literal["start", "submit", "abort", "stop"]
 News = ReplicaLocation | ReplicaReport | ReplicaFailedError
 
 
@@ -146,7 +146,7 @@ class ReplicaGroup(Protocol):
     of.
     """
 
-    def tell(self, replica: int, method: Method, *arguments: object) -> None:
+    def send(self, replica: int, method: Method, *arguments: object) -> None:
         """Call a replica's method; a no-op if it has died. May be called from any thread."""
 
     def receive(self, timeout: float) -> Sequence[tuple[int, News]]:
@@ -201,13 +201,15 @@ class Replica:
         """Load the engine in a thread, so that the loop is not blocked."""
         threading.Thread(target=self._start, args=(order,), name="opweave-replica").start()
 
-    async def ask(self, ask: Submission) -> None:
+    async def submit(self, submission: Submission) -> None:
         """Run a request."""
         if self._engine is None:  # it was sent to the previous replica of this number
             gone = EngineDeadError("The replica died before the request came to it. Ask again.")
-            self._refuse(ask.request_id, gone)
+            self._refuse(submission.request_id, gone)
             return
-        self._tasks[ask.request_id] = asyncio.create_task(self._answer(self._engine, ask))
+        self._tasks[submission.request_id] = asyncio.create_task(
+            self._answer(self._engine, submission)
+        )
 
     async def abort(self, request_id: str) -> None:
         """Abort a request; a no-op if it is unknown or has finished."""
@@ -269,18 +271,18 @@ class Replica:
 
     # In the event loop
 
-    async def _answer(self, engine: EngineClient, ask: Submission) -> None:
-        params, name = ask.params, ask.request_id
+    async def _answer(self, engine: EngineClient, submission: Submission) -> None:
+        params, name = submission.params, submission.request_id
         try:
             if isinstance(params, SamplingParams):
                 outputs = engine.generate_deltas(
-                    ask.prompt, params, request_id=name, priority=ask.priority
+                    submission.prompt, params, request_id=name, priority=submission.priority
                 )
                 async for output in outputs:
                     self._deltas.setdefault(name, []).append(output)
                     self._news.set()
             else:
-                self._others.append(await engine.embed(ask.prompt, params, request_id=name))
+                self._others.append(await engine.embed(submission.prompt, params, request_id=name))
                 self._news.set()
         except asyncio.CancelledError:  # an encoder cancels an aborted request
             self._refuse(name, EngineError("The request was given up."))
@@ -444,7 +446,7 @@ class RayGroup:
             self.close()
             raise
 
-    def tell(self, replica: int, method: Method, *arguments: object) -> None:
+    def send(self, replica: int, method: Method, *arguments: object) -> None:
         if self._is_closed:
             return  # a remote call would start Ray again
         getattr(self._actors[replica], method).remote(*arguments)

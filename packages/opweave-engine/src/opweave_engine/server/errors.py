@@ -198,7 +198,7 @@ def http_error(status: int, detail: str, headers: Mapping[str, str] | None) -> A
 # Error responses for requests that do not fit the schema.
 
 
-_SHOWN = 3  # problems in one message
+_MAX_PROBLEMS = 3  # problems in one message
 # Limits of one body: each part takes few bytes in it, but up to 200 bytes of memory, and parsing
 # blocks all other requests, for less than 0.2 s within these limits.
 _MAX_PARTS = {
@@ -233,9 +233,11 @@ def validation_error(error: RequestValidationError, content_type: str) -> ApiErr
         f"{path + ': ' if path else ''}{' or '.join(messages)}"
         for path, messages in problems.items()
     ]
-    more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    more = f"; and {len(lines) - _MAX_PROBLEMS} more" if len(lines) > _MAX_PROBLEMS else ""
     param = next(iter(problems)).partition(".")[0] or None
-    return ApiError("; ".join(lines[:_SHOWN]) + more + ".", param=param, code="invalid_request")
+    return ApiError(
+        "; ".join(lines[:_MAX_PROBLEMS]) + more + ".", param=param, code="invalid_request"
+    )
 
 
 def check_size(body: bytes, content_type: str) -> None:

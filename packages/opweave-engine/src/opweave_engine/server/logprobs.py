@@ -56,7 +56,7 @@ def prompt_offsets(tokenizer: Tokenizer, token_ids: Iterable[int], text: str) ->
 
 
 _REPLACEMENT = "\ufffd"
-_LEAST = -9999.0  # JSON has no infinity; OpenAI and vLLM write this number
+_MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI and vLLM write this number
 
 
 def chat_logprobs(
@@ -75,11 +75,11 @@ def chat_logprobs(
         return None
 
     def entry(token: int, at: Mapping[int, Logprob]) -> TopLogprob:
-        found, known = at[token], tokenizer.bytes_of(token)
+        logprob, token_bytes = at[token], tokenizer.bytes_of(token)
         return TopLogprob(
-            token=_by_id(token) if as_ids else found.decoded_token,
-            logprob=_number(found),
-            bytes=None if known is None else list(known),
+            token=_by_id(token) if as_ids else logprob.decoded_token,
+            logprob=_number(logprob),
+            bytes=None if token_bytes is None else list(token_bytes),
         )
 
     return ChatLogprobs(
@@ -125,11 +125,11 @@ def completion_logprobs(
 
     def top(at: Mapping[int, Logprob], token: int) -> dict[str, float]:
         """Return the most likely tokens by name, and *token*, which is always there."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for likely in _most_likely(at, count):
-            found.setdefault(name(likely, at), _number(at[likely]))
-        found[name(token, at)] = _number(at[token])
-        return found
+            values.setdefault(name(likely, at), _number(at[likely]))
+        values[name(token, at)] = _number(at[token])
+        return values
 
     pairs = list(zip(token_ids, logprobs, strict=True))
     return CompletionLogprobs(
@@ -152,11 +152,11 @@ def prompt_logprobs(
         None
         if at is None
         else {
-            each: PromptLogprob(
-                logprob=_number(found), rank=found.rank, decoded_token=found.decoded_token
+            candidate: PromptLogprob(
+                logprob=_number(value), rank=value.rank, decoded_token=value.decoded_token
             )
-            for each, found in at.items()
-            if each == token or found.rank <= count
+            for candidate, value in at.items()
+            if candidate == token or value.rank <= count
         }
         for token, at in zip(token_ids, logprobs, strict=True)
     ]
@@ -174,8 +174,8 @@ def joined(one: CompletionLogprobs | None, two: CompletionLogprobs | None) -> Co
     )
 
 
-def _number(found: Logprob) -> float:
-    return max(found.logprob, _LEAST)
+def _number(value: Logprob) -> float:
+    return max(value.logprob, _MIN_LOGPROB)
 
 
 def _by_id(token: int) -> str:
@@ -187,9 +187,10 @@ def _unique(text: str, tokenizer: Tokenizer, token: int) -> str:
 
     All parts of characters have the same text, U+FFFD.
     """
-    if _REPLACEMENT not in text or (known := tokenizer.bytes_of(token)) is None:
+    if _REPLACEMENT not in text or (encoded := tokenizer.bytes_of(token)) is None:
         return text
-    return text if known == text.encode() else "bytes:" + "".join(f"\\x{b:02x}" for b in known)
+    is_whole = encoded == text.encode()
+    return text if is_whole else "bytes:" + "".join(f"\\x{byte:02x}" for byte in encoded)
 
 
 def _most_likely(at: Mapping[int, Logprob], count: int) -> list[int]:

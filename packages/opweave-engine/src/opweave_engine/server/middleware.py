@@ -26,7 +26,7 @@ from opweave_engine.server.errors import ApiError, api_error, check_size, not_ar
 
 
 _FORMATS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-_MOST_MEMBERS = 16  # of a gzip file; each further one copies the rest of the body
+_MAX_MEMBERS = 16  # of a gzip file; each further one copies the rest of the body
 
 
 def decoded(body: bytes, encoding: str, limit: int) -> bytes:
@@ -59,7 +59,7 @@ def decoded(body: bytes, encoding: str, limit: int) -> bytes:
 def _decompressed(body: bytes, form: int, limit: int) -> bytes:
     parts: list[bytes] = []
     left, size = body, 0
-    for _ in range(_MOST_MEMBERS):
+    for _ in range(_MAX_MEMBERS):
         decompressor = zlib.decompressobj(form)
         parts.append(decompressor.decompress(left, limit - size + 1))
         size += len(parts[-1])
@@ -70,7 +70,7 @@ def _decompressed(body: bytes, form: int, limit: int) -> bytes:
         left = decompressor.unused_data
         if not left:
             return b"".join(parts)
-    raise zlib.error(f"it has more than {_MOST_MEMBERS} parts")
+    raise zlib.error(f"it has more than {_MAX_MEMBERS} parts")
 
 
 def _damaged(name: str, why: object) -> ApiError:
@@ -84,7 +84,9 @@ _access = logging.getLogger("opweave_engine.server.access")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _LINGERS_SECONDS = 1.0
-_QUICK = 1 << 16  # bytes that are decompressed or checked in less than a millisecond or two
+_MAX_INLINE_BYTES = (
+    1 << 16
+)  # bytes that are decompressed or checked in less than a millisecond or two
 _OF_THE_ENCODED = (b"content-encoding", b"content-length")  # headers about the body as it was sent
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})  # for probes, which have no key
 
@@ -225,7 +227,7 @@ class WholeBody:
             async with asyncio.timeout(self._timeout):
                 body = await self._decoded(scope, await self._read(scope, receive))
                 check = partial(check_size, body, Headers(scope=scope).get("content-type", ""))
-                await asyncio.to_thread(check) if len(body) > _QUICK else check()
+                await asyncio.to_thread(check) if len(body) > _MAX_INLINE_BYTES else check()
         except TimeoutError:
             await _refuse(not_arrived(self._timeout), receive, send)
         except ApiError as error:
@@ -256,7 +258,7 @@ class WholeBody:
         if not encoding or not body:
             return body
         work = partial(decoded, body, encoding, self._limit)
-        plain = await asyncio.to_thread(work) if len(body) > _QUICK else work()
+        plain = await asyncio.to_thread(work) if len(body) > _MAX_INLINE_BYTES else work()
         scope["headers"] = [(n, v) for n, v in scope["headers"] if n not in _OF_THE_ENCODED]
         return plain
 

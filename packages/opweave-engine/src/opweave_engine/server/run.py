@@ -28,7 +28,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BACKLOG = 2048  # connections that wait to be accepted
 # Connections that are accepted at one time. When no more files can be opened, asyncio goes on until
 # this many have failed, and logs each.
-_AT_ONCE = 16
+_BACKLOG = 16
 _LAST_BYTES = 5.0  # seconds in which what is answered reaches the clients
 _GLANCE = 0.2  # seconds between looks at whether the engine has died
 
@@ -193,7 +193,7 @@ def http_server(app: FastAPI) -> uvicorn.Server:
             server_header=False,
             lifespan="off",
             ws="none",
-            backlog=_AT_ONCE,
+            backlog=_BACKLOG,
             timeout_graceful_shutdown=int(_LAST_BYTES),
             ssl_keyfile=server.config.ssl_keyfile,
             ssl_certfile=server.config.ssl_certfile,

@@ -28,9 +28,9 @@ from opweave_engine.errors import (
     TokenizerError,
     require,
 )
-from opweave_engine.structured import grammar_program
-from opweave_engine.structured.grammar_program import native_matcher, native_vocabulary
+from opweave_engine.structured import grammar_worker
 from opweave_engine.structured.grammar_text import grammar_text
+from opweave_engine.structured.grammar_worker import native_matcher, native_vocabulary
 from opweave_engine.structured.params import NAME, StructuredOutputsParams
 from opweave_engine.tokenizer import AbsentTokenizer, Tokenizer
 
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 _END = "<end of a structured answer>"
 
-# The arguments of grammar_program.native_vocabulary, which has their names.
+# The arguments of grammar_worker.native_vocabulary, which has their names.
 VocabularyArguments = tuple[str, list[bytes], list[int], list[int], int | None]
 
 
 def vocabulary_arguments(
     tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> VocabularyArguments:
-    """Return the arguments of :func:`~opweave_engine.structured.grammar_program.native_vocabulary`.
+    """Return the arguments of :func:`~opweave_engine.structured.grammar_worker.native_vocabulary`.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -105,7 +105,7 @@ class GrammarProcess(ChildWorker):
     """
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(Path(grammar_program.__file__), None)
+        super().__init__(Path(grammar_worker.__file__), None)
         self.seconds = seconds
         self._is_closed = False
         self._jobs = DaemonThreads(1, "opweave-grammars")

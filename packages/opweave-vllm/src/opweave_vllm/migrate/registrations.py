@@ -63,8 +63,12 @@ def find_registrations(module: ast.Module, strings: Strings) -> list[Registratio
 
 def mentions(module: ast.Module, registrations: Iterable[Registration]) -> Counter[str]:
     """Count each name in *module*, except in statements that only register classes."""
-    plain = {id(each): each for found in registrations for each in found.statements}
-    return Counter(names_in(module)) - Counter(names_in(*plain.values()))
+    statements = {
+        id(statement): statement
+        for registration in registrations
+        for statement in registration.statements
+    }
+    return Counter(names_in(module)) - Counter(names_in(*statements.values()))
 
 
 def unregister(
@@ -74,11 +78,13 @@ def unregister(
     registrations = list(registrations)
     used = mentions(module, registrations)
     dropped: list[ast.stmt] = []
-    for found in registrations:
-        needed = any(used[_name(table)] or _left(_dict(table), gone) for table in found.tables)
-        if found.classes and found.classes.keys() <= gone and not needed:
-            dropped += found.statements
-    tables = [_dict(table) for found in registrations for table in found.tables]
+    for registration in registrations:
+        needed = any(
+            used[_name(table)] or _left(_dict(table), gone) for table in registration.tables
+        )
+        if registration.classes and registration.classes.keys() <= gone and not needed:
+            dropped += registration.statements
+    tables = [_dict(table) for registration in registrations for table in registration.tables]
     lines = tree.code.splitlines()
     return tree.visit(
         _Unregister(
@@ -112,31 +118,31 @@ class _Unregister(Remover):
 
 def _without(table: cst.Dict, is_gone: Callable[[cst.BaseDictElement], bool]) -> cst.Dict:
     """Return a table without some entries and the comments on and above their lines."""
-    left: list[cst.BaseDictElement] = []
+    remaining: list[cst.BaseDictElement] = []
     opening, closing = table.lbrace, table.rbrace
-    for each in table.elements:
-        if not is_gone(each):
-            left.append(each)
+    for element in table.elements:
+        if not is_gone(element):
+            remaining.append(element)
             continue
-        before = left[-1].comma if left else opening
+        before = remaining[-1].comma if remaining else opening
         if not isinstance(before, (cst.Comma, cst.LeftCurlyBrace)):
             continue
-        if each is table.elements[-1]:
+        if element is table.elements[-1]:
             space = before.whitespace_after
             if isinstance(space, cst.ParenthesizedWhitespace) and space.first_line.comment:
                 space = _joined(space, closing.whitespace_before)
                 closing = closing.with_changes(whitespace_before=space)
-            if left:
-                left[-1] = left[-1].with_changes(comma=each.comma)
+            if remaining:
+                remaining[-1] = remaining[-1].with_changes(comma=element.comma)
             else:
                 opening = cst.LeftCurlyBrace()
-        elif isinstance(each.comma, cst.Comma):
-            space = _joined(before.whitespace_after, each.comma.whitespace_after)
-            if left:
-                left[-1] = left[-1].with_deep_changes(before, whitespace_after=space)
+        elif isinstance(element.comma, cst.Comma):
+            space = _joined(before.whitespace_after, element.comma.whitespace_after)
+            if remaining:
+                remaining[-1] = remaining[-1].with_deep_changes(before, whitespace_after=space)
             else:
                 opening = opening.with_changes(whitespace_after=space)
-    return table.with_changes(elements=left, lbrace=opening, rbrace=closing)
+    return table.with_changes(elements=remaining, lbrace=opening, rbrace=closing)
 
 
 def _joined(

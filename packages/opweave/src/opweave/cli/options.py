@@ -239,7 +239,7 @@ class RunOptions(SelectionOptions):
         """
         super().apply()
         if self.tuning_file is not None:
-            from opweave.tuning.choose import apply_tuning_file
+            from opweave.tuning.tuning_file import apply_tuning_file
 
             current_registry().ensure_ready()
             apply_tuning_file(current_registry(), self.tuning_file, "--tuning-file")

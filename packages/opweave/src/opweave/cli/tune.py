@@ -32,8 +32,8 @@ from opweave.config.engine import LoadFormat
 
 if TYPE_CHECKING:
     from opweave.tuning import Machine, Trace
-    from opweave.tuning.choose import Tuned
     from opweave.tuning.measure import Cell
+    from opweave.tuning.tuning_file import Tuned
 
 LENGTHS = [16, 128]
 
@@ -127,7 +127,7 @@ def tune(
 
 def _merge(files: list[Path], output: Path) -> None:
     from opweave.tuning import TuningFile
-    from opweave.tuning.choose import merge
+    from opweave.tuning.tuning_file import merge
 
     merged = merge(TuningFile.load(file) for file in files)
     merged.save(output)

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
     Times = dict[Subject, tuple[Measurement, Measurement]]  # of the implementation and of native
 
-_MOST_FINDINGS = 5  # per implementation
-_EFFORT = (7, 0.002)  # rounds, seconds per turn
+_MAX_FINDINGS = 5  # of an implementation; further ones are counted
+_TIMING_EFFORT = (7, 0.002)  # rounds, seconds per turn
 
 _MARKS = {
     "passed": "[green]passed[/]",
@@ -154,7 +154,7 @@ def _measure(results: list[Result], modules: tuple[str, ...]) -> Times:
         and result.subject.device == device
     ]
     times: Times = {}
-    with TuningWorker(Task(modules, Effort(*_EFFORT))) as worker:
+    with TuningWorker(Task(modules, Effort(*_TIMING_EFFORT))) as worker:
         for subject in _shown(subjects, "timing"):
             found = worker.measure_subject(subject)
             if not isinstance(found, str):
@@ -203,9 +203,9 @@ def _print_findings(result: Result) -> None:
     failed = [outcome for outcome in result.outcomes if outcome.problems]
     rounds = zip_longest(*([(o.check, each) for each in o.problems] for o in failed))
     findings = [finding for each in rounds for finding in each if finding is not None]
-    for check, problem in findings[:_MOST_FINDINGS]:
+    for check, problem in findings[:_MAX_FINDINGS]:
         out.print(f"[bold red]✗[/] {escape(f'{result.subject} {check}')}: {escape(problem)}")
-    more = len(findings) - _MOST_FINDINGS
+    more = len(findings) - _MAX_FINDINGS
     if more > 0:
         out.print(f"  … {more} more findings for {escape(str(result.subject))}: see --json")
 

@@ -70,7 +70,7 @@ class DaemonThreads(Executor):
 # Child processes that run a module of this package and communicate through a socket.
 
 
-_STARTING = 300.0  # seconds to import opweave, its plugins and the user's modules
+_START_SECONDS = 300.0  # seconds to import opweave, its plugins and the user's modules
 
 
 def inherited_environment() -> dict[str, str]:
@@ -197,8 +197,8 @@ class ChildWorker(ABC):
         self._process = process = ChildProcess(self._program, environment=self.environment())
         try:
             process.connection.send(self._task)
-            process.receive(_STARTING)
-        except (EOFError, OSError):  # which TimeoutError is
+            process.receive(_START_SECONDS)
+        except (EOFError, OSError):  # TimeoutError is an OSError
             raise self.start_error(self.end()) from None
         return process
 

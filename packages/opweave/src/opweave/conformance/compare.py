@@ -13,20 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opweave.conformance.memory import same_bits
+from opweave.conformance.snapshot import same_bits
 from opweave.conformance.subject import Case, Outputs, outputs_of
 from opweave.ir.errors import MissingToleranceError
-from opweave.ir.op import Tolerance, tensors_in
+from opweave.ir.op import tensors_in
+from opweave.ir.tolerance import Tolerance
 
 _WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _EXACT = Tolerance(0.0, 0.0)
-# How much worse than native's the error of all elements together may be. Native's own is one or
-# two roundings; another order of a sum, or a rounding that native does not have, stays below.
-_WORSE = 4.0
-_MANY = 16
-# How many codes of 8 bits may be the next one, as a share and as a number: where a number to be
-# rounded is computed otherwise, and near the middle between two codes.
-_OTHER_CODES, _FEW_CODES = 0.2, 4
+# An output's RMS error may be this multiple of native's. Native's own is one or two roundings;
+# another order of a sum, or a rounding that native does not have, stays below.
+_MAX_RMS_RATIO = 4.0
+_MIN_RMS_ELEMENTS = 16
+# Codes of 8 bits that may be the next one, as a share and as a number: a value near the middle
+# between two codes may be computed in another order.
+_MAX_CODES_SHARE, _MIN_CODES_ALLOWED = 0.2, 4
 
 
 def outputs_problem(case: Case, result: Any) -> str | None:
@@ -84,7 +85,7 @@ def _codes_problem(found: Tensor, native: Tensor) -> str | None:
         return None
     a, b = _plain(found), _plain(native)
     other = (a != b) & ~(a.isnan() & b.isnan())
-    if other.sum() <= max(_FEW_CODES, _OTHER_CODES * found.numel()):
+    if other.sum() <= max(_MIN_CODES_ALLOWED, _MAX_CODES_SHARE * found.numel()):
         return None
     return f"too many codes are not native's, if near: {_worst(found, native, other)}"
 
@@ -108,14 +109,14 @@ def _mean_problem(
     dtype: torch.dtype, error: Tensor, usual: Tensor, reference: Tensor
 ) -> str | None:
     # To float64, native is the reference itself; of few elements its error may be zero by luck.
-    if dtype is torch.float64 or error.numel() < _MANY:
+    if dtype is torch.float64 or error.numel() < _MIN_RMS_ELEMENTS:
         return None
     # Scaled first: the squares of large numbers are larger than any.
     scale = reference.abs().amax().clamp(min=torch.finfo(dtype).tiny)
     ours, theirs, size = (
         float((t / scale).square().mean().sqrt()) for t in (error, usual, reference)
     )
-    allowed = _WORSE * theirs + torch.finfo(dtype).eps * size
+    allowed = _MAX_RMS_RATIO * theirs + torch.finfo(dtype).eps * size
     if not ours > allowed:
         return None
     return (

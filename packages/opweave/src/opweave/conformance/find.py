@@ -31,21 +31,21 @@ from opweave.ir.priority import base_of
 # The modules that register what is to be verified.
 
 
-def import_named(asked: str, name: str) -> None:
-    """Import the module *name*, for the option *asked*.
+def import_named(option: str, name: str) -> None:
+    """Import the module *name*, for the option *option*.
 
     Raises:
         ModuleImportError: the name is not valid, or the module is missing or raises.
     """
     if not all(name.split(".")) or "/" in name or "\\" in name:
         raise ModuleImportError(
-            f"{asked} {name!r} is not the name of a module; write it as an import statement does, "
+            f"{option} {name!r} is not the name of a module; write it as an import statement does, "
             "such as my_kernels or package.my_kernels."
         )
     try:
         importlib.import_module(name)
     except FAILURES as error:
-        raise ModuleImportError(f"{asked} {name!r} failed: {_told(error)}.") from error
+        raise ModuleImportError(f"{option} {name!r} failed: {_error_line(error)}.") from error
 
 
 def names_by_file() -> dict[str, str]:
@@ -57,13 +57,15 @@ def names_by_file() -> dict[str, str]:
     }
 
 
-def _told(error: BaseException) -> str:
+def _error_line(error: BaseException) -> str:
     """Return what was raised and where, in one line."""
     text = " ".join(str(error).split()).rstrip(".")
     kind = "" if isinstance(error, ImportError) and text else type(error).__name__
-    told = ": ".join(filter(None, (kind, text)))
-    place = "" if isinstance(error, SyntaxError) else _place(error)  # which says it itself
-    return f"{told} at {place}" if place else told
+    summary = ": ".join(filter(None, (kind, text)))
+    place = (
+        "" if isinstance(error, SyntaxError) else _place(error)
+    )  # the message of a SyntaxError names the place
+    return f"{summary} at {place}" if place else summary
 
 
 def _place(error: BaseException) -> str:

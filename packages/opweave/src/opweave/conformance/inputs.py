@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opweave.conformance.memory import Values
+from opweave.conformance.snapshot import Values
 from opweave.conformance.subject import Case, Outputs, Subject
 from opweave.ir.schema import Param
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opweave.conformance.memory import same_bits
 from opweave.conformance.ranks import Rank, on_ranks
+from opweave.conformance.snapshot import same_bits
 from opweave.conformance.subject import NonconformingError
-from opweave.ir.op import DEFAULT_TOLERANCES, Tolerance
+from opweave.ir.tolerance import DEFAULT_TOLERANCES, Tolerance
 
 Weight = tuple[Any, ...]  # (name, tensor) or (name, tensor, shard_id)
 

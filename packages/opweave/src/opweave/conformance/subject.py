@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.conformance.memory import Values, copied, fake_values
+from opweave.conformance.snapshot import Values, copied, fake_values
 from opweave.ir import IrOp, IrOpImpl
 from opweave.ir.errors import OpweaveError
 from opweave.ir.op import shown, tensors_in

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from opweave.config.child_process import ChildWorker, ending
-from opweave.conformance.memory import checking_environment
+from opweave.conformance.snapshot import checking_environment
 from opweave.conformance.subject import Outcome, Subject, VerifierFailedError
 from opweave.conformance.verify import Result
 from opweave.platforms import resolution
@@ -114,6 +114,6 @@ class Verifier(ChildWorker):
 
 def _ended(code: int) -> str:
     """Return how the subprocess ended by itself."""
-    # glibc's checks of the heap are on: see the module heap.
+    # glibc checks the heap: see checking_environment of snapshot.py.
     hint = ", as where memory behind a result is written" if code == -signal.SIGABRT else ""
     return f"ended the process with {ending(code)}{hint}"

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 
 from opweave.config.child_process import end_with_parent
 from opweave.conformance.find import import_named, subject_named
-from opweave.conformance.memory import leave_to_this_process
+from opweave.conformance.snapshot import leave_to_this_process
 from opweave.conformance.subject import Subject, told_to
 from opweave.conformance.subprocess import CaseStart, Named, Verified, VerifyTask
 from opweave.conformance.verify import verify

@@ -20,7 +20,7 @@ from opweave import native
 from opweave.conformance.checks import CHECKS, COMPILING, select_checks
 from opweave.conformance.find import names_by_file, package_digest
 from opweave.conformance.inputs import arguments, with_accepted_sizes
-from opweave.conformance.memory import GlobalState
+from opweave.conformance.snapshot import GlobalState
 from opweave.conformance.subject import (
     FAILURES,
     Check,

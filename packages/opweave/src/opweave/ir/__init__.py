@@ -14,7 +14,7 @@ from opweave.ir import rules
 from opweave.ir.dispatch import CallSite, IrOpInplaceOverload
 from opweave.ir.errors import IrError
 from opweave.ir.explain import Explanation, Record, explain, record
-from opweave.ir.op import IrOpImpl, Tolerance
+from opweave.ir.op import IrOpImpl
 from opweave.ir.priority import IrOpPriorityConfig, Source
 from opweave.ir.registry import (
     IrOp,
@@ -28,6 +28,7 @@ from opweave.ir.rules import TRAITS
 from opweave.ir.schema import RESERVED_PROVIDERS
 from opweave.ir.scope import require
 from opweave.ir.selection import Policy, Rejection, Selection, policy_for, select
+from opweave.ir.tolerance import Tolerance
 
 from opweave.ir import ops  # isort: skip (declares with the names above)
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ from opweave.ir.schema import (
     check_same,
 )
 from opweave.ir.scope import Settings
+from opweave.ir.tolerance import DEFAULT_TOLERANCES, Tolerance
 from opweave.registration import Owner, Site, caller_site, current_owner, way_out
 
 # Spellings: plain PyTorch code that computes the same as an op.
@@ -86,32 +87,6 @@ class Spelling:
     marker: str = ""
     constants: tuple[str, ...] = ()
     elements: int = 0
-
-
-# Tolerances for comparing an implementation with native, by dtype.
-
-
-class Tolerance(NamedTuple):
-    """Absolute and relative tolerance, as in :func:`torch.testing.assert_close`.
-
-    Attributes:
-        atol: absolute tolerance.
-        rtol: relative tolerance.
-    """
-
-    atol: float
-    rtol: float
-
-
-DEFAULT_TOLERANCES: dict[torch.dtype, Tolerance] = {
-    torch.float64: Tolerance(1e-8, 1e-8),
-    torch.float32: Tolerance(1e-5, 1.3e-6),
-    torch.float16: Tolerance(1e-3, 1e-3),
-    torch.bfloat16: Tolerance(1e-3, 1.6e-2),
-    torch.float8_e4m3fn: Tolerance(0.1, 0.1),
-    torch.float8_e5m2: Tolerance(0.2, 0.2),
-    torch.int8: Tolerance(1, 0),
-}
 
 
 # Implementations.

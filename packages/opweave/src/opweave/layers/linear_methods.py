@@ -91,7 +91,7 @@ class LayerSizes:
             )
 
 
-_OUTPUTS, _BOTH = {"output_dim": 0}, {"input_dim": 1, "output_dim": 0}
+_OUTPUT_DIM, _BOTH_DIMS = {"output_dim": 0}, {"input_dim": 1, "output_dim": 0}
 
 
 class Weight(NamedTuple):
@@ -100,7 +100,7 @@ class Weight(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    dims: Mapping[str, int] = _BOTH
+    dims: Mapping[str, int] = _BOTH_DIMS
 
 
 class MethodOfWeights:
@@ -247,7 +247,7 @@ class Weight8Method(MethodOfWeights):
 
     def weights(self, sizes: LayerSizes) -> Iterator[Weight]:
         yield Weight("weight", (sizes.rows, sizes.inputs), self.dtype)
-        yield Weight("scale", (sizes.rows,), torch.float32, _OUTPUTS)
+        yield Weight("scale", (sizes.rows,), torch.float32, _OUTPUT_DIM)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         output: Tensor = ir.ops.linear_w8a16(x, layer.weight, layer.scale, bias)
@@ -392,7 +392,7 @@ class W8A8Method(MethodOfWeights):
     def weights(self, sizes: LayerSizes) -> Iterator[Weight]:
         yield Weight("weight", (sizes.rows, sizes.inputs), self.dtype)
         if self.block_rows is None:
-            yield Weight("scale", (sizes.rows,), torch.float32, _OUTPUTS)
+            yield Weight("scale", (sizes.rows,), torch.float32, _OUTPUT_DIM)
         else:
             if self.for_outputs(sizes.outputs) != self:
                 raise LayerArgumentError(

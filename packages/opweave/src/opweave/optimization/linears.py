@@ -33,7 +33,7 @@ def candidates(module: nn.Module) -> tuple[list[Replacement], int]:
 # traffic than the op saves.
 
 
-_BOTH, _LAST = "gate_up_proj", "down_proj"
+_GATE_AND_UP, _DOWN = "gate_up_proj", "down_proj"
 _ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation", "hidden_act")
 
 _KEPT, _FORM = "_opweave_activation", "_opweave_activation_form"
@@ -78,7 +78,7 @@ _REPLACEMENTS = {gate: _packed(gate) for gate in _GATES}
 
 def gated_candidates(module: nn.Module) -> tuple[list[Replacement], int]:
     """Return the replacements to try, and the width of the input; none for other modules."""
-    both, last = (getattr(module, name, None) for name in (_BOTH, _LAST))
+    both, last = (getattr(module, name, None) for name in (_GATE_AND_UP, _DOWN))
     if not isinstance(both, nn.Linear) or not isinstance(last, nn.Linear) or not _is_plain(module):
         return [], 0
     gate = _gate_of(module)
@@ -102,7 +102,7 @@ def _is_unchanged(module: Any) -> bool:
     if _form_of(activation) != getattr(module, _FORM, None):
         return False
     for name, child in module.named_children():
-        if name in (_BOTH, _LAST):
+        if name in (_GATE_AND_UP, _DOWN):
             continue
         if child._forward_hooks or child._forward_pre_hooks:
             return False
@@ -116,7 +116,7 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether *module* has two linear layers, an activation without state, and maybe dropout."""
     activation = _activation_of(module)
     is_stateless = not isinstance(activation, nn.Module) or not [*activation.state_dict()]
-    others = [child for name, child in module.named_children() if name not in (_BOTH, _LAST)]
+    others = [child for name, child in module.named_children() if name not in (_GATE_AND_UP, _DOWN)]
     return (
         is_stateless
         and not module._parameters

@@ -265,38 +265,40 @@ def _method_faults(where: str, value: Any, expected: Callable[..., Any]) -> Iter
     if inspect.iscoroutinefunction(function):
         yield f"{where} is a coroutine function; it should be a plain method."
         return
-    own = list(inspect.signature(function).parameters.values())
-    bound = own if isinstance(value, staticmethod) else own[1:]
-    if not isinstance(value, staticmethod) and not own:
+    parameters = list(inspect.signature(function).parameters.values())
+    actual = parameters if isinstance(value, staticmethod) else parameters[1:]
+    if not isinstance(value, staticmethod) and not parameters:
         yield f"{where} takes no self."
         return
-    asked = list(inspect.signature(expected).parameters.values())[1:]
-    problems = [*_missing(bound, asked), *_unasked(bound, asked)]
+    required = list(inspect.signature(expected).parameters.values())[1:]
+    problems = [*_missing(actual, required), *_unexpected(actual, required)]
     if problems:
         yield f"{where}{_signature(function)} {'; '.join(problems)}. It is {_signature(expected)}."
 
 
-def _missing(own: list[inspect.Parameter], asked: list[inspect.Parameter]) -> Iterator[str]:
-    """Describe the expected parameters that *own* does not accept by position and by name."""
-    kinds = {parameter.kind for parameter in own}
+def _missing(actual: list[inspect.Parameter], expected: list[inspect.Parameter]) -> Iterator[str]:
+    """Describe the expected parameters that are not accepted by position and by name."""
+    kinds = {parameter.kind for parameter in actual}
     if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
         return
-    by_name = {p.name: p for p in own if p.kind is p.POSITIONAL_OR_KEYWORD}
+    by_name = {p.name: p for p in actual if p.kind is p.POSITIONAL_OR_KEYWORD}
     places = list(by_name)
-    for place, parameter in enumerate(asked):
-        found = by_name.get(parameter.name)
-        if found is None:
+    for place, parameter in enumerate(expected):
+        match = by_name.get(parameter.name)
+        if match is None:
             yield f"does not take {parameter.name!r}"
         elif places[place : place + 1] != [parameter.name]:
             yield f"takes {parameter.name!r} in another position"
-        elif parameter.default is not parameter.empty and found.default is found.empty:
+        elif parameter.default is not parameter.empty and match.default is match.empty:
             yield f"requires {parameter.name!r}, which is optional"
 
 
-def _unasked(own: list[inspect.Parameter], asked: list[inspect.Parameter]) -> Iterator[str]:
-    """Describe the required parameters of *own* that are never passed."""
-    names = {parameter.name for parameter in asked}
-    for parameter in own:
+def _unexpected(
+    actual: list[inspect.Parameter], expected: list[inspect.Parameter]
+) -> Iterator[str]:
+    """Describe the required parameters that are never passed."""
+    names = {parameter.name for parameter in expected}
+    for parameter in actual:
         variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if not variadic and parameter.name not in names and parameter.default is parameter.empty:
             yield f"requires {parameter.name!r}, which is never passed"
@@ -531,14 +533,14 @@ class Platform:
         """
         if self.device_type == "cpu":
             return probes.host_memory()
-        ask = getattr(self._module(), "mem_get_info", None)
-        if ask is None:
+        mem_get_info = getattr(self._module(), "mem_get_info", None)
+        if mem_get_info is None:
             raise UnsupportedByPlatformError(
                 f"platform {self.name!r} does not report the memory of its devices: define "
                 f"{type(self).__name__}.memory_info(index) -> (free, total), in bytes, or "
                 f"torch.{self.device_type}.mem_get_info."
             )
-        free, total = ask(index)
+        free, total = mem_get_info(index)
         return free, total
 
     def graph_recorder(self) -> GraphRecorder | None:

@@ -3,7 +3,6 @@
 ``opweave record``, ``replay``, ``bench`` and ``tune`` are the commands.
 """
 
-from opweave.tuning.choose import Tuned, TuningFile, tune
 from opweave.tuning.measure import Cell, Measurement, Replay, Task, contest, replay
 from opweave.tuning.timing import Effort, Machine, Time
 from opweave.tuning.trace import (
@@ -16,6 +15,7 @@ from opweave.tuning.trace import (
     WorkerFailedError,
     record_calls,
 )
+from opweave.tuning.tuning_file import Tuned, TuningFile, tune
 
 __all__ = [
     "Cell",

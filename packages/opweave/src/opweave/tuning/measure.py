@@ -23,7 +23,7 @@ from opweave.tuning.timing import Effort, Time, compare, is_faster
 from opweave.tuning.trace import Trace, TracedCall, WorkerFailedError
 
 if TYPE_CHECKING:
-    from opweave.conformance.memory import Values
+    from opweave.conformance.snapshot import Values
     from opweave.conformance.subject import Case, Outputs, Subject
 
 
@@ -98,7 +98,7 @@ def contest(
 def verified(case: Case, provider: str) -> Measurement:
     """Return whether an implementation supports the arguments and is right, without its time."""
     from opweave.conformance.compare import outputs_problem
-    from opweave.conformance.memory import copied
+    from opweave.conformance.snapshot import copied
     from opweave.conformance.subject import Subject, outputs_of
 
     op = case.op
@@ -159,7 +159,7 @@ def timed_call(impl: IrOpImpl, values: Values) -> Callable[[], object]:
     An in-place kernel writes to its activations, as after ``maybe_inplace``. Those with integer
     activations get a copy each time: running such a kernel repeatedly would advance its input.
     """
-    from opweave.conformance.memory import copied
+    from opweave.conformance.snapshot import copied
 
     args, kwargs = impl.op.schema.split(copied(values))
     advances = impl.inplace and not all(

@@ -60,7 +60,7 @@ Description = dict[str, Any]
 Build = Callable[[Description], Tensor]
 
 _INDEXES = (torch.bool, torch.int16, torch.int32, torch.int64)
-_MOST_VALUES = 2**16  # larger integer tensors are packed weights, not indices
+_MAX_INDICES = 2**16  # larger integer tensors are packed weights, not indices
 _SAMPLE = 2**20
 _PLAIN = (int, float, bool, str)
 _TENSOR = ("dtype", "shape", "stride", "device")
@@ -161,7 +161,7 @@ def _tensor(value: Tensor, keep: Callable[[Tensor], str] | None) -> Description:
     if keep is not None:
         kept = value if value.is_contiguous() else flat
         return {"type": "safetensors", **described, "tensor_key": keep(kept)}
-    if value.dtype in _INDEXES and flat.numel() <= _MOST_VALUES:
+    if value.dtype in _INDEXES and flat.numel() <= _MAX_INDICES:
         return {"type": "values", **described, "values": flat.tolist()}
     return {"type": "random", **described, **_statistics(flat)}
 

@@ -28,12 +28,12 @@ from opweave_engine.server.streaming import ERRORS, json_response
 # Embeddings of the prompts of one request.
 
 
-_MAX_AT_ONCE = 256  # prompts of one request; others wait for them
+_MAX_RUNNING_PROMPTS = 256  # prompts of one request; others wait for them
 
 
 def embeddings_at_once(count: int, server: ServerState) -> int:
     """Return how many of *count* prompts of one request the engine gets at one time."""
-    return min(count, _MAX_AT_ONCE, server.config.max_requests)
+    return min(count, _MAX_RUNNING_PROMPTS, server.config.max_requests)
 
 
 async def embed(

@@ -42,7 +42,7 @@ _BUILT_IN: dict[type[errors.IrError], type[Exception]] = {
     errors.UnknownProviderError: AssertionError,
 }
 
-_BOTH: dict[type, type[Exception]] = {
+_ERROR_TYPES: dict[type, type[Exception]] = {
     kind: type(kind.__name__, (kind, built_in), {"__doc__": kind.__doc__})
     for kind, built_in in _BUILT_IN.items()
 }
@@ -54,9 +54,9 @@ def as_in_vllm() -> Iterator[None]:
     try:
         yield
     except tuple(_BUILT_IN) as error:
-        if type(error) not in _BOTH:  # already converted
+        if type(error) not in _ERROR_TYPES:  # already converted
             raise
-        raise _BOTH[type(error)](*error.args) from error
+        raise _ERROR_TYPES[type(error)](*error.args) from error
 
 
 class Registry(Mapping[str, "IrOp"]):

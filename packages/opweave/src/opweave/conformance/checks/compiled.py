@@ -13,7 +13,7 @@ from opweave import torch_compat
 from opweave.conformance import inputs
 from opweave.conformance.compare import outputs_problem
 from opweave.conformance.inputs import Tokens, tokens_of
-from opweave.conformance.memory import Values, copied
+from opweave.conformance.snapshot import Values, copied
 from opweave.conformance.subject import Case, Check, Finding, Findings, Subject, accepted, each
 
 # opcheck: ``torch.library.opcheck`` with this implementation.
@@ -45,7 +45,7 @@ OPCHECK = Check("opcheck", "torch.library.opcheck passes", each(_cases, _passes)
 
 
 _COUNTS = (5, 8, 13, 64, 257)
-_MOST_GRAPHS = 2  # one for few tokens and one for many
+_MAX_GRAPHS = 2  # one for few tokens and one for many
 
 
 def _usual(subject: Subject) -> list[Case]:
@@ -82,7 +82,7 @@ def _of_any_size(subject: Subject) -> Findings:
             function = _of_tensors(subject.run, case.values)
             compiled = torch.compile(function, backend=backend, fullgraph=True)
         yield from accepted(subject, case, partial(_right, tokens, compiled))
-    if len(graphs) > _MOST_GRAPHS:
+    if len(graphs) > _MAX_GRAPHS:
         yield f"{len(graphs)} graphs for {len(_COUNTS)} numbers of tokens: it recompiles"
 
 

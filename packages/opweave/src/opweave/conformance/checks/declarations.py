@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opweave.conformance import inputs
 from opweave.conformance.compare import near_problem, outputs_problem
-from opweave.conformance.memory import Values, copied, fake_values
+from opweave.conformance.snapshot import Values, copied, fake_values
 from opweave.conformance.subject import (
     FAILURES,
     Case,
@@ -25,8 +25,8 @@ from opweave.conformance.subject import (
     raised,
 )
 from opweave.ir.codegen import functional
-from opweave.ir.op import Tolerance
 from opweave.ir.rules import DIFFERENTIABLE
+from opweave.ir.tolerance import Tolerance
 
 # Predicates: they are correct, and depend only on shapes and dtypes.
 

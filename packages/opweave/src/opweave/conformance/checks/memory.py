@@ -13,7 +13,7 @@ from torch import Tensor
 from opweave import torch_compat
 from opweave.conformance import inputs
 from opweave.conformance.compare import bits_problem, outputs_problem, structure_problem
-from opweave.conformance.memory import Snapshot, Values, copied, fake_values
+from opweave.conformance.snapshot import Snapshot, Values, copied, fake_values
 from opweave.conformance.subject import (
     Case,
     Check,

@@ -23,7 +23,7 @@ from opweave.conformance.checks.values import is_right
 from opweave.conformance.compare import bits_problem, near_problem, outputs_problem, tolerance_of
 from opweave.conformance.find import names_by_file
 from opweave.conformance.inputs import Packed, Tokens, tokens_of
-from opweave.conformance.memory import GlobalState, copied, overlap
+from opweave.conformance.snapshot import GlobalState, copied, overlap
 from opweave.conformance.subject import (
     Case,
     Check,

@@ -20,7 +20,7 @@ from opweave.conformance.compare import (
     tolerance_of,
 )
 from opweave.conformance.inputs import LAYOUTS, Tokens, tokens_of
-from opweave.conformance.memory import Snapshot, copied, same_bits
+from opweave.conformance.snapshot import Snapshot, copied, same_bits
 from opweave.conformance.subject import (
     Case,
     Check,
@@ -31,8 +31,9 @@ from opweave.conformance.subject import (
     not_native,
     outputs_of,
 )
-from opweave.ir.op import Tolerance, tensors_in
+from opweave.ir.op import tensors_in
 from opweave.ir.rules import ROUNDS_LESS
+from opweave.ir.tolerance import Tolerance
 
 # Values: the result of native, for every accepted dtype, size, option and layout.
 
@@ -87,7 +88,7 @@ EMPTY = Check("empty", "a call with zero tokens works", each(inputs.empty, is_ri
 
 
 _NARROW = (torch.bfloat16, torch.float16)
-_MANY = 16  # of fewer results, a right kernel that rounds otherwise may round all alike
+_MIN_CHANGED_ELEMENTS = 16  # with fewer, a correct kernel may round all of them alike
 
 
 def _precision_cases(subject: Subject) -> Iterator[Case]:
@@ -112,7 +113,7 @@ def _keeps_precision(subject: Subject, case: Case) -> Finding:
 
 def _is_ignored(subject: Subject, case: Case, other: Case) -> bool:
     """Whether *other* gives the kernel the results of *case*, and native many others."""
-    if other.refusal is not None or _differing(case.native, other.native) < _MANY:
+    if other.refusal is not None or _differing(case.native, other.native) < _MIN_CHANGED_ELEMENTS:
         return False
     one, two = (outputs_of(subject.run(copied(c.values))) for c in (case, other))
     return all(same_bits(a, b) for a, b in zip(one, two, strict=True))
@@ -135,7 +136,7 @@ PRECISION = Check(
 # Rounding: implementations that round less often than the definition are more accurate.
 
 
-_LUCK = 1.05  # of few elements, the errors happen to be larger
+_MAX_ERROR_RATIO = 1.05  # the error of few elements may be larger by chance
 
 
 def _claims(subject: Subject) -> bool:
@@ -153,7 +154,7 @@ def _is_closer(subject: Subject, case: Case) -> Finding:
         if found.dtype not in _NARROW:
             continue
         ours, theirs = _error(found, reference), _error(native, reference)
-        if ours > _LUCK * theirs:
+        if ours > _MAX_ERROR_RATIO * theirs:
             return (
                 f"output {i} is not rounded less often than native's: its root-mean-square error "
                 f"is {ours:.2e}, native's is {theirs:.2e}"
@@ -223,9 +224,9 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "up to a hundred": _scaled_to(lambda dtype: 100.0),
     "large": _scaled_to(_large),
 }
-_OF_MANY = ("up to a hundred", "large")  # for which a large tensor may be treated otherwise
+_CHANGES_OF_LARGE_TENSORS = ("up to a hundred", "large")
 _MANY_TOKENS = 257
-_SHAKES, _UNITS = 4, 8  # how often arguments are rounded otherwise, and by how much
+_ROUNDING_REPEATS, _ROUNDING_UNITS = 4, 8
 
 _INFINITE = (
     "an infinity",
@@ -250,7 +251,7 @@ def extreme(subject: Subject) -> Iterator[Case]:
     for base in inputs.usual(subject):
         yield from _changed(subject, base, names)
     for base in inputs.of_tokens(subject, _MANY_TOKENS):
-        yield from inputs.while_fast(_changed(subject, base, _OF_MANY))
+        yield from inputs.while_fast(_changed(subject, base, _CHANGES_OF_LARGE_TENSORS))
 
 
 def _changed(subject: Subject, base: Case, names: Sequence[str]) -> Iterator[Case]:
@@ -292,7 +293,7 @@ def _of_codes(case: Case, place: int, found: Tensor) -> Finding:
     native = case.native[place]
     tolerance = tolerance_of(case, native)
     stable = torch.ones_like(native, dtype=torch.bool)
-    for _ in range(_SHAKES):
+    for _ in range(_ROUNDING_REPEATS):
         shaken = case.with_values("shaken", [_shaken(v) for v in case.values]).native[place]
         stable &= torch.isclose(
             native.float(), shaken.float(), atol=tolerance.atol, rtol=tolerance.rtol, equal_nan=True
@@ -304,7 +305,7 @@ def _shaken(value: Any) -> Any:
     """Return numbers with an error of some units in the last place."""
     if not isinstance(value, Tensor) or value.dtype not in _FLOATS:
         return value
-    factors = 1 + _UNITS * torch.finfo(value.dtype).eps * (2 * torch.rand(value.shape) - 1)
+    factors = 1 + _ROUNDING_UNITS * torch.finfo(value.dtype).eps * (2 * torch.rand(value.shape) - 1)
     return (value * factors.to(value.device, torch.float64)).to(value.dtype)
 
 
@@ -384,8 +385,8 @@ DIMENSIONS = Check(
 _CASES = 100
 _COSTLY = ("long_context",)  # options of generators that make a case slow: drawn seldom
 _SECONDS = 15.0  # of processor time; a slow op gets fewer cases
-_FEW = 64  # tokens
-_LARGE = 300  # from here on a size is large: one of them in a case is enough
+_MAX_DRAWN_TOKENS = 64  # tokens
+_LARGE_SIZE = 300  # one dimension of at least this size is enough in a case
 
 _T = TypeVar("_T")
 
@@ -405,16 +406,16 @@ def _options(subject: Subject) -> dict[str, Any]:
     """Draw options of the input generator."""
     known, found = inputs.options_of(subject), dict[str, Any]()
     if "num_tokens" in known:
-        found["num_tokens"] = _one_of(inputs.TOKENS) if _chance(0.5) else _up_to(_FEW)
+        found["num_tokens"] = _one_of(inputs.TOKENS) if _chance(0.5) else _up_to(_MAX_DRAWN_TOKENS)
     if "dtype" in known:
         found["dtype"] = _one_of(inputs.DTYPES)
     for name, default in known.items():
         values = inputs.variants(name, default)
-        if any(isinstance(v, int) and v >= _LARGE for v in found.values()):
-            values = tuple(v for v in values if isinstance(v, torch.dtype) or v < _LARGE)
+        if any(isinstance(v, int) and v >= _LARGE_SIZE for v in found.values()):
+            values = tuple(v for v in values if isinstance(v, torch.dtype) or v < _LARGE_SIZE)
         if values and _chance(0.05 if name in _COSTLY else 0.5):
             is_width = type(default) is int and default >= inputs.WIDE
-            found[name] = _up_to(_LARGE) if is_width and _chance(0.3) else _one_of(values)
+            found[name] = _up_to(_LARGE_SIZE) if is_width and _chance(0.3) else _one_of(values)
     return found
 
 

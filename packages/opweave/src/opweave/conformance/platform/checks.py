@@ -33,8 +33,8 @@ from opweave.conformance.subject import (
 from opweave.conformance.verify import verify
 from opweave.ir import IrError, current_registry
 from opweave.ir.errors import did_you_mean
-from opweave.ir.op import DEFAULT_TOLERANCES
 from opweave.ir.priority import EVERY_OP, NATIVE, parse
+from opweave.ir.tolerance import DEFAULT_TOLERANCES
 from opweave.platforms import AttentionSpec, DeviceCapability, Platform, configured, resolution
 from opweave.platforms.base import check_object
 from opweave.platforms.resolution import VARIABLE

@@ -220,7 +220,7 @@ _log = logging.getLogger(__name__)
 _interpreter = threading.Lock()  # the interpreter patches triton.language, so it is not thread-safe
 _current_device: Callable[[], int] = torch.cuda.current_device
 _HAS_RANGES = torch.version.hip is not None
-_MOST_IN_RANGE = 2**31 - 1  # bytes of storage that 32-bit offsets reach
+_MAX_STORAGE_BYTES = 2**31 - 1  # bytes of storage that 32-bit offsets reach
 
 # How Triton launches a compiled kernel, from 3.6 to 3.9.
 _LAUNCH = (
@@ -353,7 +353,7 @@ def key_of(device: int, arguments: Sequence[Any], constants: Mapping[str, object
             add(value.dtype)
             add(value.data_ptr() & 15 == 0)
             if _HAS_RANGES:
-                add(value.untyped_storage().nbytes() <= _MOST_IN_RANGE)
+                add(value.untyped_storage().nbytes() <= _MAX_STORAGE_BYTES)
     return (*key, *constants, *constants.values())
 
 

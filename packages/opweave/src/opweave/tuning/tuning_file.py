@@ -27,7 +27,7 @@ from opweave.tuning.trace import Trace, TuningFileError
 # any cell of the op is never chosen.
 
 
-_MOST_RANGES = 3
+_MAX_RANGES = 3
 _Cells = Sequence[Cell]
 
 
@@ -72,7 +72,7 @@ def _best(cells: dict[int, list[Cell]]) -> list[_Range]:
     """Return the division that saves most time; of equal ones, that with the fewest ranges."""
     buckets = tuple(cells)
     choices: list[list[_Range]] = []
-    for count in range(1, min(_MOST_RANGES, len(buckets)) + 1):
+    for count in range(1, min(_MAX_RANGES, len(buckets)) + 1):
         for cuts in itertools.combinations(range(1, len(buckets)), count - 1):
             bounds = itertools.pairwise((0, *cuts, len(buckets)))
             choices.append([_chosen(buckets[low:high], cells) for low, high in bounds])
