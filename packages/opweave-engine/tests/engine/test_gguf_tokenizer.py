@@ -238,7 +238,7 @@ PIECE = {"model": "llama", **TOKENS, "scores": [0.0, 1.0]}
     ("values", "message"),
     [
         ({"model": "t5"}, "tokenizer.ggml.model='t5', which is not supp"),
-        ({"model": [1, 2]}, "tokenizer.ggml.model='.1 2.'; it must be a text"),
+        ({"model": [1, 2]}, "tokenizer.ggml.model=.1, 2.; it must be a text"),
         ({"model": "gpt2", "merges": ["a b"]}, "has no list of texts tokenizer.ggml.tokens"),
         ({**BPE, "tokens": [1, 2]}, "has no list of texts tokenizer.ggml.tokens"),
         ({"model": "gpt2", **TOKENS}, "has no list tokenizer.ggml.merges"),
@@ -247,8 +247,8 @@ PIECE = {"model": "llama", **TOKENS, "scores": [0.0, 1.0]}
         ({**BPE, "pre": "chameleon"}, "pre='chameleon', which is not supported. Supported: def"),
         ({**BPE, "bos_token_id": 2}, "bos_token_id=2, but 2 tokens"),
         ({**PIECE, "token_type": [1] * 3}, "no tokenizer.ggml.token_type with a number for each"),
-        ({**PIECE, "add_space_prefix": [1, 2]}, "add_space_prefix='.1 2.'; it must be a boolean"),
-        ({**PIECE, "bos_token_id": [1, 2]}, "bos_token_id='.1 2.'; it must be an integer"),
+        ({**PIECE, "add_space_prefix": [1, 2]}, "add_space_prefix=.1, 2.; it must be a boolean"),
+        ({**PIECE, "bos_token_id": [1, 2]}, "bos_token_id=.1, 2.; it must be an integer"),
     ],
 )
 def test_damaged_and_unsupported(values: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -189,14 +189,13 @@ def test_numbers_that_are_nan_are_an_error(
     assert answer.json()["error"]["code"] == "non_finite_embedding"
 
 
-def test_tokens_that_only_the_model_has_are_no_text(server: Running, embedder: Embedder) -> None:
+def test_tokens_that_only_the_model_has_are_no_text(
+    server: Running, embedder: Embedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     beyond = max(embedder.tokenizer._backend.get_vocab().values()) + 1
     size = server.engine.vocab_size
     assert beyond == size == embedder.vocab_size
-    server.engine._embedder._prompts.__dict__["vocab_size"] = size + 5  # type: ignore[attr-defined]
-    try:
-        answer = server.post("/detokenize", {"tokens": [5, beyond, 6]})
-        assert answer.json()["prompt"] == embedder.tokenizer.decode([5, 6])
-        assert server.post("/detokenize", {"tokens": [size + 5]}).status_code == 400
-    finally:
-        server.engine._embedder._prompts.__dict__["vocab_size"] = size  # type: ignore[attr-defined]
+    monkeypatch.setattr(server.engine, "vocab_size", size + 5)
+    answer = server.post("/detokenize", {"tokens": [5, beyond, 6]})
+    assert answer.json()["prompt"] == embedder.tokenizer.decode([5, 6])
+    assert server.post("/detokenize", {"tokens": [size + 5]}).status_code == 400

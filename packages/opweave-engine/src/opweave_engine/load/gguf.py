@@ -131,6 +131,11 @@ def refused_keys(
     return refused
 
 
+def _shown(value: object) -> str:
+    """Return a value as text for a message."""
+    return shown(value[:20].tolist() if isinstance(value, np.ndarray) else value)
+
+
 def unread_keys(architecture: str, metadata: Mapping[str, Any]) -> list[str]:
     """Return the keys of the file's and the model's own sections that are not on any list."""
     prefix = f"{architecture}."
@@ -277,7 +282,7 @@ class GgufFile:
         value = self.metadata.get(key, default)
         kinds = int | float if kind is float else kind
         if not isinstance(value, kinds) or isinstance(value, bool):
-            problem = f"has {key}={shown(value)}" if value is not None else f"has no {key}"
+            problem = f"has {key}={_shown(value)}" if value is not None else f"has no {key}"
             raise CheckpointError(f"{self.path} {problem}; it must be {_KINDS[kind]}.")
         return value
 
@@ -1096,7 +1101,7 @@ def _flag(file: GgufFile, key: str, default: bool) -> bool:
     value = file.metadata.get(f"tokenizer.ggml.{key}", default)
     if not isinstance(value, int):
         raise TokenizerError(
-            f"{file.path} has tokenizer.ggml.{key}={shown(value)}; it must be a boolean."
+            f"{file.path} has tokenizer.ggml.{key}={_shown(value)}; it must be a boolean."
         )
     return bool(value)
 
