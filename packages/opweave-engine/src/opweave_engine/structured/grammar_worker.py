@@ -7,6 +7,7 @@ run without its package, and imports neither opweave nor torch, so that a proces
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 import signal
 import sys
@@ -23,6 +24,7 @@ T = TypeVar("T")
 _RUST_STACK_BYTES = _PYTHON_STACK_BYTES = 2 * 2**20
 # Ambiguous grammars have more with each token. The mask of a row of this size takes 0.1 s.
 _MAX_ITEMS_IN_ROW = 1000
+_NICENESS = 5  # where all cores are busy, the engine's steps come first
 _MEMORY_BYTES = 256 * 2**20  # for compiling a grammar, in addition to the vocabulary
 _MAX_COMPILED_BYTES = 64 * 2**20  # the longest list of choices takes 25 MiB
 _BYTES_PER_CHARACTER = 32  # an estimate, where the C library does not count its memory
@@ -113,6 +115,7 @@ def native_matcher(vocabulary: Any, grammar: str) -> Any:
 
 def main() -> None:
     """Answer each grammar with what :func:`_compile` returns."""
+    os.nice(_NICENESS)
     connection = Connection(int(sys.argv[1]))
     vocabulary, seconds = connection.recv()
     native = native_vocabulary(*vocabulary)
