@@ -321,6 +321,7 @@ def test_what_takes_longer_than_ever_is_disturbed(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.timed
 def test_every_thread_looks() -> None:
     with using_threads(2):
         watch = Watch(patience=0.0)

@@ -238,16 +238,16 @@ def test_outputs_come_one_by_one_and_a_reader_that_leaves_aborts() -> None:
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_an_abort_that_comes_at_once_or_before_its_request(is_lost: bool) -> None:
     async def work(engine: DataParallelEngine, group: ReplicasHere) -> None:
-        tell = group.tell
+        send = group.send
 
         def lossy(replica: int, method: Method, *arguments: object) -> None:
             if method == "abort":
-                group.tell = tell  # type: ignore[method-assign]
+                group.send = send  # type: ignore[method-assign]
             else:
-                tell(replica, method, *arguments)
+                send(replica, method, *arguments)
 
         if is_lost:
-            group.tell = lossy  # type: ignore[method-assign]
+            group.send = lossy  # type: ignore[method-assign]
         reading = asyncio.create_task(answer(engine, "a", params=ENDLESS))
         while "a" not in engine._assignments:
             await asyncio.sleep(0)

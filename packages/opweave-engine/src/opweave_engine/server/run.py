@@ -28,7 +28,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BACKLOG = 2048  # connections that wait to be accepted
 # Connections that are accepted at one time. When no more files can be opened, asyncio goes on until
 # this many have failed, and logs each.
-_BACKLOG = 16
+_ACCEPT_BATCH = 16
 _LAST_BYTES = 5.0  # seconds in which what is answered reaches the clients
 _GLANCE = 0.2  # seconds between looks at whether the engine has died
 
@@ -193,7 +193,7 @@ def http_server(app: FastAPI) -> uvicorn.Server:
             server_header=False,
             lifespan="off",
             ws="none",
-            backlog=_BACKLOG,
+            backlog=_ACCEPT_BATCH,
             timeout_graceful_shutdown=int(_LAST_BYTES),
             ssl_keyfile=server.config.ssl_keyfile,
             ssl_certfile=server.config.ssl_certfile,
@@ -209,7 +209,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for each in sockets or []:
-            each.listen(_BACKLOG)  # asyncio listens with what it accepts at one time
+            each.listen(_BACKLOG)  # asyncio listens with the number that it accepts at one time
 
 
 class _SignalHandlers:
