@@ -4,11 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
+#include "kernels/isa/permission.h"
 #include "kernels/kernels.h"
 
 // The build generates kernels/levels.inc from isa/levels.cmake: for each level, best first,
@@ -25,15 +21,6 @@ struct Level {
   const OpweaveKernels* kernels;
   bool is_supported;
 };
-
-#if defined(__x86_64__) && defined(__linux__)
-// Request permission from Linux to use AMX tile data, which holds for all threads of the process.
-[[maybe_unused]] bool may_use_tiles() {
-  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
-  constexpr int kTileData = 18;               // the XSAVE state component
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
-#endif
 
 struct Levels {
   static constexpr size_t kCount = 0

@@ -210,6 +210,16 @@ def multiplies_float16() -> bool:
     return has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
+def has_avx512() -> bool:
+    """Whether this CPU has the x86-64-v4 instructions."""
+    return bool(cast("Any", torch.cpu)._is_avx512_supported())
+
+
+def has_avx512_bf16() -> bool:
+    """Whether this CPU multiplies pairs of bfloat16, which oneDNN uses."""
+    return bool(cast("Any", torch.cpu)._is_avx512_bf16_supported())
+
+
 def has_amx() -> bool:
     """Whether this CPU multiplies tiles of bfloat16 (Intel's AMX), which oneDNN uses."""
     return has_onednn() and bool(cast("Any", torch.cpu)._is_amx_tile_supported())

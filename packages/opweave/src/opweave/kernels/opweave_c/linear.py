@@ -48,7 +48,7 @@ _widen_rows = native_op("widen_rows")
 # weights on every call. torch sums in another order, so these implementations are not
 # batch-invariant; those of opweave_c_invariant are. torch computes in 16 bits only if the CPU does;
 # otherwise it widens the weights on every call.
-_BFLOAT16 = "avx512bf16" in STATUS.isa_levels
+_BFLOAT16 = torch_compat.has_avx512_bf16()
 _AMX, _TILE = torch_compat.has_amx(), 32  # columns of a bfloat16 tile
 _MAX_TOKENS = {
     torch.float32: 32,
@@ -75,7 +75,7 @@ _MIN_TOKENS_W8 = (
 )
 # torch uses oneDNN only for 16 bits. In float32, oneDNN is 4 % to 30 % faster than MKL, torch's
 # choice, for 33 to 512 tokens; the gain grows with the size of the weight.
-_HAS_ONEDNN = torch_compat.has_onednn() and "avx512" in STATUS.isa_levels
+_HAS_ONEDNN = torch_compat.has_onednn() and torch_compat.has_avx512()
 
 # Weights per piece and thread: 4 MiB of float32, measured with 2,048 to 14,336 columns. Smaller
 # pieces, or fewer than 64 rows, slow torch down; larger ones do not fit into the CPU caches.
