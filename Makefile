@@ -47,7 +47,7 @@ export NO_MKDOCS_2_WARNING := 1
 DEV := $(VENV)/dev.stamp $(VENV)/native.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-aarch64 test-sanitizers test-hostile test-mindspore test-triton test-triton-aot test-libraries test-libraries-large test-vllm test-vllm-own check fix bench bench-all bench-engine docs clean
+.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-aarch64 test-sanitizers test-hostile wheels test-mindspore test-triton test-triton-aot test-libraries test-libraries-large test-vllm test-vllm-own check fix bench bench-all bench-engine docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -104,6 +104,9 @@ test-abi-nightly: test-abi ## the same with every supported torch (10 GB of CUDA
 
 test-families: $(DEV) ## compare a tiny model of every transformers architecture with transformers (10 minutes)
 	$(BIN)/python tests/runs/families --jobs 2
+
+wheels: ## build wheels for an index into dist/, and run the README from them without a compiler (5 minutes)
+	$(PYTHON) tests/runs/wheels.py
 
 test-aarch64: ## cross-compile the kernels for aarch64, and test them in QEMU (4 minutes)
 	$(PYTHON) tests/runs/aarch64.py
