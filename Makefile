@@ -75,9 +75,10 @@ check: $(DEV) ## lint, types, spelling, prose, docs
 	$(BIN)/python tests/runs/writing.py
 	$(BIN)/mkdocs build --strict --site-dir build/site
 
-fix: $(DEV) ## format, and apply automatic fixes
+fix: $(DEV) ## format, apply automatic fixes, update the generated parts of the documentation
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python docs/generated.py
 
 bench: $(DEV) ## measure the overhead of a call, and a few kernels
 	$(BIN)/python benchmarks/dispatch.py

@@ -2,8 +2,8 @@
 
     python tests/runs/wheels.py
 
-The wheel of ``opweave`` has the kernels of every instruction set, and the tag of the oldest C library
-that it runs with. The wheels are installed into an empty environment, where no compiler is found.
+The wheel of ``opweave`` has the kernels of every instruction set, and the tag of the oldest C
+library that it runs with. The wheels are installed into an empty environment without a compiler.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import opweave, opweave_engine, opweave_vllm
 from opweave import native
 
 assert not any(map(shutil.which, ("c++", "g++", "gcc", "cc", "clang")))
-assert all(module.__file__.startswith(sys.prefix) for module in (opweave, opweave_engine, opweave_vllm))
+for module in (opweave, opweave_engine, opweave_vllm):
+    assert module.__file__.startswith(sys.prefix), module
 assert native.status().available, native.status()
 print(f"opweave {opweave.__version__}: {native.status().isa}")
 """

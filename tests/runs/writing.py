@@ -65,6 +65,8 @@ SUBJECT = re.compile(
     r"(?:[a-z][a-z0-9_.-]*(?:, [a-z][a-z0-9_.-]*)*: .*\S|(?:fixup|squash)! .*|(?:Merge|Revert) .*)"
 )
 
+# Written by docs/generated.py from docstrings, which are checked in the sources.
+_GENERATED = re.compile(r"^<!-- [a-z ]+ -->$.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")
@@ -159,6 +161,7 @@ def phrase_findings(prose: str) -> list[tuple[int, str]]:
 
 def prose_of_page(text: str) -> str:
     """Blank code blocks, comments, inline code and link targets, and keep every line break."""
+    text = _GENERATED.sub(lambda part: "\n" * part[0].count("\n"), text)
     text = _FENCE.sub(lambda block: "\n" * block[0].count("\n"), text)
     text = _COMMENT.sub(lambda comment: "\n" * comment[0].count("\n"), text)
     return _LINK.sub("]", _CODE.sub("`x`", text))

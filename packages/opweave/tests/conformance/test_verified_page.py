@@ -15,7 +15,7 @@ from support import ROOT
 
 @pytest.fixture(scope="module")
 def hooks() -> Any:
-    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+    spec = importlib.util.spec_from_file_location("docs_generated", ROOT / "docs" / "generated.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,7 +1,14 @@
-"""Fills in the parts of the documentation that are generated from the code."""
+"""Writes the parts of the documentation that are generated from the code.
+
+    python docs/generated.py
+
+replaces the text between ``<!-- NAME -->`` and ``<!-- end -->`` in the pages, for the names of
+``PARTS``. mkdocs fills in the certificate, which changes with every kernel.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import lzma
@@ -13,32 +20,99 @@ from typing import Any
 from opweave.config.environment import VARIABLES
 from opweave.conformance import CHECKS, Subject, subjects
 from opweave.conformance.platform import CHECKS as PLATFORM_CHECKS
-from opweave.ir import TRAITS, ops
+from opweave.ir import TRAITS, ops, rules
 from opweave.platforms import Capabilities, Platform
 from opweave.platforms.base import members
 from opweave_engine.server.app import request_fields
 from opweave_engine.server.protocol.base import FieldRow
 
+DOCS = Path(__file__).parent
+_PART = re.compile(r"(<!-- ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the markers in a page."""
-    for name, fill in _PARTS.items():
-        marker = f"<!-- {name} -->"
-        if marker in markdown:
-            markdown = markdown.replace(marker, fill())
-    return markdown
+    """Fill in the certificate, for mkdocs."""
+    marker = "<!-- certificate -->"
+    return markdown.replace(marker, _certificate()) if marker in markdown else markdown
+
+
+def updated(page: str) -> str:
+    """Return the text of *page* with the parts as the code has them now."""
+    return _PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]]()}\n\n{part[3]}", page)
+
+
+def main() -> None:
+    """Update all pages."""
+    for path in DOCS.rglob("*.md"):
+        page = path.read_text(encoding="utf-8")
+        if (new := updated(page)) != page:
+            path.write_text(new, encoding="utf-8")
+            print(path)
 
 
 def _ops() -> str:
-    """Return an entry for each file of ops: its docstring, and its ops."""
+    """Return a section for each file of ops."""
     files: dict[str, list[str]] = {}
     for name in sorted(ops.__all__):
         files.setdefault(getattr(ops, name).native.__module__, []).append(name)
-    entries = [
-        f"::: {file}\n    options: {{members: [{', '.join(names)}]}}"
-        for file, names in sorted(files.items())
+    sections = []
+    for file, names in sorted(files.items()):
+        title = (importlib.import_module(file).__doc__ or "").partition("\n")[0].rstrip(".")
+        sections += [f"## {title}", *(_entry(getattr(ops, name).native, name) for name in names)]
+    return "\n\n".join(sections)
+
+
+def _rules() -> str:
+    functions = {
+        name: value
+        for name, value in sorted(vars(rules).items())
+        if inspect.isfunction(value) and value.__annotations__.get("return") == "Rule"
+    }
+    entries = {"Rule": rules.Rule, **functions}
+    return "\n\n".join(_entry(value, name) for name, value in entries.items())
+
+
+def _entry(value: Any, name: str) -> str:
+    """Return the heading, the signature and the docstring of a function or class."""
+    signature = inspect.signature(value)
+    parameters = [
+        each.replace(annotation=_Annotation(each.annotation))
+        for each in signature.parameters.values()
     ]
-    return "\n".join(entries)
+    returns = signature.return_annotation
+    end = "" if returns is signature.empty else f" -> {returns}"
+    call = f"{name}({', '.join(map(str, parameters))}){end}"
+    if len(call) > _MAX_WIDTH:
+        call = "\n".join([f"{name}(", *(f"    {each}," for each in parameters), f"){end}"])
+    text = _text(inspect.getdoc(value) or "")
+    return "\n".join([f"### {name}", "", "```text", call, "```", "", text])
+
+
+class _Annotation(str):
+    """An annotation, which a signature shows without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _text(docstring: str) -> str:
+    """Return a docstring as Markdown: its sections as lists."""
+    lines: list[str] = []
+    is_listed = False
+    docstring = _DOCTEST.sub(r"```python\n\g<0>\n```", docstring)
+    for line in _ROLE.sub(r"`\1`", docstring).replace("``", "`").splitlines():
+        text = line.strip()
+        if line in ("Args:", "Returns:", "Raises:", "Attributes:", "Yields:"):
+            is_listed = line not in ("Returns:", "Yields:")
+            lines += [f"**{line}**", ""]
+        elif is_listed and (item := _ITEM.match(line)):
+            lines.append(f"- `{item[1]}`: {item[2]}")
+        elif is_listed and line.startswith("     "):
+            lines.append(f"  {text}")
+        else:
+            is_listed = is_listed and (not text or line.startswith(" "))
+            lines.append(text)
+    return "\n".join(lines)
 
 
 def _environment() -> str:
@@ -164,9 +238,13 @@ def _meaning(owner: type, name: str) -> str:
 
 
 _ROLE = re.compile(r":\w+:`~?([^`]+)`")
-_CERTIFICATE = Path(__file__).parent / "reference" / "certificate.json.xz"
-_PARTS = {
+_DOCTEST = re.compile(r"^>>> .*(?:\n\S.*)*", re.MULTILINE)
+_MAX_WIDTH = 90  # of a signature on one line
+_ITEM = re.compile(r"^    ([\w*, ]+): (.*)")
+_CERTIFICATE = DOCS / "reference" / "certificate.json.xz"
+PARTS = {
     "ops": _ops,
+    "rules": _rules,
     "environment": _environment,
     "traits": _traits,
     "platform": _platform,
@@ -174,5 +252,7 @@ _PARTS = {
     "capabilities": _capabilities,
     "checks": _checks,
     "platform checks": _platform_checks,
-    "certificate": _certificate,
 }
+
+if __name__ == "__main__":
+    main()
