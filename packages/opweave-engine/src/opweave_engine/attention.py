@@ -418,9 +418,7 @@ def layer_groups(specs: Mapping[int | str, CacheSpec], block_size: int) -> list[
         members.setdefault(spec.retention, []).append(layer)
     return [
         LayerGroup(
-            retention,
-            tuple(layers),
-            sum(specs[layer].block_bytes(block_size) for layer in layers),
+            retention, tuple(layers), sum(specs[layer].block_bytes(block_size) for layer in layers)
         )
         for retention, layers in members.items()
     ]

@@ -127,12 +127,7 @@ class EngineClient(Protocol):
         """The error that the engine died of, or None."""
 
     def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
         """Yield the request's output after each step, with everything generated so far.
 
@@ -152,12 +147,7 @@ class EngineClient(Protocol):
         """
 
     def generate_deltas(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
         """Yield the output of :meth:`generate` as deltas, with only new text and tokens.
 
@@ -167,11 +157,7 @@ class EngineClient(Protocol):
         """
 
     async def embed(
-        self,
-        prompt: Prompt,
-        params: PoolingParams | None = None,
-        *,
-        request_id: str,
+        self, prompt: Prompt, params: PoolingParams | None = None, *, request_id: str
     ) -> EmbeddingOutput:
         """Return the embedding of a prompt, or the score of a pair of texts.
 
@@ -363,12 +349,7 @@ class StreamingClient(AsyncClient, ABC):
         return self._thread.is_alive() and super().is_running
 
     async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
         total = OutputAccumulator()
         deltas = self.generate_deltas(prompt, params, request_id=request_id, priority=priority)
@@ -379,12 +360,7 @@ class StreamingClient(AsyncClient, ABC):
 
     @abstractmethod
     def generate_deltas(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's outputs; see :meth:`EngineClient.generate_deltas`."""
 

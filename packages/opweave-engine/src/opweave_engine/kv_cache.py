@@ -203,11 +203,7 @@ class _Sizing:
     """
 
     def __init__(
-        self,
-        groups: Sequence[LayerGroup],
-        block_size: int,
-        scheduler: SchedulerConfig,
-        memory: int,
+        self, groups: Sequence[LayerGroup], block_size: int, scheduler: SchedulerConfig, memory: int
     ) -> None:
         self._groups, self._block_size, self._limits = groups, block_size, scheduler
         states = [g.block_bytes for g in groups if isinstance(g.retention, SequenceState)]

@@ -60,11 +60,7 @@ class QuantizedSource(TensorSource, Protocol):
 # Dtypes and shapes of a checkpoint's tensors.
 
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def named_dtype(dtype: str, config: Mapping[str, Any]) -> torch.dtype | None:

@@ -18,12 +18,7 @@ from opweave.layers.linear import LinearBase, ReplicatedLinear
 from opweave_engine.errors import CheckpointError, InvalidArgumentError, require
 from opweave_engine.load.checkpoint import Checkpoint, Progress, shapes_of
 from opweave_engine.load.loader import as_language_model, check_shapes, planned_model
-from opweave_engine.load.quantized import (
-    FLOATS,
-    part_names,
-    plain_weights,
-    unquantized,
-)
+from opweave_engine.load.quantized import FLOATS, part_names, plain_weights, unquantized
 from opweave_engine.models import CausalLM, LanguageModel
 from opweave_engine.models.weights import shown_name
 

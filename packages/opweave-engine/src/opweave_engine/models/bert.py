@@ -93,11 +93,7 @@ class BertEmbeddings(nn.Module):
         super().__init__()
         self.word_embeddings, self.token_type_embeddings, self.position_embeddings = (
             VocabParallelEmbedding(count, config.hidden_size, params_dtype=dtype)
-            for count in (
-                config.vocab_size,
-                config.type_vocab_size,
-                config.max_position_embeddings,
-            )
+            for count in (config.vocab_size, config.type_vocab_size, config.max_position_embeddings)
         )
         self.LayerNorm = LayerNorm(config.hidden_size, config.layer_norm_eps, dtype=dtype)
 

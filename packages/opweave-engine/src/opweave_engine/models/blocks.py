@@ -47,11 +47,7 @@ class GatedMlp(nn.Module):
     ) -> None:
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size,
-            [intermediate_size] * 2,
-            bias=bias,
-            params_dtype=dtype,
-            return_bias=False,
+            hidden_size, [intermediate_size] * 2, bias=bias, params_dtype=dtype, return_bias=False
         )
         self.down_proj = RowParallelLinear(
             intermediate_size,

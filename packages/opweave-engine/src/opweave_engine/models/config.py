@@ -236,10 +236,7 @@ class ModelConfig:
 
     @classmethod
     def read(
-        cls,
-        fields: Fields,
-        defaults: Mapping[str, Any] = MappingProxyType({}),
-        **values: Any,
+        cls, fields: Fields, defaults: Mapping[str, Any] = MappingProxyType({}), **values: Any
     ) -> Self:
         """Read the keys of all fields but those in *values*.
 

@@ -43,11 +43,7 @@ _QWEN = {
 }
 # Values that absent keys have in transformers.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    LLAMA: {
-        "max_position_embeddings": 2048,
-        "vocab_size": 32000,
-        "intermediate_size": 11008,
-    },
+    LLAMA: {"max_position_embeddings": 2048, "vocab_size": 32000, "intermediate_size": 11008},
     MISTRAL: {
         "max_position_embeddings": 131072,
         "vocab_size": 32000,

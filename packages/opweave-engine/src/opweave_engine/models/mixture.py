@@ -17,13 +17,7 @@ from opweave_engine.models.config import (
     key,
     read_expert_activation,
 )
-from opweave_engine.models.llama import (
-    DEFAULTS,
-    MIXTRAL,
-    MIXTURES,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from opweave_engine.models.llama import DEFAULTS, MIXTRAL, MIXTURES, LlamaConfig, LlamaForCausalLM
 from opweave_engine.models.weights import FusedWeightTarget, WeightTarget
 
 

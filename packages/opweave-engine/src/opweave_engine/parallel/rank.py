@@ -33,12 +33,7 @@ from opweave.ir.errors import OpweaveError, described
 from opweave.ir.selection import policy_for
 from opweave.layers import tensor_parallel
 from opweave.platforms import Platform
-from opweave.plugins import (
-    GENERAL_PLUGINS,
-    State,
-    load_general_plugins,
-    plugin_report,
-)
+from opweave.plugins import GENERAL_PLUGINS, State, load_general_plugins, plugin_report
 from opweave_engine.errors import InvalidArgumentError, NonFiniteLogitsError, RankFailedError
 from opweave_engine.load.checkpoint import Progress
 from opweave_engine.parallel.communicators import Communicator, RankGroup

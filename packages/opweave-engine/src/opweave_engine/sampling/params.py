@@ -272,8 +272,7 @@ class SamplingParams:
         for name, token in named:
             if token >= size:
                 raise SamplingParamsError(
-                    f"{name} holds the token id {token}, but ids are from 0 to {size - 1}.",
-                    name,
+                    f"{name} holds the token id {token}, but ids are from 0 to {size - 1}.", name
                 )
         if not (self.min_tokens or barred):
             return
