@@ -20,6 +20,7 @@ from opweave.platforms.base import AttentionSpec
 from opweave_engine.errors import UnsupportedCacheError
 from opweave_engine.kv_cache import (
     NULL_BLOCK,
+    CachePlan,
     EveryToken,
     LayerGroup,
     Retention,
@@ -161,11 +162,9 @@ def cache_specs(model: nn.Module, dtype: torch.dtype) -> dict[int | str, CacheSp
 
 def _spec(module: Attention | LatentAttention | StatefulLayer, dtype: torch.dtype) -> CacheSpec:
     if isinstance(module, StatefulLayer):
+        shapes = module.state_shapes.items()
         return StateSpaceSpec(
-            tuple(
-                StateSpec(kind, shape, state_dtype(dtype, kind))
-                for kind, shape in module.state_shapes.items()
-            )
+            tuple(StateSpec(kind, shape, state_dtype(dtype, kind)) for kind, shape in shapes)
         )
     rows = module.cached
     if isinstance(module, LatentAttention):
@@ -431,8 +430,7 @@ class LayerCaches:
         model: the model.
         specs: the cache specification of each layer.
         groups: the layers, grouped.
-        num_blocks: the number of blocks per group, without the null block.
-        block_size: tokens per block.
+        plan: the number of blocks of each group, without the null block, and their size.
         platform: names the attention backends.
         device: the device of the caches.
 
@@ -451,8 +449,7 @@ class LayerCaches:
         model: nn.Module,
         specs: Mapping[int | str, CacheSpec],
         groups: Sequence[LayerGroup],
-        num_blocks: Sequence[int],
-        block_size: int,
+        plan: CachePlan,
         platform: Platform,
         device: torch.device,
     ) -> None:
@@ -466,7 +463,7 @@ class LayerCaches:
         self.states: StateCache | None = None
         self.state_group: int | None = None
         self.num_groups = len(groups)
-        for index, (group, count) in enumerate(zip(groups, num_blocks, strict=True)):
+        for index, (group, count) in enumerate(zip(groups, plan.num_blocks, strict=True)):
             if isinstance(group.retention, SequenceState):
                 self.states, self.state_group = StateCache(count + 1), index
             for layer in group.layers:
@@ -477,8 +474,8 @@ class LayerCaches:
                         self.states.get(str(layer), state.kind, state.shape, state.dtype, device)
                     continue
                 assert isinstance(layer, int), f"{layer=} attends, but has no index"
-                chosen = _backend(modules[layer], spec, platform)
-                self.backends[layer] = chosen(spec, count + 1, block_size, device)
+                backend = _backend(modules[layer], spec, platform)
+                self.backends[layer] = backend(spec, count + 1, plan.block_size, device)
                 self._group_of[layer] = index
 
     def step(self, batches: Mapping[int, SequenceBatch]) -> StepAttention:
