@@ -297,7 +297,7 @@ class PagedAttention(AttentionBackend):
     def allocate(
         self, spec: CacheSpec, num_blocks: int, block_size: int, device: torch.device
     ) -> None:
-        assert isinstance(spec, FullAttentionSpec)  # unsupported() has said so
+        assert isinstance(spec, FullAttentionSpec), f"unsupported() accepted {spec}"
         shape = num_blocks, spec.num_kv_heads, block_size
         self.key_cache, self.value_cache = (
             loader.empty((*shape, size), spec.dtype, device)
@@ -319,17 +319,10 @@ class PagedAttention(AttentionBackend):
         self.key_cache, self.value_cache = ir.ops.reshape_and_cache.maybe_inplace(
             key, value, self.key_cache, self.value_cache, metadata.slot_mapping
         )
+        caches = self.key_cache, self.value_cache
+        sequences = metadata.block_tables, metadata.seq_lens, metadata.query_starts
         attended: Tensor = ir.ops.paged_attention(
-            query,
-            self.key_cache,
-            self.value_cache,
-            metadata.block_tables,
-            metadata.seq_lens,
-            metadata.query_starts,
-            scale,
-            True,
-            window,
-            soft_cap,
+            query, *caches, *sequences, scale, True, window, soft_cap
         )
         return attended
 
@@ -353,7 +346,7 @@ class LatentPagedAttention(AttentionBackend):
     def allocate(
         self, spec: CacheSpec, num_blocks: int, block_size: int, device: torch.device
     ) -> None:
-        assert isinstance(spec, LatentAttentionSpec)  # unsupported() has said so
+        assert isinstance(spec, LatentAttentionSpec), f"unsupported() accepted {spec}"
         shape = num_blocks, 1, block_size
         self._rows = loader.empty((*shape, spec.row_size), spec.dtype, device)
         self._rows[NULL_BLOCK].zero_()
@@ -376,15 +369,11 @@ class LatentPagedAttention(AttentionBackend):
             metadata = replace(metadata, num_decodes=0)
         decodes, parts = metadata.num_decodes, []
         if decodes or not metadata.num_prefills:
+            tables, lengths = metadata.block_tables[:decodes], metadata.seq_lens[:decodes]
+            sequences = tables, lengths, metadata.query_starts[: decodes + 1]
             parts.append(
                 ir.ops.mla_attention_decode(
-                    query[:decodes],
-                    self._rows[:, 0],
-                    kv_b_weight,
-                    metadata.block_tables[:decodes],
-                    metadata.seq_lens[:decodes],
-                    metadata.query_starts[: decodes + 1],
-                    scale,
+                    query[:decodes], self._rows[:, 0], kv_b_weight, *sequences, scale
                 )
             )
         if metadata.num_prefills:

@@ -462,17 +462,10 @@ class RankWorker:
     def join(self) -> None:
         """Initialize the device, and connect to the other ranks."""
         self.worker.init_device()
+        start, device, backend = self._start, self.worker.device, self._platform.dist_backend
+        group = RankGroup(start.rank, start.size, device, backend, self._store, start.timeout)
         kind: type[Communicator] = part(self._platform, "get_device_communicator_cls")
-        self.communicator = kind(
-            RankGroup(
-                self._start.rank,
-                self._start.size,
-                self.worker.device,
-                self._platform.dist_backend,
-                self._store,
-                self._start.timeout,
-            )
-        )
+        self.communicator = kind(group)
 
     def load_model(self) -> None:
         """Load this rank's part of the model."""
