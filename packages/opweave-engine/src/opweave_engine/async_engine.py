@@ -20,7 +20,7 @@ from opweave.config import EngineConfig
 from opweave_engine.client import AsyncClient, StreamingClient, make_core
 from opweave_engine.core import PriorityLists, private_context
 from opweave_engine.embedding import Embedder
-from opweave_engine.errors import InvalidArgumentError
+from opweave_engine.errors import InvalidArgumentError, RequestIdInUseError
 from opweave_engine.load.checkpoint import Checkpoint, Progress
 from opweave_engine.load.loader import is_encoder
 from opweave_engine.metrics import EngineStats, StatCounter
@@ -68,15 +68,8 @@ class AsyncEngine(StreamingClient):
         progress: Progress | None = None,
     ) -> None:
         super().__init__(model, model_name)
-        self._core, self._priorities = make_core(
-            model,
-            dtype=dtype,
-            seed=seed,
-            ir_op_priority=ir_op_priority,
-            config=config,
-            progress=progress,
-        )
-        core = self._core
+        core, self._priorities = make_core(model, dtype, seed, ir_op_priority, config, progress)
+        self._core = core
         self.tokenizer, self.sampling_defaults = core.tokenizer, core.sampling_defaults
         self.vocab_size, self.max_model_len = core.vocab_size, core.max_model_len
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -219,9 +212,7 @@ class AsyncEmbedder(AsyncClient):
     ) -> EmbeddingOutput:
         self._enter_loop()
         if request_id in self._waiting or request_id in self._running:
-            raise InvalidArgumentError(
-                f"request_id={request_id!r} is in use by a request that is not finished."
-            )
+            raise RequestIdInUseError(request_id)
         if not self.is_running:
             raise self._why_not()
         tokens = self._embedder.tokens(prompt)

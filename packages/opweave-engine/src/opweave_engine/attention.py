@@ -20,6 +20,7 @@ from opweave.platforms.base import AttentionSpec
 from opweave_engine.errors import UnsupportedCacheError
 from opweave_engine.kv_cache import (
     NULL_BLOCK,
+    CachePlan,
     EveryToken,
     LayerGroup,
     Retention,
@@ -161,11 +162,9 @@ def cache_specs(model: nn.Module, dtype: torch.dtype) -> dict[int | str, CacheSp
 
 def _spec(module: Attention | LatentAttention | StatefulLayer, dtype: torch.dtype) -> CacheSpec:
     if isinstance(module, StatefulLayer):
+        shapes = module.state_shapes.items()
         return StateSpaceSpec(
-            tuple(
-                StateSpec(kind, shape, state_dtype(dtype, kind))
-                for kind, shape in module.state_shapes.items()
-            )
+            tuple(StateSpec(kind, shape, state_dtype(dtype, kind)) for kind, shape in shapes)
         )
     rows = module.cached
     if isinstance(module, LatentAttention):
@@ -298,7 +297,7 @@ class PagedAttention(AttentionBackend):
     def allocate(
         self, spec: CacheSpec, num_blocks: int, block_size: int, device: torch.device
     ) -> None:
-        assert isinstance(spec, FullAttentionSpec)  # unsupported() has said so
+        assert isinstance(spec, FullAttentionSpec), f"unsupported() accepted {spec}"
         shape = num_blocks, spec.num_kv_heads, block_size
         self.key_cache, self.value_cache = (
             loader.empty((*shape, size), spec.dtype, device)
@@ -320,17 +319,10 @@ class PagedAttention(AttentionBackend):
         self.key_cache, self.value_cache = ir.ops.reshape_and_cache.maybe_inplace(
             key, value, self.key_cache, self.value_cache, metadata.slot_mapping
         )
+        caches = self.key_cache, self.value_cache
+        sequences = metadata.block_tables, metadata.seq_lens, metadata.query_starts
         attended: Tensor = ir.ops.paged_attention(
-            query,
-            self.key_cache,
-            self.value_cache,
-            metadata.block_tables,
-            metadata.seq_lens,
-            metadata.query_starts,
-            scale,
-            True,
-            window,
-            soft_cap,
+            query, *caches, *sequences, scale, True, window, soft_cap
         )
         return attended
 
@@ -354,7 +346,7 @@ class LatentPagedAttention(AttentionBackend):
     def allocate(
         self, spec: CacheSpec, num_blocks: int, block_size: int, device: torch.device
     ) -> None:
-        assert isinstance(spec, LatentAttentionSpec)  # unsupported() has said so
+        assert isinstance(spec, LatentAttentionSpec), f"unsupported() accepted {spec}"
         shape = num_blocks, 1, block_size
         self._rows = loader.empty((*shape, spec.row_size), spec.dtype, device)
         self._rows[NULL_BLOCK].zero_()
@@ -377,15 +369,11 @@ class LatentPagedAttention(AttentionBackend):
             metadata = replace(metadata, num_decodes=0)
         decodes, parts = metadata.num_decodes, []
         if decodes or not metadata.num_prefills:
+            tables, lengths = metadata.block_tables[:decodes], metadata.seq_lens[:decodes]
+            sequences = tables, lengths, metadata.query_starts[: decodes + 1]
             parts.append(
                 ir.ops.mla_attention_decode(
-                    query[:decodes],
-                    self._rows[:, 0],
-                    kv_b_weight,
-                    metadata.block_tables[:decodes],
-                    metadata.seq_lens[:decodes],
-                    metadata.query_starts[: decodes + 1],
-                    scale,
+                    query[:decodes], self._rows[:, 0], kv_b_weight, *sequences, scale
                 )
             )
         if metadata.num_prefills:
@@ -418,9 +406,7 @@ def layer_groups(specs: Mapping[int | str, CacheSpec], block_size: int) -> list[
         members.setdefault(spec.retention, []).append(layer)
     return [
         LayerGroup(
-            retention,
-            tuple(layers),
-            sum(specs[layer].block_bytes(block_size) for layer in layers),
+            retention, tuple(layers), sum(specs[layer].block_bytes(block_size) for layer in layers)
         )
         for retention, layers in members.items()
     ]
@@ -433,8 +419,7 @@ class LayerCaches:
         model: the model.
         specs: the cache specification of each layer.
         groups: the layers, grouped.
-        num_blocks: the number of blocks per group, without the null block.
-        block_size: tokens per block.
+        plan: the number of blocks of each group, without the null block, and their size.
         platform: names the attention backends.
         device: the device of the caches.
 
@@ -453,8 +438,7 @@ class LayerCaches:
         model: nn.Module,
         specs: Mapping[int | str, CacheSpec],
         groups: Sequence[LayerGroup],
-        num_blocks: Sequence[int],
-        block_size: int,
+        plan: CachePlan,
         platform: Platform,
         device: torch.device,
     ) -> None:
@@ -468,7 +452,7 @@ class LayerCaches:
         self.states: StateCache | None = None
         self.state_group: int | None = None
         self.num_groups = len(groups)
-        for index, (group, count) in enumerate(zip(groups, num_blocks, strict=True)):
+        for index, (group, count) in enumerate(zip(groups, plan.num_blocks, strict=True)):
             if isinstance(group.retention, SequenceState):
                 self.states, self.state_group = StateCache(count + 1), index
             for layer in group.layers:
@@ -479,8 +463,8 @@ class LayerCaches:
                         self.states.get(str(layer), state.kind, state.shape, state.dtype, device)
                     continue
                 assert isinstance(layer, int), f"{layer=} attends, but has no index"
-                chosen = _backend(modules[layer], spec, platform)
-                self.backends[layer] = chosen(spec, count + 1, block_size, device)
+                backend = _backend(modules[layer], spec, platform)
+                self.backends[layer] = backend(spec, count + 1, plan.block_size, device)
                 self._group_of[layer] = index
 
     def step(self, batches: Mapping[int, SequenceBatch]) -> StepAttention:

@@ -19,7 +19,7 @@ import torch
 from opweave.config import EngineConfig
 from opweave.ir import IrOpPriorityConfig
 from opweave_engine.core import EngineCore, PriorityLists, engine_priorities, private_context
-from opweave_engine.errors import EngineDeadError, InvalidArgumentError
+from opweave_engine.errors import EngineDeadError, InvalidArgumentError, RequestIdInUseError
 from opweave_engine.load.checkpoint import Progress, checkpoint_path
 from opweave_engine.load.loader import check_dtype
 from opweave_engine.metrics import EngineStats
@@ -37,7 +37,6 @@ T = TypeVar("T")
 
 def make_core(
     model: str | Path,
-    *,
     dtype: str | torch.dtype,
     seed: int,
     ir_op_priority: PriorityLists | None,
@@ -52,22 +51,23 @@ def make_core(
         IrError: an op or provider is unknown.
         EngineError, ModelError: the checkpoint is missing, damaged or not supported.
     """
-    given = EngineConfig() if config is None else config
-    if not isinstance(given, EngineConfig):
+    config = EngineConfig() if config is None else config
+    if not isinstance(config, EngineConfig):
         raise InvalidArgumentError(f"config={config!r} is not an EngineConfig.")
-    check_alone(given)
-    dtype = check_dtype(_once("dtype", check_dtype(dtype), given.dtype, default="auto"))
-    seed = _check_seed(_once("seed", seed, given.seed, default=0))
-    priorities = engine_priorities(ir_op_priority, given)
+    check_alone(config)
+    dtype = check_dtype(_once("dtype", check_dtype(dtype), config.dtype, default="auto"))
+    seed = _once("seed", seed, config.seed, default=0)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise InvalidArgumentError(f"seed={seed!r} must be an integer from 0.")
+    priorities = engine_priorities(ir_op_priority, config)
     with private_context(priorities) as context:
-        typed = replace(given, dtype=dtype, seed=seed)
-        return context.run(EngineCore, model, typed, progress=progress), priorities
+        config = replace(config, dtype=dtype, seed=seed)
+        return context.run(EngineCore, model, config, progress=progress), priorities
 
 
 def check_alone(config: EngineConfig) -> None:
     """Raise :class:`InvalidArgumentError` if *config* asks for several replicas of an engine."""
-    size = config.parallel.data_parallel_size
-    if size > 1:
+    if (size := config.parallel.data_parallel_size) > 1:
         raise InvalidArgumentError(
             f"data_parallel_size={size}: this class runs a single engine without replicas. For "
             "several replicas, use opweave serve, or opweave_engine.open_engine with asyncio."
@@ -80,12 +80,6 @@ def _once(name: str, direct: T, configured: T, *, default: T) -> T:
             f"{name} is given twice: {direct!r}, and {configured!r} in config. Give it once."
         )
     return configured if direct == default else direct
-
-
-def _check_seed(seed: object) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise InvalidArgumentError(f"seed={seed!r} must be an integer from 0.")
-    return seed
 
 
 # The interface between a server and an engine.
@@ -127,12 +121,7 @@ class EngineClient(Protocol):
         """The error that the engine died of, or None."""
 
     def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
         """Yield the request's output after each step, with everything generated so far.
 
@@ -152,12 +141,7 @@ class EngineClient(Protocol):
         """
 
     def generate_deltas(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
         """Yield the output of :meth:`generate` as deltas, with only new text and tokens.
 
@@ -167,11 +151,7 @@ class EngineClient(Protocol):
         """
 
     async def embed(
-        self,
-        prompt: Prompt,
-        params: PoolingParams | None = None,
-        *,
-        request_id: str,
+        self, prompt: Prompt, params: PoolingParams | None = None, *, request_id: str
     ) -> EmbeddingOutput:
         """Return the embedding of a prompt, or the score of a pair of texts.
 
@@ -262,7 +242,7 @@ class AsyncClient:
         self._dead_with: BaseException | None = None
         self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._enters = Lock()
+        self._loop_lock = Lock()
 
     @property
     def model_name(self) -> str:
@@ -283,7 +263,7 @@ class AsyncClient:
             InvalidArgumentError: the previous loop still runs, in another thread.
         """
         running = asyncio.get_running_loop()
-        with self._enters:
+        with self._loop_lock:
             before = self._loop
             if before is not None and before is not running and before.is_running():
                 raise InvalidArgumentError(
@@ -363,12 +343,7 @@ class StreamingClient(AsyncClient, ABC):
         return self._thread.is_alive() and super().is_running
 
     async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
         total = OutputAccumulator()
         deltas = self.generate_deltas(prompt, params, request_id=request_id, priority=priority)
@@ -379,12 +354,7 @@ class StreamingClient(AsyncClient, ABC):
 
     @abstractmethod
     def generate_deltas(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's outputs; see :meth:`EngineClient.generate_deltas`."""
 
@@ -441,7 +411,8 @@ class StreamingClient(AsyncClient, ABC):
                     raise output.error
                 yield output
         finally:
-            if self._streams.get(request_id) is stream:  # else it belongs to a loop that was closed
+            # Otherwise, the request belongs to a loop that was closed.
+            if self._streams.get(request_id) is stream:
                 del self._streams[request_id]
                 if not is_finished:
                     self._give_up(request_id)
@@ -467,9 +438,7 @@ class StreamingClient(AsyncClient, ABC):
 
     def _check_unused(self, request_id: str) -> None:
         if request_id in self._streams or request_id in self._unfinished:
-            raise InvalidArgumentError(
-                f"request_id={request_id!r} is in use by a request that is not finished."
-            )
+            raise RequestIdInUseError(request_id)
 
     def _open(self, request_id: str) -> None:
         self._unfinished.add(request_id)

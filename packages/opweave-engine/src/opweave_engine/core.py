@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context, copy_context
 from dataclasses import replace
@@ -14,7 +14,12 @@ from opweave import ir, platforms
 from opweave.config import EngineConfig
 from opweave.platforms import Platform
 from opweave_engine.decode_graphs import SequenceStep
-from opweave_engine.errors import EngineError, InvalidArgumentError, NonFiniteLogitsError
+from opweave_engine.errors import (
+    EngineError,
+    InvalidArgumentError,
+    NonFiniteLogitsError,
+    RequestIdInUseError,
+)
 from opweave_engine.kv_cache import CacheGroup, KVCacheManager, plan_cache
 from opweave_engine.load.checkpoint import Checkpoint, Progress, log_defaults, sampling_defaults
 from opweave_engine.metrics import EngineStats, SelectionReport, StatCounter, stat_loggers
@@ -45,8 +50,7 @@ def engine_priorities(lists: PriorityLists | None, config: EngineConfig) -> ir.I
     """
     direct = ir.IrOpPriorityConfig(lists)
     configured = ir.IrOpPriorityConfig(config.kernel_config.ir_op_priority)
-    twice = sorted(direct.keys() & configured.keys())
-    if twice:
+    if twice := sorted(direct.keys() & configured.keys()):
         raise InvalidArgumentError(
             f"The priority of {', '.join(map(repr, twice))} is given twice: in ir_op_priority and "
             "in config.kernel_config. Give it once."
@@ -129,7 +133,7 @@ class EngineCore:
         self.tokenizer = tokenizer_of(checkpoint, config)
         self.sampling_defaults = sampling_defaults(checkpoint, config.generation_config)
         log_defaults(checkpoint, config.generation_config, self.sampling_defaults)
-        executor: type[Executor] = part(self.platform, "get_executor_cls", config)
+        executor: Callable[..., Executor] = part(self.platform, "get_executor_cls", config)
         self.executor = executor(model, config, self.platform, progress)
         try:
             self._start()
@@ -149,14 +153,10 @@ class EngineCore:
             self._selections.compile_seconds = time.perf_counter() - began
         if config.compilation.uses_passes:
             self._selections.add_graph()
-        cache = KVCacheManager(
-            [
-                CacheGroup(g.retention, n)
-                for g, n in zip(facts.groups, plan.num_blocks, strict=True)
-            ],
-            plan.block_size,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
-        )
+        sizes = zip(facts.groups, plan.num_blocks, strict=True)
+        groups = [CacheGroup(group.retention, count) for group, count in sizes]
+        finds_prefixes = config.cache.enable_prefix_caching
+        cache = KVCacheManager(groups, plan.block_size, enable_prefix_caching=finds_prefixes)
         scheduler: type[Scheduler] = part(self.platform, "get_scheduler_cls", config)
         limits = config.scheduler
         if facts.needs_whole_prompts:
@@ -164,21 +164,17 @@ class EngineCore:
             limits = replace(limits, enable_chunked_prefill=False, max_num_batched_tokens=budget)
             _log.info("prompts are not split over steps, since the model's logits depend on it")
         self.scheduler = scheduler(limits, cache)
-        eos_token_ids = frozenset(
-            t for t in self.tokenizer.eos_token_ids if 0 <= t < facts.vocab_size
-        )
+        self.vocab_size = size = facts.vocab_size
+        eos_token_ids = frozenset(t for t in self.tokenizer.eos_token_ids if 0 <= t < size)
         if unknown := sorted(self.tokenizer.eos_token_ids - eos_token_ids):
             _log.warning(
                 "the end-of-text tokens %s are ignored: the model has the ids from 0 to %d",
-                unknown,
-                facts.vocab_size - 1,
-            )
-        self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size, eos_token_ids)
-        prompts = PromptReader(self.tokenizer, facts.vocab_size, self.max_model_len)
-        self.prepare = RequestFactory(
-            prompts, self.grammars, self.platform, eos_token_ids, config.seed
-        ).make
-        self.vocab_size = facts.vocab_size
+                unknown, size - 1,
+            )  # fmt: skip
+        self.grammars = GrammarCompiler(self.tokenizer, size, eos_token_ids)
+        prompts = PromptReader(self.tokenizer, size, self.max_model_len)
+        factory = RequestFactory(prompts, self.grammars, self.platform, eos_token_ids, config.seed)
+        self.prepare = factory.make
         self._requests: dict[str, ActiveRequest] = {}
         # By the name of the sequence in the scheduler.
         self._outputs: dict[str, tuple[ActiveRequest, DetokenizedOutput]] = {}
@@ -201,9 +197,7 @@ class EngineCore:
             InvalidArgumentError: an unfinished request has the same name.
         """
         if request.request_id in self._requests:
-            raise InvalidArgumentError(
-                f"request_id={request.request_id!r} is in use by a request that is not finished."
-            )
+            raise RequestIdInUseError(request.request_id)
         self.scheduler.add(request.outputs[0].request)  # first: it may reject the request
         self._requests[request.request_id] = request
         for output in request.outputs:
@@ -330,25 +324,17 @@ class EngineCore:
         request, output = self._outputs[sequence.request_id]
         output.schedule()
         start = sequence.num_computed_tokens
+        tokens = sequence.token_ids[start : start + item.num_tokens]
         targets = request.prompt_targets(output, start, item.num_tokens)
-        return SequenceStep(
-            sequence.request_id,
-            sequence.token_ids[start : start + item.num_tokens],
-            start,
-            item.tables,
-            output.sampling if item.is_complete or targets else None,
-            targets,
-        )
+        sampling = output.sampling if item.is_complete or targets else None
+        return SequenceStep(sequence.request_id, tokens, start, item.tables, sampling, targets)
 
     def _count(self, request: ActiveRequest, output: DetokenizedOutput) -> None:
         """Account for a new token: start the other outputs, or end this one."""
         is_first = output.num_tokens == 1
         computes_prompt = output is request.outputs[0]
-        self._counter.token(
-            output.since_last,
-            is_first=is_first,
-            num_prompt_tokens=output.request.num_prompt_tokens if computes_prompt else 0,
-        )
+        prompt_tokens = output.request.num_prompt_tokens if computes_prompt else 0
+        self._counter.token(output.since_last, is_first=is_first, num_prompt_tokens=prompt_tokens)
         if is_first and computes_prompt:
             for other in request.outputs[1:]:
                 self.scheduler.add(other.request)

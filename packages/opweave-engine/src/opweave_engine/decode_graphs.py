@@ -128,13 +128,23 @@ class DecodeGraphs:
         Raises:
             RuntimeError: the device cannot record it.
         """
+
+        def recorded(size: int) -> _Graph:
+            context, results = ForwardContext(caches.step(self._batches(size))), list[Tensor]()
+
+            def run() -> None:
+                with platform.inference_mode(), forward_context(context):
+                    results[:] = [forward(self._tokens[0, :size], self._tokens[1, :size])]
+
+            return _Graph(recorder.record(run), results)
+
         # The tensors stay alive until the end, so that copies have other addresses.
         before = _tensors(caches)
         # The largest first: smaller graphs then fit into its memory.
         for done, size in enumerate(reversed(self._sizes)):
             if progress is not None:
                 progress(done, len(self._sizes))
-            self._graphs[size] = self._recorded(size, forward, caches, platform, recorder)
+            self._graphs[size] = recorded(size)
         after = _tensors(caches)
         if [tensor.data_ptr() for tensor in after] != [tensor.data_ptr() for tensor in before]:
             raise RuntimeError("an attention backend does not update its cache in place")
@@ -156,15 +166,9 @@ class DecodeGraphs:
         graph.replay()
         return graph.results[0][:count]
 
-    def _recorded(
-        self,
-        size: int,
-        forward: Forward,
-        caches: LayerCaches,
-        platform: Platform,
-        recorder: GraphRecorder,
-    ) -> _Graph:
-        batches = {
+    def _batches(self, size: int) -> dict[int, SequenceBatch]:
+        """Return the static inputs of *size* sequences, for each group of attention layers."""
+        return {
             group: SequenceBatch(
                 query_starts=self._starts[: size + 1],
                 seq_lens=self._lengths[:size],
@@ -175,13 +179,6 @@ class DecodeGraphs:
             )
             for group, table in enumerate(self._tables)
         }
-        context, results = ForwardContext(caches.step(batches)), list[Tensor]()
-
-        def run() -> None:
-            with platform.inference_mode(), forward_context(context):
-                results[:] = [forward(self._tokens[0, :size], self._tokens[1, :size])]
-
-        return _Graph(recorder.record(run), results)
 
     def _fill(self, steps: Sequence[SequenceStep], size: int) -> None:
         """Copy a step to the static inputs, and padding up to *size* sequences."""

@@ -10,11 +10,9 @@ from opweave_engine.tokenizer import REPLACEMENT, Tokenizer, completes
 # Incremental decoder: text from tokens that arrive one by one.
 
 
-_CONTEXT = 8  # tokens before that decide how the next one is decoded
+_CONTEXT = 8  # preceding tokens that decide how the next one is decoded
 _CONTINUATION = 3  # bytes of a character after its first one
-_MAX_PENDING_TOKENS = (
-    16  # tokens without a place between two characters, before the context moves on
-)
+_MAX_PENDING_TOKENS = 16  # tokens that end inside a character, before the context moves on
 
 
 class IncrementalDecoder:
@@ -65,13 +63,8 @@ class IncrementalDecoder:
         cls, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams
     ) -> IncrementalDecoder:
         """Return the decoder of an output that continues *prompt*."""
-        return cls(
-            tokenizer,
-            prompt,
-            skip_special_tokens=params.skip_special_tokens,
-            spaces_between_special_tokens=params.spaces_between_special_tokens,
-            kept_special_tokens=params.kept_special_tokens,
-        )
+        options = ("skip_special_tokens", "spaces_between_special_tokens", "kept_special_tokens")
+        return cls(tokenizer, prompt, **{name: getattr(params, name) for name in options})
 
     def push(self, token_id: int) -> str:
         """Return the text that *token_id* completes; empty while a character is incomplete."""
@@ -102,8 +95,9 @@ class IncrementalDecoder:
 
     def _move(self, count: int) -> None:
         """Decode the next tokens behind the last *count* ones, or a few more."""
-        known = self._context + self._pending
-        self._context, self._pending = self._from_character(known, max(0, len(known) - count)), []
+        tokens = self._context + self._pending
+        start = max(0, len(tokens) - count)
+        self._context, self._pending = self._from_character(tokens, start), []
         self._whole, _ = self._without_incomplete(self._context)
         self._seen, self._begun = self._whole, b""
 
@@ -113,7 +107,8 @@ class IncrementalDecoder:
         Where bytes are tokens, part of a character spoils all bytes after it.
         """
         least = max(0, start - _CONTINUATION) if self._tokenizer.has_byte_tokens else start
-        while start > least and _continues(self._tokenizer.bytes_in_text(ids[start])):
+        # Bytes 0x80 to 0xBF continue a character.
+        while start > least and b"\x80" <= self._tokenizer.bytes_in_text(ids[start])[:1] < b"\xc0":
             start -= 1
         return list(ids[start:])
 
@@ -135,20 +130,17 @@ class IncrementalDecoder:
         text = self._decode(ids)
         if not text.endswith(REPLACEMENT):
             return text, b""
-        kept = [i for i in ids if i not in self._tokenizer.special_ids] if self._skips else ids
-        bytes_ = self._tokenizer.incomplete_bytes(kept)
-        if not bytes_:
+        if self._skips:
+            ids = [token for token in ids if token not in self._tokenizer.special_ids]
+        incomplete = self._tokenizer.incomplete_bytes(ids)
+        if not incomplete:
             return text, b""
         if self._tokenizer.has_byte_tokens:  # each of its bytes is a token and a U+FFFD
-            return self._decode(kept[: -len(bytes_)]), bytes_
-        return text.removesuffix(REPLACEMENT), bytes_
+            return self._decode(ids[: -len(incomplete)]), incomplete
+        return text.removesuffix(REPLACEMENT), incomplete
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skips)
-
-
-def _continues(text: bytes) -> bool:
-    return bool(text) and 0x80 <= text[0] < 0xC0
 
 
 # Incremental stop-string matcher.
@@ -270,12 +262,12 @@ class Detokenizer:
         if decided:
             self._pieces.append(text[:decided])
 
-    def _cut(self, text: str, known: int) -> str:
-        """Return *text* up to the first stop string that ends after *known* characters."""
+    def _cut(self, text: str, num_held: int) -> str:
+        """Return *text* up to the first stop string that ends after *num_held* characters."""
         # It may begin in the text that was held back, but no earlier: that is why it was held back.
-        places = ((text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self._stop)
-        found = min((each for each in places if each[0] >= 0), key=lambda e: e[0], default=None)
-        if found is None:
+        starts = {stop: text.find(stop, max(0, num_held - len(stop) + 1)) for stop in self._stop}
+        matches = [stop for stop in self._stop if starts[stop] >= 0]
+        if not matches:
             return text
-        place, self.stopped_by = found
-        return text[: place + (len(self.stopped_by) if self._includes_stop else 0)]
+        self.stopped_by = stop = min(matches, key=starts.__getitem__)
+        return text[: starts[stop] + (len(stop) if self._includes_stop else 0)]

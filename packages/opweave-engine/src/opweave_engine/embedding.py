@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,8 @@ class SentenceConfig:
         )
         if (modalities := settings.get("modality_config")) is not None:
             # The vectors of tokens must be the model's last hidden states.
-            read = modalities.get("text") if isinstance(modalities, Mapping) else None
-            if read != _TEXT_FORWARD:
+            text_settings = modalities.get("text") if isinstance(modalities, Mapping) else None
+            if text_settings != _TEXT_FORWARD:
                 raise CheckpointError(
                     f"{checkpoint.path / text} has modality_config={modalities!r:.200}, which is "
                     f"not supported. Supported for 'text': {_TEXT_FORWARD}."
@@ -92,12 +93,8 @@ class SentenceConfig:
             tokenizer = checkpoint.json(_TOKENIZER) or {}
             longest = _length(tokenizer, _TOKENIZER_LENGTH, checkpoint.path / _TOKENIZER)
         model = checkpoint.json(_MODEL) or {}
-        check_keys(
-            model,
-            checkpoint.path / _MODEL,
-            {"model_type": ("SentenceTransformer",)},
-            *("__version__", "prompts", "default_prompt_name", "similarity_fn_name"),
-        )
+        read = ("__version__", "prompts", "default_prompt_name", "similarity_fn_name")
+        check_keys(model, checkpoint.path / _MODEL, {"model_type": ("SentenceTransformer",)}, *read)
         if (prompt := model.get("default_prompt_name")) is not None:
             _log.warning(
                 "%s: default_prompt_name=%r is not followed; put the prompt before the texts",
@@ -154,13 +151,10 @@ _VECTOR = ("sentence_embedding",)
 _NORMALIZE_KEYS = {"module_input_name": _VECTOR, "module_output_name": _VECTOR}
 # Pooling mode -> its flag in older checkpoints; in the order of concatenation.
 _MODES = {
-    "cls": "cls_token",
-    "max": "max_tokens",
-    "mean": "mean_tokens",
-    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "weightedmean": "weightedmean_tokens",
+    "cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens",
+    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "weightedmean": "weightedmean_tokens",
     "lasttoken": "lasttoken",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -187,7 +181,7 @@ class Pooling:
         modules = checkpoint.json_list(_MODULES)
         if modules is None:
             return cls()
-        modes: tuple[str, ...] = ()
+        modes: tuple[str, ...] = cls.modes
         file = checkpoint.path / _MODULES
         kinds = [_kind(module) for module in modules]
         for kind, module in zip(kinds, modules, strict=True):
@@ -209,7 +203,7 @@ class Pooling:
                 f"{file} has the modules {', '.join(kinds)}. Supported: {', '.join(_KINDS)}, in "
                 "this order."
             )
-        return cls(modes or cls.modes, _NORMALIZE in kinds)
+        return cls(modes, _NORMALIZE in kinds)
 
     def __call__(self, hidden: Tensor, params: PoolingParams = _DEFAULTS) -> Tensor:
         """Return a vector from the hidden states of one text, ``(tokens, size)``.
@@ -218,8 +212,7 @@ class Pooling:
         """
         # Sums over many tokens are taken in float32.
         states = hidden.float()
-        pooled = torch.cat([_pool(states, mode) for mode in self.modes])
-        pooled = pooled[: params.dimensions]
+        pooled = torch.cat([_pool(states, mode) for mode in self.modes])[: params.dimensions]
         normalizes = self.normalizes if params.normalize is None else params.normalize
         return functional.normalize(pooled, dim=0) if normalizes else pooled
 
@@ -244,9 +237,8 @@ def _modes(checkpoint: Checkpoint, name: str) -> tuple[str, ...]:
             "pooled, too",
             checkpoint.path / name,
         )
-    configured = config.get("pooling_mode")
-    if configured is not None:
-        modes = configured if isinstance(configured, list) else [configured]
+    if (modes := config.get("pooling_mode")) is not None:
+        modes = modes if isinstance(modes, list) else [modes]
     else:
         by_flag = {flag: mode for mode, flag in _MODES.items()}
         names = [key.removeprefix(_PREFIX) for key in flags if config[key] is True]
@@ -332,7 +324,7 @@ class Embedder:
                 "runs on one rank. Leave it out, and start one server for each device."
             )
         self._priorities = engine_priorities(ir_op_priority, self.config)
-        checkpoint, named = Checkpoint(model), check_dtype(dtype)
+        checkpoint, dtype = Checkpoint(model), check_dtype(dtype)
         self.tokenizer = tokenizer_of(checkpoint, self.config)
         self._pooling, sentences = Pooling.of(checkpoint), SentenceConfig.of(checkpoint)
         if sentences.lowercases:
@@ -341,13 +333,9 @@ class Embedder:
         self._processors = IOProcessors(checkpoint, self.config)
         platform.set_device(0)
         self._device = torch.device(platform.device_type)
+        dtype = self.config.dtype if dtype == "auto" else dtype
         with compilation_config(self.config.compilation), self._device:
-            loaded = load_encoder(
-                checkpoint,
-                self.config,
-                dtype=self.config.dtype if named == "auto" else named,
-                progress=progress,
-            )
+            loaded = load_encoder(checkpoint, self.config, dtype=dtype, progress=progress)
         platform.post_load_model(loaded.to(self._device))
         self._model, self._names = loaded, count()
         self._scorer = loaded if isinstance(loaded, TransformersCrossEncoder) else None
@@ -404,14 +392,11 @@ class Embedder:
         self._limit(truncate_prompt_tokens)  # also without any prompt
         self._check_task(scores=False)
         params = self.check_params(params)
-        tokens = [
-            self.tokens(
-                prompt,
-                add_special_tokens=add_special_tokens,
-                truncate_prompt_tokens=truncate_prompt_tokens,
-            )
-            for prompt in as_list(prompts)
-        ]
+        options: dict[str, Any] = {
+            "add_special_tokens": add_special_tokens,
+            "truncate_prompt_tokens": truncate_prompt_tokens,
+        }
+        tokens = [self.tokens(prompt, **options) for prompt in as_list(prompts)]
         vectors = self.vectors(tokens, [params] * len(tokens))
         return [
             EmbeddingOutput(str(next(self._names)), ids, vector)
@@ -441,10 +426,8 @@ class Embedder:
         """
         keep = self._limit(truncate_prompt_tokens)
         self._check_task(scores=True)
-        pairs = [
-            self.tokenizer.encode_pair(first, second, keep=keep)
-            for first, second in as_pairs(text_1, text_2)
-        ]
+        texts = as_pairs(text_1, text_2)
+        pairs = [self.tokenizer.encode_pair(*pair, keep=keep) for pair in texts]
         tokens = [self.tokens(ids) for ids, _ in pairs]
         params = [
             self.check_params(PoolingParams(token_type_ids=types), len(ids)) for ids, types in pairs
@@ -484,11 +467,10 @@ class Embedder:
                     f"{limit - 1}, one for each token.",
                     "token_type_ids",
                 )
-        params.check_dimensions(
-            1 if self._scorer is not None else self._model.hidden_size * len(self._pooling.modes),
-            self._config.get("matryoshka_dimensions"),
-            any_size=self._config.get("is_matryoshka") is True,
-        )
+        size = self._model.hidden_size * len(self._pooling.modes)
+        trained = self._config.get("matryoshka_dimensions")
+        any_size = self._config.get("is_matryoshka") is True
+        params.check_dimensions(1 if self._scorer else size, trained, any_size=any_size)
         return params
 
     def _check_task(self, *, scores: bool) -> None:
@@ -541,17 +523,13 @@ class Embedder:
         ids = [token for text in texts for token in text]
         positions = [place for length in lengths for place in range(length)]
         starts = [0, *accumulate(lengths)]
-        options: dict[str, Tensor] = {}
+        tensor = partial(torch.tensor, device=self._device)
+        options = {"cu_seqlens": tensor(starts, dtype=torch.int32)}
         if self._scorer is not None and self._scorer.num_token_types:
             types = [kind for pair in params for kind in pair.token_type_ids or ()]
-            options["token_type_ids"] = torch.tensor(types, device=self._device)
+            options["token_type_ids"] = tensor(types)
         with platforms.current_platform.inference_mode(), self.selection_report.watch(len(ids)):
-            hidden = self._model(
-                torch.tensor(ids, device=self._device),
-                torch.tensor(positions, device=self._device),
-                cu_seqlens=torch.tensor(starts, dtype=torch.int32, device=self._device),
-                **options,
-            )
+            hidden = self._model(tensor(ids), tensor(positions), **options)
             if self._scorer is not None:
                 logits = hidden.float()[:, None]
                 scores = logits.sigmoid() if self._is_sigmoid else logits

@@ -43,6 +43,13 @@ class InvalidArgumentError(RequestError):
     """An argument of the engine has an invalid value."""
 
 
+class RequestIdInUseError(InvalidArgumentError):
+    """An unfinished request has the same name."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request_id={request_id!r} is in use by a request that is not finished.")
+
+
 class UnexpectedKeywordError(InvalidArgumentError, TypeError):
     """A keyword argument does not exist."""
 

@@ -203,11 +203,7 @@ class _Sizing:
     """
 
     def __init__(
-        self,
-        groups: Sequence[LayerGroup],
-        block_size: int,
-        scheduler: SchedulerConfig,
-        memory: int,
+        self, groups: Sequence[LayerGroup], block_size: int, scheduler: SchedulerConfig, memory: int
     ) -> None:
         self._groups, self._block_size, self._limits = groups, block_size, scheduler
         states = [g.block_bytes for g in groups if isinstance(g.retention, SequenceState)]
@@ -215,7 +211,8 @@ class _Sizing:
         self._slots = 0
         if states:
             share = memory // 2 if self.grows else memory
-            self._slots = min(scheduler.max_num_seqs, share // states[0] - 1)  # one is null
+            # One set of states is the null block's.
+            self._slots = min(scheduler.max_num_seqs, share // states[0] - 1)
             if self._slots < 1:
                 raise CacheSizeError(
                     f"The states of one sequence take {states[0]} bytes, and there is one more set "
@@ -572,13 +569,11 @@ class KVCacheManager:
             raise CacheIntegrityError(f"These hold blocks: {', '.join(self._tables)}.")
 
     def _finds(self, hashes: Sequence[bytes], count: int) -> bool:
-        return all(
-            pool.find(block_hash) is not None
-            for retention, pool in self._groups
-            for block_hash in hashes[
-                retention.first_block(count * self.block_size, self.block_size) : count
-            ]
-        )
+        for retention, pool in self._groups:
+            first = retention.first_block(count * self.block_size, self.block_size)
+            if any(pool.find(block_hash) is None for block_hash in hashes[first:count]):
+                return False
+        return True
 
     def _shared(
         self, request: Request, prefix: int, retention: Retention, pool: BlockPool

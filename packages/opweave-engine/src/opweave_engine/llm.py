@@ -71,17 +71,10 @@ class LLM:
         progress: Progress | bool | None = None,
     ) -> None:
         with reporting(progress, "loading", after_loading(config)) as report:
-            self._core, self._priorities = make_core(
-                model,
-                dtype=dtype,
-                seed=seed,
-                ir_op_priority=ir_op_priority,
-                config=config,
-                progress=report,
-            )
-        self.tokenizer, self.config = self._core.tokenizer, self._core.model_config
+            core, self._priorities = make_core(model, dtype, seed, ir_op_priority, config, report)
+        self._core, self.tokenizer, self.config = core, core.tokenizer, core.model_config
         self._checkpoint = Checkpoint(model)
-        self._processors = IOProcessors(self._checkpoint, self._core.config)
+        self._processors = IOProcessors(self._checkpoint, core.config)
         self._names = count()
         self._turns = FairLock()
 
@@ -124,7 +117,7 @@ class LLM:
             )
             for item in zip(texts, params, strict=True)
         ]
-        most = sum(request.max_tokens for request in requests)
+        max_tokens = sum(request.max_tokens for request in requests)
         try:
             self._add(requests)
             with (
@@ -136,7 +129,7 @@ class LLM:
                     with self._turns.take():
                         is_finished = self._step(requests, context)
                     if report is not None:
-                        report(sum(g.num_done for g in requests), most)
+                        report(sum(request.num_done for request in requests), max_tokens)
         finally:
             self._give_up(requests)
         errors = [request.error for request in requests if request.error is not None]

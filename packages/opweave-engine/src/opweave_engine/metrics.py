@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from opweave import ir
@@ -69,20 +69,20 @@ class SelectionReport:
         """Record the calls of the graph that was compiled last."""
         from opweave.compile import report
 
-        found: dict[str, Counter[str]] = {}
+        calls: dict[str, Counter[str]] = {}
         for node in report().nodes:
-            found.setdefault(node.op, Counter())[node.chosen] += 1
-        self._add(found, None)
+            calls.setdefault(node.op, Counter())[node.chosen] += 1
+        self._add(calls, None)
 
-    def _add(self, found: Mapping[str, Mapping[str, int]], size: int | None) -> None:
+    def _add(self, calls: Mapping[str, Mapping[str, int]], size: int | None) -> None:
+        """Add the calls of a forward pass: their number, by op and provider."""
         new = [
-            KernelUse(op, provider, size, calls)
-            for op, by_provider in found.items()
-            for provider, calls in by_provider.items()
+            KernelUse(op, provider, size, count)
+            for op, by_provider in calls.items()
+            for provider, count in by_provider.items()
         ]
-        self.kernels = tuple(
-            sorted([*self.kernels, *new], key=lambda k: (k.op, k.tokens or 0, k.provider))
-        )
+        kernels = sorted([*self.kernels, *new], key=lambda k: (k.op, k.tokens or 0, k.provider))
+        self.kernels = tuple(kernels)
 
 
 # Statistics of an engine.
@@ -108,6 +108,10 @@ class HistogramCounts:
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
     total: float
+
+    def __add__(self, other: HistogramCounts) -> HistogramCounts:
+        counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
+        return HistogramCounts(self.bounds, counts, self.total + other.total)
 
 
 class Histogram:
@@ -154,17 +158,17 @@ class EngineStats:
             if nothing was compiled.
     """
 
-    running: int
-    waiting: int
-    kv_usage: float
-    prefix_queries: int
-    prefix_hits: int
-    preemptions: int
-    prompt_tokens: int
-    generation_tokens: int
-    steps: int
-    finished: Mapping[str, int]
-    histograms: Mapping[str, HistogramCounts]
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    steps: int = 0
+    finished: Mapping[str, int] = field(default_factory=dict)
+    histograms: Mapping[str, HistogramCounts] = field(default_factory=dict)
     replicas: int = 1
     kernels: tuple[KernelUse, ...] = ()
     compile_seconds: float = 0.0
@@ -210,12 +214,6 @@ class StatCounter:
     def stats(self) -> EngineStats:
         """Return the statistics of an engine with these counters, which runs nothing."""
         return EngineStats(
-            running=0,
-            waiting=0,
-            kv_usage=0.0,
-            prefix_queries=0,
-            prefix_hits=0,
-            preemptions=0,
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
             steps=self.steps,
@@ -225,16 +223,9 @@ class StatCounter:
 
 
 _HISTOGRAMS = (
-    "time_to_first_token",
-    "inter_token_latency",
-    "queue_time",
-    "prefill_time",
-    "decode_time",
-    "inference_time",
-    "e2e_latency",
-    "step_time",
-    "iteration_tokens",
-)
+    "time_to_first_token", "inter_token_latency", "queue_time", "prefill_time", "decode_time",
+    "inference_time", "e2e_latency", "step_time", "iteration_tokens",
+)  # fmt: skip
 
 
 # Adds up the statistics of several engines.
@@ -251,41 +242,29 @@ def after_death(stats: EngineStats) -> EngineStats:
     return replace(stats, running=0, waiting=0, kv_usage=0.0, replicas=0)
 
 
-def merged(every: Sequence[EngineStats]) -> EngineStats:
+def merged(engines: Sequence[EngineStats]) -> EngineStats:
     """Return the sums of the counters.
 
     The cache usage is averaged over live engines, the compile time is the maximum, and each kernel
     is listed once.
     """
-    replicas = sum(each.replicas for each in every)
-    kernels = [kernel for each in every for kernel in each.kernels]
-    usage = sum(each.kv_usage * each.replicas for each in every)
+    replicas = sum(stats.replicas for stats in engines)
+    kernels = [kernel for stats in engines for kernel in stats.kernels]
+    usage = sum(stats.kv_usage * stats.replicas for stats in engines)
+    sums: dict[str, Any] = {n: sum(getattr(stats, n) for stats in engines) for n in _SUMS}
+    histograms: dict[str, HistogramCounts] = {}
+    for stats in engines:
+        for name, counts in stats.histograms.items():
+            histograms[name] = histograms[name] + counts if name in histograms else counts
     return EngineStats(
-        **_sums(every),
+        **sums,
         kv_usage=usage / max(1, replicas),
-        finished=dict(sum((Counter(each.finished) for each in every), Counter())),
-        histograms=_histograms(each.histograms for each in every),
+        finished=dict(sum((Counter(stats.finished) for stats in engines), Counter())),
+        histograms=histograms,
         replicas=replicas,
         kernels=tuple({(k.op, k.provider, k.tokens): k for k in kernels}.values()),
-        compile_seconds=max((each.compile_seconds for each in every), default=0.0),
+        compile_seconds=max((stats.compile_seconds for stats in engines), default=0.0),
     )
-
-
-def _sums(every: Sequence[EngineStats]) -> dict[str, Any]:
-    return {name: sum(getattr(each, name) for each in every) for name in _SUMS}
-
-
-def _histograms(every: Iterable[Mapping[str, HistogramCounts]]) -> dict[str, HistogramCounts]:
-    found: dict[str, HistogramCounts] = {}
-    for histograms in every:
-        for name, counts in histograms.items():
-            found[name] = _sum(found[name], counts) if name in found else counts
-    return found
-
-
-def _sum(one: HistogramCounts, other: HistogramCounts) -> HistogramCounts:
-    counts = tuple(a + b for a, b in zip(one.counts, other.counts, strict=True))
-    return HistogramCounts(one.bounds, counts, one.total + other.total)
 
 
 NOTHING = replace(StatCounter().stats(), replicas=0)
@@ -323,14 +302,13 @@ def stat_loggers(config: EngineConfig) -> list[StatLogger]:
         PluginTypeError: (a TypeError) an entry point is not a subclass of :class:`StatLogger`.
         PluginError: a plugin failed.
     """
-    found = load_plugins_by_group(STAT_LOGGER_PLUGINS)
-    return [_checked(name, found[name])(config) for name in sorted(found)]
-
-
-def _checked(name: str, found: object) -> type[StatLogger]:
-    if isinstance(found, type) and issubclass(found, StatLogger):
-        return found
-    raise PluginTypeError(
-        f"stat logger plugin {name!r} is {found!r}; its entry point should be a class derived from "
-        f"{StatLogger.__module__}.StatLogger. To go on without it: OPWEAVE_PLUGINS=-{name}"
-    )
+    loggers = []
+    for name, kind in sorted(load_plugins_by_group(STAT_LOGGER_PLUGINS).items()):
+        if not (isinstance(kind, type) and issubclass(kind, StatLogger)):
+            raise PluginTypeError(
+                f"stat logger plugin {name!r} is {kind!r}; its entry point should be a class "
+                f"derived from {StatLogger.__module__}.StatLogger. To go on without it: "
+                f"OPWEAVE_PLUGINS=-{name}"
+            )
+        loggers.append(kind(config))
+    return loggers

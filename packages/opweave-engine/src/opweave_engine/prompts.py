@@ -75,12 +75,10 @@ class PromptReader:
                 vocabulary, or leaves no room for an answer.
         """
         content, _ = split_prompt(prompt)
+        text = content if isinstance(content, str) else as_ids(content)
+        side: Side = "left" if self.answers else "right"
         ids = truncated(
-            content if isinstance(content, str) else as_ids(content),
-            self.tokenizer,
-            keep,
-            side="left" if self.answers else "right",
-            add_special_tokens=add_special_tokens,
+            text, self.tokenizer, keep, side=side, add_special_tokens=add_special_tokens
         )
         if not ids and self.tokenizer.bos_token_id is not None:
             ids = [self.tokenizer.bos_token_id]
@@ -218,18 +216,17 @@ def params_for(count: int, params: object, default: SamplingParams) -> list[Samp
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or default] * count
-    if not isinstance(params, list | tuple) or not all(
-        isinstance(item, SamplingParams) for item in params
-    ):
+    items = params if isinstance(params, list | tuple) else [params]
+    if not all(isinstance(item, SamplingParams) for item in items):
         raise PromptError(
             f"sampling_params must be SamplingParams or a list of them, not {params!r}."
         )
-    if len(params) != count:
+    if len(items) != count:
         raise PromptError(
-            f"There are {count} prompts but {len(params)} sampling_params. Give one for all, or "
+            f"There are {count} prompts but {len(items)} sampling_params. Give one for all, or "
             "one for each."
         )
-    return list(params)
+    return list(items)
 
 
 def _are_ids(value: object) -> bool:
@@ -295,7 +292,7 @@ class IOProcessors:
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
         self._checkpoint, self._config = checkpoint, config
-        self._made: dict[str, IOProcessor] = {}
+        self._processors: dict[str, IOProcessor] = {}
 
     def find(self, name: str | None = None) -> IOProcessor | None:
         """Return the processor of plugin *name*; None: the checkpoint's, if it names one.
@@ -311,9 +308,9 @@ class IOProcessors:
             raise CheckpointError(
                 f"config.json says {_FIELD}={name!r}; it must be the name of a plugin."
             )
-        if name not in self._made:
-            self._made[name] = io_processor(name, self._config)
-        return self._made[name]
+        if name not in self._processors:
+            self._processors[name] = io_processor(name, self._config)
+        return self._processors[name]
 
     def get(self, name: str | None, *, embeds: bool) -> IOProcessor:
         """Return the result of :meth:`find`, checked for an encoder or a text model.
@@ -321,19 +318,19 @@ class IOProcessors:
         Raises:
             InvalidArgumentError: no processor is named, or it is for the other kind of model.
         """
-        if (found := self.find(name)) is None:
+        if (processor := self.find(name)) is None:
             raise InvalidArgumentError(
                 f"No I/O processor is named: {self._checkpoint.path / 'config.json'} has no "
                 f"{_FIELD}. Name a plugin: process(request, io_processor=NAME), or "
                 "opweave serve --io-processor NAME."
             )
-        if found.embeds != embeds:
+        if processor.embeds != embeds:
             kinds = ("models that generate text", "encoders")
             raise InvalidArgumentError(
-                f"I/O processor {type(found).__name__} is for {kinds[found.embeds]}, but the model "
-                f"is one of the {kinds[embeds]}."
+                f"I/O processor {type(processor).__name__} is for {kinds[processor.embeds]}, but "
+                f"the model is one of the {kinds[embeds]}."
             )
-        return found
+        return processor
 
 
 def io_processor(name: str, config: EngineConfig) -> IOProcessor:
@@ -346,10 +343,10 @@ def io_processor(name: str, config: EngineConfig) -> IOProcessor:
     """
     plugin = loader().find(IO_PROCESSOR_PLUGINS, name)
     qualname = plugin.returned if plugin.returned is not None else plugin.call()
-    found = resolve_obj_by_qualname(qualname) if isinstance(qualname, str) else qualname
-    if not (isinstance(found, type) and issubclass(found, IOProcessor)):
+    kind = resolve_obj_by_qualname(qualname) if isinstance(qualname, str) else qualname
+    if not (isinstance(kind, type) and issubclass(kind, IOProcessor)):
         raise PluginTypeError(
             f"{plugin.entry} returned {qualname!r}; it should be the qualified name of a class "
             f"derived from {IOProcessor.__module__}.IOProcessor."
         )
-    return found(config)
+    return kind(config)

@@ -29,14 +29,6 @@ from opweave_engine.structured.grammar_compiler import GrammarCompiler, GrammarS
 _arrivals = count()
 
 
-def check_priority(priority: object) -> None:
-    """Raise InvalidArgumentError unless *priority* is an integer."""
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise InvalidArgumentError(
-            f"priority={priority!r} must be an integer; a lower number goes first."
-        )
-
-
 class Request:
     """The tokens of one output, including the prompt, and how many of them are computed.
 
@@ -216,14 +208,7 @@ class DetokenizedOutput:
 
     def output(self) -> CompletionOutput:
         """Return everything so far."""
-        return CompletionOutput(
-            self.index,
-            self._detokenizer.text,
-            self.request.output_token_ids,
-            self.finish_reason,
-            None if self._logprobs is None else list(self._logprobs),
-            self._stop_reason,
-        )
+        return self._completion(self._detokenizer.text, 0, shows_end=True)
 
     @property
     def has_changed(self) -> bool:
@@ -235,19 +220,20 @@ class DetokenizedOutput:
         """Return what is new since the last call; the finish reason is reported once."""
         start, self._num_sent = self._num_sent, self.num_tokens
         ends, self._has_sent_end = self.is_finished and not self._has_sent_end, self.is_finished
+        return self._completion(self._detokenizer.take(), start, shows_end=ends)
+
+    def _completion(self, text: str, start: int, *, shows_end: bool) -> CompletionOutput:
+        """Return *text* and the generated tokens from *start* on."""
+        stopped_by = self._detokenizer.stopped_by
+        stop_reason = self._stop_token if stopped_by is None else stopped_by
         return CompletionOutput(
             self.index,
-            self._detokenizer.take(),
+            text,
             self.request.token_ids[self.request.num_prompt_tokens + start :],
-            self.finish_reason if ends else None,
+            self.finish_reason if shows_end else None,
             None if self._logprobs is None else self._logprobs[start:],
-            self._stop_reason if ends else None,
+            stop_reason if shows_end else None,
         )
-
-    @property
-    def _stop_reason(self) -> str | int | None:
-        stopped_by = self._detokenizer.stopped_by
-        return self._stop_token if stopped_by is None else stopped_by
 
     @property
     def is_finished(self) -> bool:
@@ -300,29 +286,26 @@ class OutputAccumulator:
     """Accumulates the deltas of one request, each in time proportional to its own size."""
 
     def __init__(self) -> None:
-        self._first: RequestOutput | None = None
-        self._newest: RequestOutput | None = None
+        self._newest: RequestOutput | None = None  # with the prompt of the first delta
         self._outputs: dict[int, _GrowingOutput] = {}
 
     def add(self, delta: RequestOutput) -> None:
         """Append a delta."""
-        self._first, self._newest = self._first or delta, delta
-        for each in delta.outputs:
-            if (growing := self._outputs.get(each.index)) is None:
-                growing = self._outputs[each.index] = _GrowingOutput(each.index)
-            growing.add(each)
+        first = self._newest or delta
+        self._newest = replace(
+            delta,
+            prompt=first.prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            prompt_logprobs=first.prompt_logprobs,
+        )
+        for output in delta.outputs:
+            self._outputs.setdefault(output.index, _GrowingOutput(output.index)).add(output)
 
     def output(self) -> RequestOutput:
         """Return everything that was added, as one output. At least one delta must be added."""
-        assert self._first is not None, "add() comes first"
         assert self._newest is not None, "add() comes first"
-        return replace(
-            self._newest,
-            prompt=self._first.prompt,
-            prompt_token_ids=self._first.prompt_token_ids,
-            prompt_logprobs=self._first.prompt_logprobs,
-            outputs=[self._outputs[index].output() for index in sorted(self._outputs)],
-        )
+        outputs = [self._outputs[index].output() for index in sorted(self._outputs)]
+        return replace(self._newest, outputs=outputs)
 
 
 def merge_deltas(deltas: Sequence[RequestOutput]) -> RequestOutput:
@@ -437,7 +420,7 @@ class ActiveRequest:
     def _output(self, outputs: list[CompletionOutput], *, shows_prompt: bool) -> RequestOutput:
         logprobs = self._prompt_logprobs if shows_prompt else None
         first, *_ = timings = [output.timings() for output in self.outputs]
-        finished = max(each.finished for each in timings) if self.is_finished else 0.0
+        finished = max(times.finished for times in timings) if self.is_finished else 0.0
         return RequestOutput(
             self.request_id,
             self.prompt if shows_prompt else None,
@@ -473,25 +456,9 @@ class RequestFactory:
         eos_token_ids: frozenset[int],
         seed: int,
     ) -> None:
-        self.prompts, self.seeds = prompts, RequestSeeds(seed)
-        self._grammars, self._platform = grammars, platform
-        self._eos_token_ids = eos_token_ids
-        self._numbers = count()
-
-    def tokens(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        add_special_tokens: bool = True,
-    ) -> list[int]:
-        """Return the tokens of one prompt, truncated as *params* ask.
-
-        Raises:
-            PromptError: the prompt is empty, too long, or has token ids outside the vocabulary.
-        """
-        keep = None if params is None else params.prompt_limit(self.prompts.max_positions)
-        return self.prompts.tokens(prompt, add_special_tokens=add_special_tokens, keep=keep)
+        self.seeds = RequestSeeds(seed)
+        self._prompts, self._grammars, self._platform = prompts, grammars, platform
+        self._eos_token_ids, self._numbers = eos_token_ids, count()
 
     def make(
         self,
@@ -524,21 +491,28 @@ class RequestFactory:
             OpweaveError: the platform rejects the request.
         """
         check_params(params)
-        check_priority(priority)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidArgumentError(
+                f"priority={priority!r} must be an integer; a lower number goes first."
+            )
         content, salt = split_prompt(prompt)
-        tokenizer, size = self.prompts.tokenizer, self.prompts.vocab_size
-        tokens = self.tokens(content, params, add_special_tokens=add_special_tokens)
+        tokenizer, size = self._prompts.tokenizer, self._prompts.vocab_size
+        keep = params.prompt_limit(self._prompts.max_positions)
+        tokens = self._prompts.tokens(content, add_special_tokens=add_special_tokens, keep=keep)
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         bad_words, allowed = BadWords(params.bad_words, tokenizer), params.allowed_token_ids
         params.check_vocabulary(size, eos, bad_words.single)
         mask = None if allowed is None else token_mask(allowed, size)
         self._platform.validate_request(params)
-        room = self.prompts.max_positions - len(tokens)
+        room = self._prompts.max_positions - len(tokens)
         seed = self.seeds.of(params)
-        outputs = [
-            DetokenizedOutput(
+        outputs = []
+        for index in range(params.n):
+            # Unique even if request ids contain "#".
+            name = f"{request_id}#{next(self._numbers)}"
+            output = DetokenizedOutput(
                 index,
-                Request(self._sequence_id(request_id), tokens, priority=priority, cache_salt=salt),
+                Request(name, tokens, priority=priority, cache_salt=salt),
                 params,
                 derived_seed(seed, index),
                 Detokenizer.of(tokenizer, tokens, params),
@@ -548,13 +522,8 @@ class RequestFactory:
                 allowed=mask,
                 bad_words=bad_words,
             )
-            for index in range(params.n)
-        ]
+            outputs.append(output)
         # The prefix cache stores no logits, so prompt logprobs need the whole prompt computed.
         outputs[0].request.uses_prefix = params.prompt_logprobs is None
         text = content if isinstance(content, str) else None
         return ActiveRequest(request_id, text, outputs, streams=streams, deltas=deltas)
-
-    def _sequence_id(self, request_id: str) -> str:
-        """Return a unique name for a sequence, even if request ids contain ``#``."""
-        return f"{request_id}#{next(self._numbers)}"

@@ -208,13 +208,7 @@ class ModelRunner:
         """
         self._max_model_len = plan.max_model_len
         self._caches = LayerCaches(
-            self.model,
-            self._specs,
-            self.groups,
-            plan.num_blocks,
-            plan.block_size,
-            self.platform,
-            self.device,
+            self.model, self._specs, self.groups, plan, self.platform, self.device
         )
 
     def warm_up(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -20,7 +20,7 @@ from opweave_engine.errors import CheckpointError, SamplingParamsError, require
 from opweave_engine.load.gguf import has_json, is_gguf, json_of, read_gguf
 from opweave_engine.models import CheckpointModel, build_model
 from opweave_engine.models.config import Fields
-from opweave_engine.models.weights import shown_name
+from opweave_engine.models.weights import shown_name, shown_names
 from opweave_engine.sampling.params import SamplingParams
 
 # Where a model's weights come from: named tensors, some of them quantized.
@@ -60,24 +60,20 @@ class QuantizedSource(TensorSource, Protocol):
 # Dtypes and shapes of a checkpoint's tensors.
 
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def named_dtype(dtype: str, config: Mapping[str, Any]) -> torch.dtype | None:
     """Return *dtype*, or the configuration's; None if neither says one."""
     saved = Fields(config).dtype()
-    if dtype == "auto" and saved is None:
-        return None
-    if dtype == "auto" and saved not in DTYPES:
+    if dtype != "auto":
+        return DTYPES[dtype]
+    if saved is not None and saved not in DTYPES:
         raise CheckpointError(
             f"config.json has dtype {saved!r}, which dtype='auto' cannot follow. "
             f"Choose one of: {', '.join(DTYPES)}."
         )
-    return DTYPES[str(saved) if dtype == "auto" else dtype]
+    return None if saved is None else DTYPES[saved]
 
 
 def dtype_of(files: Iterable[TensorSource]) -> torch.dtype:
@@ -117,7 +113,6 @@ Progress = Callable[[int, int], None]
 
 _log = logging.getLogger(__name__)
 
-_MAX_NAMES = 8  # names in an error
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -213,10 +208,9 @@ class Checkpoint:
         if self._has(_SINGLE):
             return [self.path / _SINGLE]
         names = sorted(set(self._weight_map().values()))
-        missing = [name for name in names if not self._is_file(name)]
-        if missing:
+        if missing := [name for name in names if not self._is_file(name)]:
             raise CheckpointError(
-                f"{self.path / _INDEX} names files that are missing: {_some(missing)}."
+                f"{self.path / _INDEX} names files that are missing: {shown_names(missing)}."
             )
         return [self.path / name for name in names]
 
@@ -252,7 +246,7 @@ class Checkpoint:
             )  # fmt: skip
         if lost:
             raise CheckpointError(
-                f"{self.path / _INDEX} names tensors that no file has: {_some(lost)}. "
+                f"{self.path / _INDEX} names tensors that no file has: {shown_names(lost)}. "
                 "Download or copy the checkpoint again."
             )
 
@@ -313,20 +307,13 @@ class Checkpoint:
         file = self.path / name
         try:
             return json.loads(file.read_text(encoding="utf-8"))
-        except RecursionError as error:
-            raise CheckpointError(
-                f"{file} is not readable JSON: it is nested too deeply."
-            ) from error
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file} is not readable JSON: {error}.") from error
+        except (OSError, ValueError, RecursionError) as error:
+            is_deep = isinstance(error, RecursionError)
+            reason = "it is nested too deeply" if is_deep else error
+            raise CheckpointError(f"{file} is not readable JSON: {reason}.") from error
 
     def _listing(self) -> str:
-        return _some(sorted(file.name for file in self.path.iterdir())) or "nothing"
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return the first of *names* for an error."""
-    return ", ".join([*map(shown_name, names[:_MAX_NAMES]), *["…"] * (len(names) > _MAX_NAMES)])
+        return shown_names(sorted(file.name for file in self.path.iterdir())) or "nothing"
 
 
 class TensorFile:
@@ -372,12 +359,12 @@ class TensorFile:
 
 
 MAX_LAYERS = 4096  # of a model that is built before tensors say how many there are
-# Of experts and extra layers, which are listed one by one, and of a head, which has a table.
+# Experts and extra layers are built one by one, and a head has a table of its size.
 _MAX_SIZE = 2**16
-_LIMITED = ("experts", "predict_layers", "head_dim")  # how their keys end
-# Up to so many parameters per number in the files, tensors that do not fit are listed.
+_LIMITED_SUFFIXES = ("experts", "predict_layers", "head_dim")
+# Parameters per number in the files. Below that, an error lists the tensors that do not fit.
 _MAX_SHARE = 8
-# Parts of torch's error messages, which have no classes of their own -> their meaning.
+# The meaning of parts of torch's error messages, which have no classes of their own.
 _TOO_LARGE = {
     "verflow": "names sizes that no tensor has",
     "DefaultCPUAllocator": "asks for more memory than there is",
@@ -410,7 +397,7 @@ def _language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_sizes(config: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a model has more experts or larger heads than there can be."""
     for name, size in _language_model(config).items():
-        is_limited = name.endswith(_LIMITED) and isinstance(size, int)
+        is_limited = name.endswith(_LIMITED_SUFFIXES) and isinstance(size, int)
         if is_limited and size > _MAX_SIZE:
             raise CheckpointError(f"config.json says {name}={size}, but there can be {_MAX_SIZE}.")
 
@@ -473,8 +460,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype) -> CheckpointModel:
 
 
 FILE = "generation_config.json"
-# "vllm" is what vLLM calls its own defaults.
-_OFF = ("none", "vllm")
+_NO_DEFAULTS = ("none", "vllm")  # vLLM's name for its own defaults is "vllm"
 # The names in the file, and those of SamplingParams.
 _FOLLOWED = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
@@ -482,28 +468,14 @@ _FOLLOWED = {
 }
 # Other fields that change what transformers generates, and the values that do not.
 _NOT_FOLLOWED: Mapping[str, tuple[object, ...]] = {
-    "do_sample": (True,),
-    "num_beams": (1,),
-    "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1,),
-    "typical_p": (1,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "top_h": (),
-    "penalty_alpha": (0,),
-    "guidance_scale": (1,),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "bad_words_ids": ([],),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
-    "sequence_bias": ({}, []),
-    "stop_strings": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
+    "do_sample": (True,), "num_beams": (1,), "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,), "typical_p": (1,),
+    "epsilon_cutoff": (0,), "eta_cutoff": (0,), "top_h": (), "penalty_alpha": (0,),
+    "guidance_scale": (1,), "min_length": (0,), "min_new_tokens": (0,), "bad_words_ids": ([],),
+    "suppress_tokens": ([],), "begin_suppress_tokens": ([],), "sequence_bias": ({}, []),
+    "stop_strings": ([],), "forced_bos_token_id": (), "forced_eos_token_id": (),
     "exponential_decay_length_penalty": (),
-}
+}  # fmt: skip
 
 
 def generation_folder(checkpoint: Checkpoint, source: str) -> Checkpoint:
@@ -516,7 +488,7 @@ def generation_folder(checkpoint: Checkpoint, source: str) -> Checkpoint:
     Raises:
         CheckpointError: *source* is not a directory with that file.
     """
-    if source == "auto" or source in _OFF:
+    if source == "auto" or source in _NO_DEFAULTS:
         return checkpoint
     folder = Checkpoint(source)
     if folder.json(FILE) is None:
@@ -538,7 +510,7 @@ def sampling_defaults(checkpoint: Checkpoint, source: str = "auto") -> dict[str,
     Raises:
         CheckpointError: the file is damaged or missing, or a value is out of range.
     """
-    if source in _OFF:
+    if source in _NO_DEFAULTS:
         return {}
     folder = generation_folder(checkpoint, source)
     fields = folder.json(FILE) or {}
@@ -557,25 +529,20 @@ def sampling_defaults(checkpoint: Checkpoint, source: str = "auto") -> dict[str,
 
 def log_defaults(checkpoint: Checkpoint, source: str, defaults: Mapping[str, Any]) -> None:
     """Log the sampling defaults, and what ``generation_config.json`` asks for in vain."""
-    if source in _OFF:
+    if source in _NO_DEFAULTS:
         return
     folder = generation_folder(checkpoint, source)
     # Defaults of SamplingParams change nothing.
     neutral = SamplingParams()
-    changed = {k: v for k, v in defaults.items() if v != getattr(neutral, k)}
-    if changed:
+    if changed := {k: v for k, v in defaults.items() if v != getattr(neutral, k)}:
         _log.warning(
             "sampling defaults from %s: %s; requests override them, and "
             "generation_config='none' (--generation-config none) disables them",
             folder.path / FILE, _listed(changed),
         )  # fmt: skip
     fields = folder.json(FILE) or {}
-    ignored = {
-        name: fields[name]
-        for name, neutral_values in _NOT_FOLLOWED.items()
-        if fields.get(name) is not None and fields[name] not in neutral_values
-    }
-    if ignored:
+    values = {name: fields[name] for name in _NOT_FOLLOWED if fields.get(name) is not None}
+    if ignored := {k: v for k, v in values.items() if v not in _NOT_FOLLOWED[k]}:
         _log.warning("%s: not followed: %s", folder.path / FILE, _listed(ignored))
 
 

@@ -97,7 +97,7 @@ def after_loading(config: object) -> str:
 # pages of 2 MiB.
 
 
-_HUGE = 2 << 20  # bytes
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -111,10 +111,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     if not _gains(size, device):
         return torch.empty(*shape, dtype=dtype, device=device)
     # Not torch's allocator: it writes before the tensor, which makes a small page there.
-    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     data = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -data.data_ptr() % _HUGE
+    start = -data.data_ptr() % _HUGE_PAGE_BYTES
     return data[start : start + size].view(dtype).view(*shape)
 
 
@@ -126,7 +126,7 @@ def move_parameters(module: nn.Module) -> None:
 
 
 def _gains(size: int, device: torch.device) -> bool:
-    return device.type == "cpu" and size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE")
+    return device.type == "cpu" and size >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
 
 
 # Checkpoints whose configuration ties the output matrix that their files store separately.
@@ -134,7 +134,7 @@ def _gains(size: int, device: torch.device) -> bool:
 
 _log = logging.getLogger(__name__)
 
-_KEY = "tie_word_embeddings"
+_TIED_KEY = "tie_word_embeddings"
 
 
 def untied(
@@ -161,16 +161,13 @@ def untied(
     _log.warning(
         "config.json ties the embeddings (%s), but the files hold a different %s; both are loaded. "
         "Set %s to false in config.json to silence this warning",
-        _KEY, HEAD, _KEY,
+        _TIED_KEY, HEAD, _TIED_KEY,
     )  # fmt: skip
-    return {**config, _KEY: False}
+    return {**config, _TIED_KEY: False}
 
 
 def _read(name: str, files: Iterable[TensorSource], dtype: torch.dtype) -> Tensor | None:
-    for file in files:
-        if name in file.shapes():
-            return file.tensor(name).to(dtype)
-    return None
+    return next((file.tensor(name).to(dtype) for file in files if name in file.shapes()), None)
 
 
 # Chooses whose code runs a model: opweave's, or transformers'.
@@ -314,12 +311,9 @@ def load_model(
     config = checkpoint.config()
     # First: errors in the configuration are reported before missing files.
     if uses_transformers(config, model_impl):
+        random_seed = seed if load_format == "dummy" else None
         return load_by_transformers(
-            load_transformers_model,
-            checkpoint,
-            dtype,
-            seed if load_format == "dummy" else None,
-            progress,
+            load_transformers_model, checkpoint, dtype, random_seed, progress
         )
     warn_unread_rope_keys(config)
     weight_dtype = named_dtype(dtype, config)
@@ -512,13 +506,9 @@ def load_encoder(
     # All checkpoints with modules.json make embeddings, also those that have a classifier's head.
     has_modules = checkpoint.json_list("modules.json") is not None
     scores = not has_modules and has_model(architectures[0], "sequence_classifier")
-    return load_by_transformers(
-        partial(load_transformers_encoder, scores=scores),
-        checkpoint,
-        dtype,
-        config.seed if config.load_format == "dummy" else None,
-        progress,
-    )
+    load = partial(load_transformers_encoder, scores=scores)
+    random_seed = config.seed if config.load_format == "dummy" else None
+    return load_by_transformers(load, checkpoint, dtype, random_seed, progress)
 
 
 def _own_class(config: Mapping[str, Any]) -> type[CheckpointModel] | None:

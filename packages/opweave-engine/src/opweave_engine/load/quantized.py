@@ -392,10 +392,7 @@ class Format:
 
 _MIXED = "mixed-precision"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", _MIXED)
-_STRATEGIES = {
-    "int": ("tensor", "channel", "group"),
-    "float": ("tensor", "channel", "block"),
-}
+_STRATEGIES = {"int": ("tensor", "channel", "group"), "float": ("tensor", "channel", "block")}
 _BLOCKS = ([GROUP, GROUP], f"{GROUP}x{GROUP}")  # older versions write a text
 # Keys of how scales were found, and of the dtypes in which the tensors are stored.
 _FOUND_BY = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")

@@ -18,12 +18,7 @@ from opweave.layers.linear import LinearBase, ReplicatedLinear
 from opweave_engine.errors import CheckpointError, InvalidArgumentError, require
 from opweave_engine.load.checkpoint import Checkpoint, Progress, shapes_of
 from opweave_engine.load.loader import as_language_model, check_shapes, planned_model
-from opweave_engine.load.quantized import (
-    FLOATS,
-    part_names,
-    plain_weights,
-    unquantized,
-)
+from opweave_engine.load.quantized import FLOATS, part_names, plain_weights, unquantized
 from opweave_engine.models import CausalLM, LanguageModel
 from opweave_engine.models.weights import shown_name
 
@@ -130,7 +125,7 @@ def _rounded(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 GROUPS = (32, 64, 128)
 _INDEX = "model.safetensors.index.json"
 _VERSION = "0.12.2"  # of compressed-tensors, whose layout is written
-_NOT_AGAIN = "it cannot be quantized again."
+_ADVICE = "it cannot be quantized again."
 
 
 @dataclass(frozen=True)
@@ -186,9 +181,9 @@ def quantize_checkpoint(
 def _write(checkpoint: Checkpoint, into: Path, group: int, progress: Progress) -> Written:
     original = checkpoint.config()
     with checkpoint.open_files() as files:
-        config = unquantized(original, checkpoint, files, _NOT_AGAIN)
+        config = unquantized(original, checkpoint, files, _ADVICE)
         shapes = shapes_of(files)
-        with plain_weights(original, checkpoint, _NOT_AGAIN):
+        with plain_weights(original, checkpoint, _ADVICE):
             model = as_language_model(planned_model(config, len(shapes)))
             check_shapes(model, shapes)
         chosen = _chosen(model, shapes, group)
@@ -300,14 +295,9 @@ def _copy_others(source: Path, into: Path) -> None:
 def _config(group: int, ignored: list[str]) -> dict[str, Any]:
     """Return ``quantization_config`` as compressed-tensors writes it."""
     weights = {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": group,
-        "dynamic": False,
-        "observer": "minmax",
-    }
+        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group,
+        "dynamic": False, "observer": "minmax",
+    }  # fmt: skip
     scheme = {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}
     return {
         "quant_method": "compressed-tensors",

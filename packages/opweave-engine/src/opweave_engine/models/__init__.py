@@ -38,43 +38,19 @@ from opweave_engine.models.registry import (
 from opweave_engine.models.weights import CheckpointModel
 
 __all__ = [
-    "SelfAttention",
-    "GatedMlp",
-    "LanguageModel",
-    "LatentAttention",
-    "DecoderLayer",
-    "Decoder",
-    "Attention",
-    "SUPPORTED_ARCHITECTURES",
-    "BertConfig",
-    "BertModel",
-    "CachedRows",
-    "CausalLM",
-    "CheckpointModel",
-    "DeepseekV3Config",
-    "DeepseekV3ForCausalLM",
-    "DuplicateModelError",
-    "Encoder",
-    "ForwardContext",
-    "Gemma3Config",
-    "Gemma3ForCausalLM",
-    "GptOssMoE",
-    "InvalidConfigError",
-    "InvalidModelError",
-    "CachedAttention",
-    "LlamaConfig",
-    "LlamaForCausalLM",
-    "Mamba2Config",
-    "Mamba2ForCausalLM",
-    "MixtralForCausalLM",
-    "MixtureConfig",
-    "ModelError",
-    "Qwen3MoeForCausalLM",
-    "UnsupportedModelError",
-    "WeightsError",
-    "build_model",
-    "forward_context",
-    "model_class",
-    "register_model",
+    # Building blocks
+    "Attention", "CausalLM", "CheckpointModel", "Decoder", "DecoderLayer", "Encoder", "GatedMlp",
+    "LanguageModel", "LatentAttention", "SelfAttention",
+    # Models and their configurations
+    "BertConfig", "BertModel", "DeepseekV3Config", "DeepseekV3ForCausalLM", "Gemma3Config",
+    "Gemma3ForCausalLM", "GptOssMoE", "LlamaConfig", "LlamaForCausalLM", "Mamba2Config",
+    "Mamba2ForCausalLM", "MixtralForCausalLM", "MixtureConfig", "Qwen3MoeForCausalLM",
+    # The registry
+    "SUPPORTED_ARCHITECTURES", "build_model", "model_class", "register_model",
     "supported_architectures",
-]
+    # The context of a forward
+    "CachedAttention", "CachedRows", "ForwardContext", "forward_context",
+    # Errors
+    "DuplicateModelError", "InvalidConfigError", "InvalidModelError", "ModelError",
+    "UnsupportedModelError", "WeightsError",
+]  # fmt: skip

@@ -93,11 +93,7 @@ class BertEmbeddings(nn.Module):
         super().__init__()
         self.word_embeddings, self.token_type_embeddings, self.position_embeddings = (
             VocabParallelEmbedding(count, config.hidden_size, params_dtype=dtype)
-            for count in (
-                config.vocab_size,
-                config.type_vocab_size,
-                config.max_position_embeddings,
-            )
+            for count in (config.vocab_size, config.type_vocab_size, config.max_position_embeddings)
         )
         self.LayerNorm = LayerNorm(config.hidden_size, config.layer_norm_eps, dtype=dtype)
 
@@ -177,6 +173,8 @@ class BertModel(Encoder):
     ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
+        self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
+        self.max_positions = config.max_position_embeddings
         self.embeddings = BertEmbeddings(config, dtype)
         layers = (BertLayer(config, dtype) for _ in range(config.num_hidden_layers))
         self.encoder = nn.ModuleDict({"layer": nn.ModuleList(layers)})
@@ -186,18 +184,6 @@ class BertModel(Encoder):
             dense = ReplicatedLinear(size, size, params_dtype=dtype, return_bias=False)
             self.pooler = nn.ModuleDict({"dense": dense})
         self.requires_grad_(False)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        return self.config.max_position_embeddings
 
     def forward(
         self,
@@ -215,8 +201,8 @@ class BertModel(Encoder):
             cu_seqlens: ``(sequences + 1,)``, int32: the start of each sequence, and the end of the
                 last. None: one sequence.
         """
-        kinds = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-        hidden: Tensor = self.embeddings(input_ids, positions, kinds)
+        types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+        hidden: Tensor = self.embeddings(input_ids, positions, types)
         layers: Any = self.encoder["layer"]
         for layer in layers:
             hidden = layer(hidden, cu_seqlens)

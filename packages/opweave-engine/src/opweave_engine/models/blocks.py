@@ -46,20 +46,11 @@ class GatedMlp(nn.Module):
         reduce_results: bool = True,
     ) -> None:
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size,
-            [intermediate_size] * 2,
-            bias=bias,
-            params_dtype=dtype,
-            return_bias=False,
-        )
+        options: dict[str, Any] = {"bias": bias, "params_dtype": dtype, "return_bias": False}
+        sizes = [intermediate_size] * 2
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, sizes, **options)
         self.down_proj = RowParallelLinear(
-            intermediate_size,
-            hidden_size,
-            bias=bias,
-            reduce_results=reduce_results,
-            params_dtype=dtype,
-            return_bias=False,
+            intermediate_size, hidden_size, reduce_results=reduce_results, **options
         )
         self.activation = activation
 
@@ -233,42 +224,23 @@ class SelfAttention(nn.Module):
         soft_cap: float | None = None,
     ) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        hidden, self.head_dim = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        options: dict[str, Any] = {"params_dtype": dtype, "return_bias": False}
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size,
-            config.head_dim,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            bias=qkv_bias,
-            params_dtype=dtype,
-            return_bias=False,
+            hidden, self.head_dim, heads, kv_heads, bias=qkv_bias, **options
         )
         self.q_norm: nn.Module | None
         self.k_norm: nn.Module | None
-        self.q_norm, self.k_norm = (None, None) if norms is None else norms
+        self.q_norm, self.k_norm = norms or (None, None)
+        positions = config.max_position_embeddings
+        longest = max_positions(rope, positions)
         self.rotary_emb = get_rope(
-            config.head_dim,
-            config.max_position_embeddings,
-            rope_parameters=rope,
-            dtype=dtype,
-            max_model_len=max_positions(rope, config.max_position_embeddings),
+            self.head_dim, positions, rope_parameters=rope, dtype=dtype, max_model_len=longest
         )
-        self.attention = Attention(
-            layer,
-            self.qkv_proj.num_heads,
-            self.qkv_proj.num_kv_heads,
-            config.head_dim,
-            window,
-            scale,
-            soft_cap,
-        )
-        self.o_proj = RowParallelLinear(
-            config.num_attention_heads * config.head_dim,
-            config.hidden_size,
-            bias=o_bias,
-            params_dtype=dtype,
-            return_bias=False,
-        )
+        local_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.attention = Attention(layer, *local_heads, self.head_dim, window, scale, soft_cap)
+        self.o_proj = RowParallelLinear(heads * self.head_dim, hidden, bias=o_bias, **options)
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
         heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads

@@ -20,22 +20,16 @@ class Encoder(CheckpointModel):
 
     ``cu_seqlens`` is ``(texts + 1,)``, int32: the start of each text, and the end of the last. The
     result is ``(T, hidden_size)``.
+
+    Attributes:
+        hidden_size: the size of a vector.
+        vocab_size: the size of the vocabulary.
+        max_positions: the longest text, in tokens.
     """
 
-    @property
-    def hidden_size(self) -> int:
-        """The size of a vector."""
-        raise NotImplementedError
-
-    @property
-    def vocab_size(self) -> int:
-        """The size of the vocabulary."""
-        raise NotImplementedError
-
-    @property
-    def max_positions(self) -> int:
-        """The longest text, in tokens."""
-        raise NotImplementedError
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
 
 
 # Base class of models that predict the next token.
@@ -174,7 +168,7 @@ class CausalLM(LanguageModel):
         for name, tensor in tensors:
             if name not in (HEAD, embedding):
                 yield name, tensor
-            elif matrix is None or matrix.shape != tensor.shape:  # which will not fit
+            elif matrix is None or matrix.shape != tensor.shape:  # the second one will not fit
                 matrix = tensor
                 yield embedding, tensor
             elif not tensor.is_meta and not torch.equal(
@@ -212,17 +206,14 @@ class PreNormLM(CausalLM, Generic[Config]):
         embed_scale: float | None = None,
         soft_cap: float | None = None,
     ) -> None:
-        layers = range(config.num_hidden_layers)
-        decoder = Decoder(
-            VocabParallelEmbedding(config.vocab_size, config.hidden_size, params_dtype=dtype),
-            (self.layer(config, layer, dtype) for layer in layers),
-            norm or RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype),
-            embed_scale,
-        )
+        vocabulary, size = config.vocab_size, config.hidden_size
+        embedding = VocabParallelEmbedding(vocabulary, size, params_dtype=dtype)
+        layers = (self.layer(config, i, dtype) for i in range(config.num_hidden_layers))
+        norm = norm or RMSNorm(size, config.rms_norm_eps, dtype=dtype)
         super().__init__(
-            decoder,
-            config.vocab_size,
-            config.hidden_size,
+            Decoder(embedding, layers, norm, embed_scale),
+            vocabulary,
+            size,
             dtype=dtype,
             tied=config.tie_word_embeddings,
             max_positions=config.max_positions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
@@ -236,10 +236,7 @@ class ModelConfig:
 
     @classmethod
     def read(
-        cls,
-        fields: Fields,
-        defaults: Mapping[str, Any] = MappingProxyType({}),
-        **values: Any,
+        cls, fields: Fields, defaults: Mapping[str, Any] = MappingProxyType({}), **values: Any
     ) -> Self:
         """Read the keys of all fields but those in *values*.
 
@@ -290,6 +287,27 @@ class AttentionConfig(DecoderConfig):
 
     num_key_value_heads: int = key(Fields.size)
     head_dim: int = key(Fields.count)
+
+
+# The kinds of attention layers in configurations.
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def check_layer_types(fields: Fields, types: Sequence[str], layers: int) -> None:
+    """Check that there is a supported type of attention for each layer.
+
+    Raises:
+        InvalidConfigError: there are more or fewer types than *layers*.
+        UnsupportedModelError: a type is not supported.
+    """
+    if len(types) != layers:
+        raise InvalidConfigError(
+            f"{fields.name} has {len(types)} 'layer_types' for {layers} layers."
+        )
+    for kind in types:
+        fields.require("layer_types", kind, FULL, SLIDING)
 
 
 # The activations of MLPs by their names in configurations.

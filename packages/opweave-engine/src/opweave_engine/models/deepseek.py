@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -143,30 +144,26 @@ class DeepseekMoE(nn.Module):
 
     def __init__(self, config: DeepseekV3Config, dtype: torch.dtype) -> None:
         super().__init__()
+        hidden, size = config.hidden_size, config.moe_intermediate_size
+        experts = config.n_routed_experts
         # The scores of experts lie close to each other: they are computed in float32.
         self.gate = ReplicatedLinear(
-            config.hidden_size,
-            config.n_routed_experts,
-            bias=False,
-            params_dtype=torch.float32,
-            return_bias=False,
+            hidden, experts, bias=False, params_dtype=torch.float32, return_bias=False
         )
-        correction = nn.Parameter(torch.zeros(config.n_routed_experts, dtype=torch.float32))
+        correction = nn.Parameter(torch.zeros(experts, dtype=torch.float32))
         self.gate.e_score_correction_bias = correction
         self.shared_experts = None
         if config.n_shared_experts:
+            activation = gated_activation(config.hidden_act)
+            shared = config.n_shared_experts * size
             self.shared_experts = GatedMlp(
-                config.hidden_size,
-                config.n_shared_experts * config.moe_intermediate_size,
-                gated_activation(config.hidden_act),
-                dtype=dtype,
-                reduce_results=False,
+                hidden, shared, activation, dtype=dtype, reduce_results=False
             )
         self.experts = FusedMoE(
-            config.n_routed_experts,
+            experts,
             config.num_experts_per_tok,
-            config.hidden_size,
-            config.moe_intermediate_size,
+            hidden,
+            size,
             dtype,
             renormalize=config.norm_topk_prob,
             activation=EXPERT_ACTIVATIONS[config.hidden_act],
@@ -202,16 +199,13 @@ class DeepseekV3ForCausalLM(PreNormLM[DeepseekV3Config]):
 
     @classmethod
     def layer(cls, config: DeepseekV3Config, layer: int, dtype: torch.dtype) -> DecoderLayer:
-        size, epsilon = config.hidden_size, config.rms_norm_eps
+        size, norm = config.hidden_size, partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
+        attention = latent_attention(config, layer, dtype)
+        if layer >= config.first_k_dense_replace:
+            return DecoderLayer(norm(size), attention, norm(size), DeepseekMoE(config, dtype))
         activation = gated_activation(config.hidden_act)
-        return DecoderLayer(
-            RMSNorm(size, epsilon, dtype=dtype),
-            latent_attention(config, layer, dtype),
-            RMSNorm(size, epsilon, dtype=dtype),
-            GatedMlp(size, config.intermediate_size, activation, dtype=dtype)
-            if layer < config.first_k_dense_replace
-            else DeepseekMoE(config, dtype),
-        )
+        mlp = GatedMlp(size, config.intermediate_size, activation, dtype=dtype)
+        return DecoderLayer(norm(size), attention, norm(size), mlp)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         end = self.config.num_hidden_layers
@@ -229,61 +223,46 @@ def latent_attention(
     config: DeepseekV3Config, layer: int, dtype: torch.dtype
 ) -> MultiHeadLatentAttentionWrapper:
     """Build the attention of one layer, with this rank's heads."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    query_size = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
-    value_size = heads * config.v_head_dim
-    rope = get_rope(
-        config.qk_rope_head_dim,
-        config.max_position_embeddings,
-        not config.rope_interleave,
-        config.rope,
-        dtype,
-        max_model_len=config.max_positions,
-    )
-    modules = MLAModules(
-        kv_a_layernorm=RMSNorm(config.kv_lora_rank, _LATENT_EPSILON, dtype=dtype),
-        kv_b_proj=ColumnParallelLinear(
-            config.kv_lora_rank,
-            heads * config.qk_nope_head_dim + value_size,
-            bias=False,
-            params_dtype=dtype,
-        ),
-        rotary_emb=rope,
-        o_proj=RowParallelLinear(
-            value_size, hidden, bias=config.attention_bias, params_dtype=dtype
-        ),
-        **_query_modules(config, query_size, dtype),
-    )
-    own_heads = current_tensor_parallel().divide(heads, "num_attention_heads")
-    return MultiHeadLatentAttentionWrapper(
-        hidden,
-        own_heads,
-        config.softmax_scale,
-        config.qk_nope_head_dim,
-        config.qk_rope_head_dim,
-        config.v_head_dim,
-        config.q_lora_rank,
-        config.kv_lora_rank,
-        modules,
-        attention=LatentAttention(layer, own_heads, config.kv_lora_rank + config.qk_rope_head_dim),
-    )
-
-
-def _query_modules(
-    config: DeepseekV3Config, query_size: int, dtype: torch.dtype
-) -> dict[str, nn.Module]:
-    """Return what leads to queries and to the latent vectors of keys."""
-    hidden, rank, biased = config.hidden_size, config.q_lora_rank, config.attention_bias
-    row = config.kv_lora_rank + config.qk_rope_head_dim
-    if rank is None:
-        return {
+    hidden, heads, biased = config.hidden_size, config.num_attention_heads, config.attention_bias
+    nope, rotated, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    query_rank, rank = config.q_lora_rank, config.kv_lora_rank
+    row, query_size, kv_size = rank + rotated, heads * (nope + rotated), heads * (nope + value)
+    modules: dict[str, nn.Module]
+    if query_rank is None:
+        modules = {
             "kv_a_proj_with_mqa": ReplicatedLinear(hidden, row, bias=biased, params_dtype=dtype),
             "q_proj": ColumnParallelLinear(hidden, query_size, bias=False, params_dtype=dtype),
         }
-    return {
-        "fused_qkv_a_proj": MergedColumnParallelLinear(
-            hidden, [rank, row], bias=biased, params_dtype=dtype, disable_tp=True
+    else:
+        modules = {
+            "fused_qkv_a_proj": MergedColumnParallelLinear(
+                hidden, [query_rank, row], bias=biased, params_dtype=dtype, disable_tp=True
+            ),
+            "q_a_layernorm": RMSNorm(query_rank, _LATENT_EPSILON, dtype=dtype),
+            "q_b_proj": ColumnParallelLinear(
+                query_rank, query_size, bias=False, params_dtype=dtype
+            ),
+        }
+    positions, is_neox = config.max_position_embeddings, not config.rope_interleave
+    rope = get_rope(
+        rotated, positions, is_neox, config.rope, dtype, max_model_len=config.max_positions
+    )
+    local_heads = current_tensor_parallel().divide(heads, "num_attention_heads")
+    return MultiHeadLatentAttentionWrapper(
+        hidden,
+        local_heads,
+        config.softmax_scale,
+        nope,
+        rotated,
+        value,
+        query_rank,
+        rank,
+        MLAModules(
+            kv_a_layernorm=RMSNorm(rank, _LATENT_EPSILON, dtype=dtype),
+            kv_b_proj=ColumnParallelLinear(rank, kv_size, bias=False, params_dtype=dtype),
+            rotary_emb=rope,
+            o_proj=RowParallelLinear(heads * value, hidden, bias=biased, params_dtype=dtype),
+            **modules,
         ),
-        "q_a_layernorm": RMSNorm(rank, _LATENT_EPSILON, dtype=dtype),
-        "q_b_proj": ColumnParallelLinear(rank, query_size, bias=False, params_dtype=dtype),
-    }
+        attention=LatentAttention(layer, local_heads, row),
+    )

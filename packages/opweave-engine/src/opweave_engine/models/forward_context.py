@@ -14,11 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from opweave.layers.mamba_states import (
-    SequenceStates,
-    current_sequence_states,
-    sequence_states,
-)
+from opweave.layers.mamba_states import SequenceStates, current_sequence_states, sequence_states
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,12 @@ from opweave.layers import GemmaRMSNorm
 from opweave_engine.models.blocks import GatedMlp, SelfAttention, add_and_norm
 from opweave_engine.models.causal_lm import PreNormLM
 from opweave_engine.models.config import (
+    FULL,
+    SLIDING,
     AttentionConfig,
     Fields,
     InvalidConfigError,
+    check_layer_types,
     gated_activation,
     key,
     max_positions,
@@ -27,9 +30,8 @@ from opweave_engine.models.config import (
 # The configuration of Gemma 3's language model, read from a checkpoint's ``config.json``.
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 _THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")  # how names of other tensors begin
+_VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")  # of tensors that are not loaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +81,8 @@ class Gemma3Config(AttentionConfig):
     @property
     def max_positions(self) -> int:
         """The number of positions that the ropes of all layers support."""
-        longest = (
-            max_positions(rope, self.max_position_embeddings) for rope in self.ropes.values()
-        )
-        return min(longest)
+        length = self.max_position_embeddings
+        return min(max_positions(rope, length) for rope in self.ropes.values())
 
     def window(self, layer: int) -> int | None:
         """Return the window size of *layer*, or None for full attention."""
@@ -94,11 +94,8 @@ def _layer_types(fields: Fields) -> tuple[str, ...]:
     if not types:
         pattern = fields.count("sliding_window_pattern", 6)
         return tuple(FULL if (i + 1) % pattern == 0 else SLIDING for i in range(layers))
-    if len(types) != layers:
-        raise InvalidConfigError(
-            f"{fields.name} has {len(types)} 'layer_types' for {layers} layers."
-        )
-    return tuple(fields.require("layer_types", kind, *_THETA) for kind in types)
+    check_layer_types(fields, types, layers)
+    return tuple(types)
 
 
 def _rope(fields: Fields, kind: str, positions: int) -> dict[str, Any]:
@@ -176,15 +173,11 @@ class Gemma3ForCausalLM(PreNormLM[Gemma3Config]):
     config_class = Gemma3Config
 
     def __init__(self, config: Gemma3Config, *, dtype: torch.dtype = torch.float32) -> None:
-        size = config.hidden_size
-        super().__init__(
-            config,
-            dtype=dtype,
-            norm=GemmaRMSNorm(size, config.rms_norm_eps),
-            # Rounded as a weight is.
-            embed_scale=torch.tensor(size**0.5, dtype=dtype, device="cpu").item(),
-            soft_cap=config.final_logit_softcapping,
-        )
+        norm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        # The factor is rounded to the dtype, as a weight is.
+        scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
+        soft_cap = config.final_logit_softcapping
+        super().__init__(config, dtype=dtype, norm=norm, embed_scale=scale, soft_cap=soft_cap)
 
     @classmethod
     def layer(cls, config: Gemma3Config, layer: int, dtype: torch.dtype) -> nn.Module:
@@ -214,8 +207,8 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
         inner = name.removeprefix("model.")
         if inner.startswith("language_model."):
             return f"model.{inner.removeprefix('language_model.')}"
-        return inner if inner.startswith(_OF_IMAGES) else name
+        return inner if inner.startswith(_VISION_PREFIXES) else name
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         named = ((self.own_name(name), tensor) for name, tensor in tensors)
-        super().load_weights((n, t) for n, t in named if not n.startswith(_OF_IMAGES))
+        super().load_weights((n, t) for n, t in named if not n.startswith(_VISION_PREFIXES))

@@ -42,16 +42,9 @@ class GptOssMoE(CheckpointModel):
         self.router = ReplicatedLinear(
             hidden_size, num_experts, params_dtype=dtype, return_bias=False
         )
+        sizes = num_experts, top_k, hidden_size, intermediate_size
         self.mixture = FusedMoE(
-            num_experts,
-            top_k,
-            hidden_size,
-            intermediate_size,
-            dtype,
-            activation="swigluoai",
-            has_bias=True,
-            alpha=alpha,
-            limit=limit,
+            *sizes, dtype, activation="swigluoai", has_bias=True, alpha=alpha, limit=limit
         )
         self.requires_grad_(False)
 

@@ -17,10 +17,12 @@ from opweave.layers import RMSNorm
 from opweave_engine.models.blocks import DecoderLayer, GatedMlp, SelfAttention
 from opweave_engine.models.causal_lm import PreNormLM
 from opweave_engine.models.config import (
+    SLIDING,
     AttentionConfig,
     Fields,
     InvalidConfigError,
     ModelConfig,
+    check_layer_types,
     gated_activation,
     key,
     read_activation,
@@ -36,49 +38,30 @@ SUPPORTED_ARCHITECTURES = (
 LLAMA, MISTRAL, QWEN2, QWEN3 = SUPPORTED_ARCHITECTURES
 MIXTURES = MIXTRAL, QWEN3_MOE = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
 _QWEN = {
-    "max_position_embeddings": 32768,
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
+    "max_position_embeddings": 32768, "vocab_size": 151936, "intermediate_size": 22016,
     "num_key_value_heads": 32,
-}
+}  # fmt: skip
+_MISTRAL = {
+    "max_position_embeddings": 131072, "vocab_size": 32000, "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+}  # fmt: skip
 # Values that absent keys have in transformers.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    LLAMA: {
-        "max_position_embeddings": 2048,
-        "vocab_size": 32000,
-        "intermediate_size": 11008,
-    },
-    MISTRAL: {
-        "max_position_embeddings": 131072,
-        "vocab_size": 32000,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-    },
+    LLAMA: {"max_position_embeddings": 2048, "vocab_size": 32000, "intermediate_size": 11008},
+    MISTRAL: _MISTRAL,
     QWEN2: _QWEN,
     QWEN3: {**_QWEN, "head_dim": 128},
     MIXTRAL: {
-        "max_position_embeddings": 131072,
-        "vocab_size": 32000,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "num_experts": 8,
+        **_MISTRAL, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": 8,
         "num_experts_per_tok": 2,
     },
     QWEN3_MOE: {
-        "max_position_embeddings": 32768,
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
+        **_QWEN, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
+        "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
     },
-}
-_MAY_BE_BIASED = (LLAMA, QWEN3, QWEN3_MOE)  # by the key "attention_bias"
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+}  # fmt: skip
+# Architectures whose configuration has the key "attention_bias".
+_MAY_BE_BIASED = (LLAMA, QWEN3, QWEN3_MOE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,14 +166,8 @@ def _windows(fields: Fields, architecture: str) -> tuple[int | None, ...]:
         if architecture in (QWEN2, QWEN3):
             full = fields.natural(name, None if fields.is_null(name) else 28)
         return tuple(window if layer >= full else None for layer in range(layers))
-    if len(types) != layers:
-        raise InvalidConfigError(
-            f"{fields.name} has {len(types)} 'layer_types' for {layers} layers."
-        )
-    return tuple(
-        window if fields.require("layer_types", kind, *_LAYER_TYPES) == _LAYER_TYPES[1] else None
-        for kind in types
-    )
+    check_layer_types(fields, types, layers)
+    return tuple(window if kind == SLIDING else None for kind in types)
 
 
 class LlamaForCausalLM(PreNormLM[LlamaConfig]):

@@ -161,17 +161,13 @@ class Mamba2ForCausalLM(CausalLM):
     config_class = Mamba2Config
 
     def __init__(self, config: Mamba2Config, *, dtype: torch.dtype = torch.float32) -> None:
-        size = config.hidden_size
+        vocabulary, size, tied = config.vocab_size, config.hidden_size, config.tie_word_embeddings
         with stateful_layers() as mixers:
-            decoder = Decoder(
-                VocabParallelEmbedding(config.vocab_size, size, params_dtype=dtype),
-                (Mamba2Layer(config, i, dtype) for i in range(config.num_hidden_layers)),
-                ResidualNorm(size, config.layer_norm_epsilon, dtype, config.residual_in_fp32),
-            )
-        tied = config.tie_word_embeddings
-        super().__init__(
-            decoder, config.vocab_size, size, dtype=dtype, tied=tied, max_positions=None
-        )
+            embedding = VocabParallelEmbedding(vocabulary, size, params_dtype=dtype)
+            layers = [Mamba2Layer(config, i, dtype) for i in range(config.num_hidden_layers)]
+        norm = ResidualNorm(size, config.layer_norm_epsilon, dtype, config.residual_in_fp32)
+        decoder = Decoder(embedding, layers, norm)
+        super().__init__(decoder, vocabulary, size, dtype=dtype, tied=tied, max_positions=None)
         self.config, self.mixers = config, mixers
 
     def fill_randomly(self, seed: int = 0) -> None:

@@ -17,13 +17,7 @@ from opweave_engine.models.config import (
     key,
     read_expert_activation,
 )
-from opweave_engine.models.llama import (
-    DEFAULTS,
-    MIXTRAL,
-    MIXTURES,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from opweave_engine.models.llama import DEFAULTS, MIXTRAL, MIXTURES, LlamaConfig, LlamaForCausalLM
 from opweave_engine.models.weights import FusedWeightTarget, WeightTarget
 
 
@@ -50,20 +44,18 @@ class MixtureConfig(LlamaConfig):
 
     @classmethod
     def _experts(cls, fields: Fields, architecture: str) -> dict[str, Any]:
-        defaults = DEFAULTS[architecture]
-        if architecture == MIXTRAL or "num_experts" not in fields:
-            name = "num_local_experts"
-        else:
-            name = "num_experts"
+        defaults, is_mixtral = DEFAULTS[architecture], architecture == MIXTRAL
+        is_local = is_mixtral or "num_experts" not in fields
+        name = "num_local_experts" if is_local else "num_experts"
         values = read_experts(
             fields, name, defaults["num_experts"], defaults["num_experts_per_tok"]
         )
-        if architecture == MIXTRAL:
-            layers = fields.size("num_hidden_layers", 32)
-            size = fields.size("intermediate_size", defaults["intermediate_size"])
-            values |= {"moe_intermediate_size": size, "norm_topk_prob": True}
-            return {**values, "sparse_layers": (True,) * layers}
-        return {**values, "sparse_layers": _sparse(fields, defaults["num_hidden_layers"])}
+        if not is_mixtral:
+            return {**values, "sparse_layers": _sparse(fields, defaults["num_hidden_layers"])}
+        layers = fields.size("num_hidden_layers", 32)
+        size = fields.size("intermediate_size", defaults["intermediate_size"])
+        values |= {"moe_intermediate_size": size, "norm_topk_prob": True}
+        return {**values, "sparse_layers": (True,) * layers}
 
 
 def read_experts(fields: Fields, key: str, experts: int, chosen: int) -> dict[str, Any]:
@@ -83,13 +75,13 @@ def read_experts(fields: Fields, key: str, experts: int, chosen: int) -> dict[st
 
 
 def _sparse(fields: Fields, layers: int) -> tuple[bool, ...]:
-    step, plain = fields.count("decoder_sparse_step", 1), fields.values.get("mlp_only_layers") or []
-    if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
+    step, dense = fields.count("decoder_sparse_step", 1), fields.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise InvalidConfigError(
-            f"{fields.name} has 'mlp_only_layers': {plain!r}; it must be a list of integers."
+            f"{fields.name} has 'mlp_only_layers': {dense!r}; it must be a list of integers."
         )
     indices = range(fields.size("num_hidden_layers", layers))
-    return tuple(layer not in plain and (layer + 1) % step == 0 for layer in indices)
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in indices)
 
 
 class MixtureOfExperts(nn.Module):
@@ -97,17 +89,14 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: MixtureConfig, dtype: torch.dtype) -> None:
         super().__init__()
+        hidden, experts = config.hidden_size, config.num_experts
         self.gate = ReplicatedLinear(
-            config.hidden_size,
-            config.num_experts,
-            bias=False,
-            params_dtype=dtype,
-            return_bias=False,
+            hidden, experts, bias=False, params_dtype=dtype, return_bias=False
         )
         self.experts = FusedMoE(
-            config.num_experts,
+            experts,
             config.num_experts_per_tok,
-            config.hidden_size,
+            hidden,
             config.moe_intermediate_size,
             dtype,
             renormalize=config.norm_topk_prob,

@@ -20,9 +20,9 @@ from opweave_engine.models.config import ModelConfig, WeightsError
 # The name of a merged module -> the names that checkpoints give its parts -> what its loader calls
 # them, such as {"gate_up_proj": {"gate_proj": 0, "up_proj": 1}}.
 Merged = Mapping[str, Mapping[str, object]]
-_DEVIATION = 0.02  # of weights that are made up
+_STANDARD_DEVIATION = 0.02  # of random weights
 _MAX_NAMES = 10  # names of each kind in an error
-_LONGEST = 100  # characters of a name there that comes from a file
+_MAX_NAME = 100  # characters of such a name
 
 
 class WeightTarget(NamedTuple):
@@ -116,7 +116,7 @@ class CheckpointModel(nn.Module):
         for name, parameter in self.named_parameters():
             generator = torch.Generator(parameter.device)
             generator.manual_seed(seed + zlib.crc32(name.encode()))
-            parameter.data.normal_(0.0, _DEVIATION, generator=generator)
+            parameter.data.normal_(0.0, _STANDARD_DEVIATION, generator=generator)
 
     def places(self) -> dict[str, WeightTarget]:
         """Return the target of each checkpoint tensor, by name."""
@@ -224,7 +224,12 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
+def shown_names(names: Sequence[str]) -> str:
+    """Return the first of *names* for an error, and the number of the others."""
+    return _some([shown_name(name) for name in names])
+
+
 def shown_name(name: str) -> str:
     """Return *name* from a file as a single printable line for errors."""
     text = name if name.isprintable() else repr(name)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return text if len(text) <= _MAX_NAME else f"{text[:_MAX_NAME]}…"

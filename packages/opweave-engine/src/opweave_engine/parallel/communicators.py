@@ -189,10 +189,11 @@ class Segment:
             self._slots[self.rank, parity, :count].copy_(piece)
         line = _LINE * (self.rank + 1)
         words[line + 1 + parity] = tag
-        words[line] = number  # last: who sees it sees the rest (see SharedMemoryCommunicator)
+        # The counter is written last: a rank that sees it sees the rest (see _ORDERED).
+        words[line] = number
         for other in self._others:
             self._wait(other, number)
-        # Only now: who goes on while another is in the step before writes what that one reads.
+        # After all have arrived: a rank that went on would overwrite what others still read.
         for other in self._others:
             if words[_LINE * (other + 1) + 1 + parity] != tag:
                 raise CommunicatorError(
@@ -221,9 +222,8 @@ class Segment:
                     "come to a collective."
                 )
             os.sched_yield()
-            time.sleep(
-                0 if waited < _YIELD_SECONDS else _SLEEP_SECONDS
-            )  # lets other threads run in any case
+            # Even sleep(0) releases the interpreter to other threads.
+            time.sleep(0 if waited < _YIELD_SECONDS else _SLEEP_SECONDS)
 
 
 # Collectives of ``torch.distributed``: gloo, NCCL, or what a platform's devices bring.

@@ -76,15 +76,6 @@ class Executor(ABC):
     facts: ModelFacts
 
     @abstractmethod
-    def __init__(
-        self,
-        model: str | Path,
-        config: EngineConfig,
-        platform: Platform,
-        progress: Progress | None = None,
-    ) -> None: ...
-
-    @abstractmethod
     def allocate(self, plan: CachePlan) -> None:
         """Allocate the caches of all workers, and warm the workers up."""
 

@@ -33,12 +33,7 @@ from opweave.ir.errors import OpweaveError, described
 from opweave.ir.selection import policy_for
 from opweave.layers import tensor_parallel
 from opweave.platforms import Platform
-from opweave.plugins import (
-    GENERAL_PLUGINS,
-    State,
-    load_general_plugins,
-    plugin_report,
-)
+from opweave.plugins import GENERAL_PLUGINS, State, load_general_plugins, plugin_report
 from opweave_engine.errors import InvalidArgumentError, NonFiniteLogitsError, RankFailedError
 from opweave_engine.load.checkpoint import Progress
 from opweave_engine.parallel.communicators import Communicator, RankGroup
@@ -467,17 +462,10 @@ class RankWorker:
     def join(self) -> None:
         """Initialize the device, and connect to the other ranks."""
         self.worker.init_device()
+        start, device, backend = self._start, self.worker.device, self._platform.dist_backend
+        group = RankGroup(start.rank, start.size, device, backend, self._store, start.timeout)
         kind: type[Communicator] = part(self._platform, "get_device_communicator_cls")
-        self.communicator = kind(
-            RankGroup(
-                self._start.rank,
-                self._start.size,
-                self.worker.device,
-                self._platform.dist_backend,
-                self._store,
-                self._start.timeout,
-            )
-        )
+        self.communicator = kind(group)
 
     def load_model(self) -> None:
         """Load this rank's part of the model."""

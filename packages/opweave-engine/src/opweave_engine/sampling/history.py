@@ -29,8 +29,7 @@ def intersection(one: bytes | None, two: bytes | None) -> bytes | None:
     if one is None or two is None:
         return two if one is None else one
     width = min(len(one), len(two))  # a tokenizer may have tokens that its model does not
-    found = np.frombuffer(one, np.uint8, width) & np.frombuffer(two, np.uint8, width)
-    return found.tobytes()
+    return (np.frombuffer(one, np.uint8, width) & np.frombuffer(two, np.uint8, width)).tobytes()
 
 
 # The tokens that penalties apply to.
@@ -75,8 +74,8 @@ class BadWords:
     """
 
     def __init__(self, words: Iterable[str], tokenizer: Tokenizer) -> None:
-        found = (_sequence(word, before, tokenizer) for word in words for before in _BEFORE)
-        self._sequences = sorted({ids for ids in found if ids})
+        sequences = {_sequence(word, before, tokenizer) for word in words for before in _BEFORE}
+        self._sequences = sorted(sequences - {()})
 
     def __bool__(self) -> bool:
         return bool(self._sequences)

@@ -16,23 +16,32 @@ from opweave_engine.structured.params import StructuredOutputsParams
 # Checks of single sampling parameters.
 
 
-def check_int(name: str, value: object, least: int, note: str, *, what: str = "") -> None:
-    """Raise SamplingParamsError unless *value* is an integer from *least* up to 64 bits."""
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if is_int and value >= 2**63:  # type: ignore[operator]
-        raise SamplingParamsError(f"{what}{name}={shown(value)} must be below 2**63.", name)
-    if not is_int or value < least:  # type: ignore[operator]
-        message = f"{what}{name}={shown(value)} must be an integer of at least {least}, {note}."
+def check_int(
+    name: str, value: object, least: int, note: str, *, most: int = 2**63 - 1, subject: str = ""
+) -> None:
+    """Raise SamplingParamsError unless *value* is an integer from *least* to *most*."""
+    subject = f"{subject}{name}={shown(value)}"
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        message = f"{subject} must be an integer of at least {least}, {note}."
         raise SamplingParamsError(message, name)
+    if value > most:
+        limit = "below 2**63" if most == 2**63 - 1 else f"at most {most}"
+        raise SamplingParamsError(f"{subject} must be {limit}.", name)
 
 
-def check_number(name: str, value: object, low: float, high: float, *, place: str = "") -> None:
-    """Raise SamplingParamsError unless *value* is a finite number from *low* to *high*."""
+def check_number(
+    name: str, value: object, low: float, high: float, *, is_open: bool = False, place: str = ""
+) -> None:
+    """Raise SamplingParamsError unless *value* is a finite number from *low* to *high*.
+
+    With *is_open*, *low* itself is an error, too.
+    """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    most = min(high, sys.float_info.max)  # integers above it become no float
-    if not is_number or not low <= value <= most:  # type: ignore[operator]
-        limit = "finite" if high == math.inf else f"at most {high:g}"
-        message = f"{name}{place}={shown(value)} must be a number of at least {low:g}, {limit}."
+    most = min(high, sys.float_info.max)  # larger integers cannot be converted to a float
+    if not is_number or not low <= value <= most or (is_open and value == low):  # type: ignore[operator]
+        bounds = f"{'above' if is_open else 'of at least'} {low:g}, "
+        bounds += "finite" if high == math.inf else f"at most {high:g}"
+        message = f"{name}{place}={shown(value)} must be a number {bounds}."
         raise SamplingParamsError(message, name)
 
 
@@ -54,13 +63,13 @@ def texts(name: str, value: object) -> tuple[str, ...]:
     Raises:
         SamplingParamsError: *value* is something else, or a text is empty.
     """
-    given = (value,) if isinstance(value, str) else value
-    if not isinstance(given, list | tuple) or not all(isinstance(text, str) for text in given):
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, list | tuple) or not all(isinstance(s, str) for s in strings):
         raise SamplingParamsError(f"{name}={value!r} must be a string or a list of strings.", name)
-    if "" in given:
+    if "" in strings:
         message = f"{name} holds an empty string, which every text contains."
         raise SamplingParamsError(message, name)
-    return tuple(given)
+    return tuple(strings)
 
 
 def token_ids(name: str, ids: object) -> tuple[int, ...]:
@@ -72,7 +81,7 @@ def token_ids(name: str, ids: object) -> tuple[int, ...]:
     if not isinstance(ids, list | tuple):
         raise SamplingParamsError(f"{name}={ids!r} must be a list of token ids.", name)
     for token in ids:
-        check_int(name, token, 0, "an id of the vocabulary", what="a token of ")
+        check_int(name, token, 0, "an id of the vocabulary", subject="a token of ")
     return tuple(ids)
 
 
@@ -174,19 +183,14 @@ class SamplingParams:
         if self.max_tokens is not None:
             check_int("max_tokens", self.max_tokens, 1, "or None for no limit")
         check_number("temperature", self.temperature, 0.0, math.inf)
-        check_number("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0:
-            message = "top_p=0 leaves no token; it must be above 0, and at most 1."
-            raise SamplingParamsError(message, "top_p")
+        check_number("top_p", self.top_p, 0.0, 1.0, is_open=True)
         check_int("top_k", self.top_k, -1, "where 0 and -1 mean all tokens")
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), "or None")
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
         check_number("min_p", self.min_p, 0.0, 1.0)
-        check_int("n", self.n, 1, f"and at most {MAX_N}")
-        if self.n > MAX_N:
-            raise SamplingParamsError(f"n={self.n} must be at most {MAX_N}.", "n")
+        check_int("n", self.n, 1, f"and at most {MAX_N}", most=MAX_N)
         self._check_limits()
         self._check_penalties()
         for name in _FLAGS:
@@ -209,18 +213,12 @@ class SamplingParams:
         check_truncation(self.truncate_prompt_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
-                check_int(name, value, 0, f"at most {MAX_LOGPROBS}, or None")
-                if value > MAX_LOGPROBS:
-                    message = f"{name}={value} must be at most {MAX_LOGPROBS}."
-                    raise SamplingParamsError(message, name)
+                check_int(name, value, 0, f"at most {MAX_LOGPROBS}, or None", most=MAX_LOGPROBS)
 
     def _check_penalties(self) -> None:
         check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
-        if self.repetition_penalty == 0:
-            message = "repetition_penalty=0 divides by zero; it must be above 0."
-            raise SamplingParamsError(message, "repetition_penalty")
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, is_open=True)
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, Mapping):
@@ -229,7 +227,7 @@ class SamplingParams:
                 "logit_bias",
             )
         for token, bias in self.logit_bias.items():
-            check_int("logit_bias", token, 0, "an id of the vocabulary", what="a token of ")
+            check_int("logit_bias", token, 0, "an id of the vocabulary", subject="a token of ")
             check_number("logit_bias", bias, -100.0, 100.0, place=f"[{token}]")
 
     @property
@@ -266,14 +264,10 @@ class SamplingParams:
         Raises:
             SamplingParamsError: an id is out of range, or no token may be sampled.
         """
-        named = [("logit_bias", token) for token in self.logit_bias or ()]
-        named += [("stop_token_ids", token) for token in self.stop_token_ids]
-        named += [("allowed_token_ids", token) for token in self.allowed_token_ids or ()]
-        for name, token in named:
-            if token >= size:
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            if (token := max(getattr(self, name) or (), default=0)) >= size:
                 raise SamplingParamsError(
-                    f"{name} holds the token id {token}, but ids are from 0 to {size - 1}.",
-                    name,
+                    f"{name} holds the token id {token}, but ids are from 0 to {size - 1}.", name
                 )
         if not (self.min_tokens or barred):
             return

@@ -115,18 +115,15 @@ def token_logprobs(
     return [_row(*row) for row in rows]
 
 
-def named(found: Sequence[TokenLogprob], tokenizer: Tokenizer) -> Mapping[int, Logprob]:
+def named(row: Sequence[TokenLogprob], tokenizer: Tokenizer) -> Mapping[int, Logprob]:
     """Return a row of :func:`token_logprobs` with the texts of the tokens."""
-    return {
-        each.token_id: Logprob(each.logprob, each.rank, tokenizer.piece(each.token_id))
-        for each in found
-    }
+    return {token: Logprob(logprob, rank, tokenizer.piece(token)) for token, logprob, rank in row}
 
 
 def _row(ids: list[int], logprobs: list[float], rank: int, count: int) -> tuple[TokenLogprob, ...]:
     first = TokenLogprob(ids[0], logprobs[0], rank)
-    best = zip(ids[1 : count + 1], logprobs[1 : count + 1], range(1, count + 1), strict=False)
-    return first, *(TokenLogprob(*each) for each in best if each[0] != first.token_id)
+    best = map(TokenLogprob, ids[1 : count + 1], logprobs[1 : count + 1], range(1, count + 1))
+    return first, *(token for token in best if token.token_id != first.token_id)
 
 
 # Input and output of the sampler for one row: plain data that any process can read.
@@ -196,8 +193,8 @@ def adjusted(logits: Tensor, requests: Sequence[SamplingRequest]) -> Tensor:
         return logits
     scores = logits.to(torch.float32, copy=True)
     rows, tokens, numbers = _columns(_repetitions(requests), scores)
-    known = scores[rows, tokens].double()
-    _put(scores, rows, tokens, torch.where(known > 0, known / numbers, known * numbers))
+    old = scores[rows, tokens].double()
+    _put(scores, rows, tokens, torch.where(old > 0, old / numbers, old * numbers))
     for entries in (_penalties(requests), _biases(requests)):
         rows, tokens, numbers = _columns(entries, scores)
         _put(scores, rows, tokens, scores[rows, tokens].double() + numbers)
@@ -271,12 +268,8 @@ def _forbidden(requests: Sequence[SamplingRequest]) -> Iterator[TokenValue]:
 
 def _columns(entries: Iterable[TokenValue], scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, tokens, numbers = zip(*listed, strict=True) if (listed := list(entries)) else ((),) * 3
-    device = scores.device
-    return (
-        torch.tensor(rows, dtype=torch.int64, device=device),
-        torch.tensor(tokens, dtype=torch.int64, device=device),
-        torch.tensor(numbers, dtype=torch.float64, device=device),
-    )
+    indices = torch.tensor([rows, tokens], dtype=torch.int64, device=scores.device)
+    return indices[0], indices[1], torch.tensor(numbers, dtype=torch.float64, device=scores.device)
 
 
 def _put(scores: Tensor, rows: Tensor, tokens: Tensor, new: Tensor) -> None:
@@ -350,7 +343,7 @@ def cut_distributions(
         rest = cuts.rows(many)
         weights, tokens, _ = rest.apply(scores[many], best_tokens(keys[many], vocabulary))
         groups.append((many, Distribution(weights, tokens)))
-    return [(rows.tolist(), drawn) for rows, drawn in groups if len(rows)]
+    return [(rows.tolist(), distribution) for rows, distribution in groups if len(rows)]
 
 
 class _Cuts(NamedTuple):
@@ -365,11 +358,8 @@ class _Cuts(NamedTuple):
         vocabulary = like.shape[-1]
         top_k = [p.top_k if 0 < p.top_k < vocabulary else vocabulary for p in params]
         top_p = [p.top_p if p.top_p < 1 else torch.inf for p in params]
-        return cls(
-            _column(top_k, like),
-            _column(top_p, like),
-            _column([p.min_p for p in params], like).log(),
-        )
+        min_p = [p.min_p for p in params]
+        return cls(_column(top_k, like), _column(top_p, like), _column(min_p, like).log())
 
     def rows(self, rows: Tensor) -> _Cuts:
         return _Cuts(*(cut[rows] for cut in self))
@@ -426,14 +416,13 @@ class Sampler:
             NoTokenLeftError: a request rules out every token.
         """
         sampled = [Sampled(token) for token in sample(logits, requests)]
-        asked = [row for row, r in enumerate(requests) if r.params.logprobs is not None]
-        if asked:
-            tokens = [sampled[row].token_id for row in asked]
-            counts = [requests[row].params.logprobs or 0 for row in asked]
-            for row, found in zip(
-                asked, token_logprobs(logits[asked], tokens, counts), strict=True
-            ):
-                sampled[row] = sampled[row]._replace(logprobs=found)
+        rows = [row for row, r in enumerate(requests) if r.params.logprobs is not None]
+        if rows:
+            tokens = [sampled[row].token_id for row in rows]
+            counts = [requests[row].params.logprobs or 0 for row in rows]
+            scores = token_logprobs(logits[rows], tokens, counts)
+            for row, logprobs in zip(rows, scores, strict=True):
+                sampled[row] = sampled[row]._replace(logprobs=logprobs)
         return sampled
 
 
@@ -444,9 +433,8 @@ def sample(logits: Tensor, requests: Sequence[SamplingRequest]) -> list[int]:
     _check_finite(scores.gather(-1, best).flatten().tolist(), logits)  # NaN is the maximum
     tokens: list[int] = best.flatten().tolist()
     drawn = [row for row, request in enumerate(requests) if not request.params.is_greedy]
-    if drawn:
-        for row, token in _draw(scores, requests, drawn):
-            tokens[row] = token
+    for row, token in _draw(scores, requests, drawn):
+        tokens[row] = token
     return tokens
 
 
@@ -464,11 +452,10 @@ def _check_finite(best: Sequence[float], logits: Tensor) -> None:
     rows = [row for row, score in enumerate(best) if not math.isfinite(score)]
     if not rows:
         return
-    given = logits[rows].float()
-    is_bad = given.isnan().any(-1) | ~given.amax(-1).isfinite()
+    raw = logits[rows].float()
+    is_bad = raw.isnan().any(-1) | ~raw.amax(-1).isfinite()
     if broken := [row for row, bad in zip(rows, is_bad.tolist(), strict=True) if bad]:
-        kind = "NaN" if given.isnan().any() else "infinite"
-        raise non_finite(kind, broken)
+        raise non_finite("NaN" if raw.isnan().any() else "infinite", broken)
     raise NoTokenLeftError(
         "No token is left to choose: allowed_token_ids, bad_words, min_tokens and the form of the "
         "answer rule out every token to which the model gives a finite score.",
@@ -484,19 +471,19 @@ def _draw(
     # row is ranked if it needs it, regardless of the others.
     plain = [row for row in rows if not requests[row].params.cuts]
     cut = [row for row in rows if requests[row].params.cuts]
-    found: list[tuple[int, int]] = []
+    drawn: list[tuple[int, int]] = []
     if plain:
         weights = plain_weights(scores[plain], [requests[row].params for row in plain])
         tokens = _indices(weights, [requests[row] for row in plain]).flatten().tolist()
-        found += zip(plain, tokens, strict=True)
+        drawn += zip(plain, tokens, strict=True)
     if cut:
         groups = cut_distributions(scores[cut], [requests[row].params for row in cut])
-        for group, drawn in groups:
-            of_group = [cut[number] for number in group]
-            indices = _indices(drawn.weights, [requests[row] for row in of_group])
-            tokens = drawn.tokens.gather(-1, indices).flatten().tolist()
-            found += zip(of_group, tokens, strict=True)
-    return found
+        for indices_in_cut, distribution in groups:
+            group = [cut[index] for index in indices_in_cut]
+            places = _indices(distribution.weights, [requests[row] for row in group])
+            tokens = distribution.tokens.gather(-1, places).flatten().tolist()
+            drawn += zip(group, tokens, strict=True)
+    return drawn
 
 
 def _indices(weights: Tensor, requests: Sequence[SamplingRequest]) -> Tensor:

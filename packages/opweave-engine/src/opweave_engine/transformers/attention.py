@@ -29,7 +29,7 @@ class NotSuitableError(Exception):
 NAME = "opweave_packed"
 _CHILD = "opweave_attention"  # the name of the Attention in the module that calls it
 # Arguments that are followed, or do not change the result in evaluation mode.
-_KNOWN = {
+_SUPPORTED_OPTIONS = {
     "cache_position", "dropout", "head_mask", "is_causal", "output_attentions", "past_key_values",
     "position_ids", "sliding_window", "softcap", "training", "use_cache",
 }  # fmt: skip
@@ -44,10 +44,9 @@ class AttentionRecorder:
 
     def mask(self, visible: Callable[..., Any], device: torch.device) -> Tensor:
         """Return a tensor that stands for the mask, by which :meth:`layer` recognizes it."""
-        stands_for_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
-        window = _window_of(visible)
-        self.masks[stands_for_mask.untyped_storage().data_ptr()] = stands_for_mask, window
-        return stands_for_mask
+        placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+        self.masks[placeholder.untyped_storage().data_ptr()] = placeholder, _window_of(visible)
+        return placeholder
 
     def layer(
         self,
@@ -67,24 +66,16 @@ class AttentionRecorder:
         name = type(module).__name__
         if module in self.callers:
             raise NotSuitableError(f"{name} attends twice in one forward")
-        unknown = [
-            option
-            for option, setting in options.items()
-            if option not in _KNOWN and setting is not None and setting is not False
-        ]
-        if unknown:
-            raise NotSuitableError(f"{name} uses {', '.join(unknown)}")
+        used = [key for key, value in options.items() if value is not None and value is not False]
+        if unsupported := [option for option in used if option not in _SUPPORTED_OPTIONS]:
+            raise NotSuitableError(f"{name} uses {', '.join(unsupported)}")
         if query.shape[0] != 1:
             raise NotSuitableError(f"{name} changes the batch size")
+        window, soft_cap = self._window(name, module, mask, options), options.get("softcap")
+        (_, heads, *_), (_, kv_heads, _, size) = query.shape, key.shape
+        index, value_size = len(self.callers), value.shape[3]
         attention = Attention(
-            len(self.callers),
-            query.shape[1],
-            key.shape[1],
-            key.shape[3],
-            self._window(name, module, mask, options),
-            scale,
-            options.get("softcap"),
-            value_dim=value.shape[3],
+            index, heads, kv_heads, size, window, scale, soft_cap, value_dim=value_size
         )
         self.callers.append(module)
         module.add_module(_CHILD, attention)

@@ -41,20 +41,9 @@ class TransformersEncoder(Encoder):
         self._text: Any = base.config.get_text_config(decoder=True)
         self._padding: int = self._text.pad_token_id or 0
         self._is_by_length = bool(ropes_by_length(self._text))
-        self._max_positions = _max_positions(base, self._text, self._padding)
+        self.hidden_size, self.vocab_size = self._text.hidden_size, self._text.vocab_size
+        self.max_positions = _max_positions(base, self._text, self._padding)
         self.report = optimize(base)
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self._text.hidden_size)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._text.vocab_size)
-
-    @property
-    def max_positions(self) -> int:
-        return self._max_positions
 
     def forward(self, input_ids: Tensor, positions: Tensor, *, cu_seqlens: Tensor) -> Tensor:
         """Return the hidden states: ``(T, hidden_size)``.

@@ -19,10 +19,7 @@ from opweave_engine.models.weights import check_fit
 from opweave_engine.transformers.encoder import TransformersCrossEncoder, TransformersEncoder
 from opweave_engine.transformers.model import TransformersModel, check_ranks
 
-Build = Callable[..., Any]
 Check = Callable[[torch.nn.Module], None]
-
-
 Kind = Literal["base", "causal_lm", "masked_lm", "sequence_classifier"]
 _NAMES: Mapping[Kind, str] = {
     "base": "MODEL_MAPPING_NAMES",
@@ -76,9 +73,8 @@ def load_transformers_model(
         ShardingError: it cannot be divided over the current tensor-parallel ranks.
         WeightsError: tensors are missing, unexpected or do not fit.
     """
-    auto = _class(config)
     with _quiet():
-        return TransformersModel(_model(path, auto, auto._from_config, dtype, seed, check))
+        return TransformersModel(_model(path, _class(config), dtype, seed, check))
 
 
 def check_transformers_ranks(path: Path, config: Mapping[str, Any], size: int) -> None:
@@ -89,7 +85,7 @@ def check_transformers_ranks(path: Path, config: Mapping[str, Any], size: int) -
         ShardingError: it cannot be divided.
     """
     with _quiet(), torch.device("meta"):
-        check_ranks(_built(path, _class(config)._from_config, torch.float32), size)
+        check_ranks(_built(path, _class(config), torch.float32), size)
 
 
 def load_transformers_encoder(
@@ -118,17 +114,11 @@ def load_transformers_encoder(
 
     with _quiet():
         if scores:
-            auto: Any = AutoModelForSequenceClassification
-            classifier = _model(path, auto, auto.from_config, dtype, seed, check)
-            return TransformersCrossEncoder(classifier)
-        leniency = {
-            "may_lack": "pooler.",
-            "may_have_more": not has_model(config["architectures"][0], "base"),
-        }
-        auto = AutoModel
-        return TransformersEncoder(
-            _model(path, auto, auto.from_config, dtype, seed, check, **leniency)
-        )
+            auto = AutoModelForSequenceClassification
+            return TransformersCrossEncoder(_model(path, auto, dtype, seed, check))
+        has_head = not has_model(config["architectures"][0], "base")
+        leniency = {"may_lack": "pooler.", "may_have_more": has_head}
+        return TransformersEncoder(_model(path, AutoModel, dtype, seed, check, **leniency))
 
 
 def _class(config: Mapping[str, Any]) -> Any:
@@ -141,7 +131,6 @@ def _class(config: Mapping[str, Any]) -> Any:
 def _model(
     path: Path,
     model_class: Any,
-    build: Build,
     dtype: torch.dtype,
     seed: int | None,
     check: Check | None,
@@ -150,16 +139,18 @@ def _model(
     """Return a checkpoint's model, or with a *seed* one with random weights; see ``_loaded``."""
     if check is not None:
         with torch.device("meta"):
-            planned = _built(path, build, dtype)
+            planned = _built(path, model_class, dtype)
         check(planned)
     if seed is None:
         return _loaded(path, model_class, dtype, **leniency).eval()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _built(path, build, dtype).eval()
+        return _built(path, model_class, dtype).eval()
 
 
-def _built(path: Path, build: Build, dtype: torch.dtype) -> Any:
+def _built(path: Path, model_class: Any, dtype: torch.dtype) -> Any:
+    # The classes that choose a model by its configuration have the public method.
+    build = getattr(model_class, "from_config", None) or model_class._from_config
     with _errors_of_config(path):
         return build(_typed(path), dtype=dtype)
 
@@ -220,14 +211,13 @@ def _quiet() -> Iterator[None]:
     """Keep transformers from printing a report and progress bars: errors say the same."""
     from transformers.utils import logging
 
-    their_log: Any = logging
-
-    level, bars = their_log.get_verbosity(), their_log.is_progress_bar_enabled()
-    their_log.set_verbosity_error()
-    their_log.disable_progress_bar()
+    library_log: Any = logging  # without types
+    level, shows_bars = library_log.get_verbosity(), library_log.is_progress_bar_enabled()
+    library_log.set_verbosity_error()
+    library_log.disable_progress_bar()
     try:
         yield
     finally:
-        their_log.set_verbosity(level)
-        if bars:
-            their_log.enable_progress_bar()
+        library_log.set_verbosity(level)
+        if shows_bars:
+            library_log.enable_progress_bar()

@@ -131,8 +131,7 @@ class PackedSequences(nn.Module):
         model: Any = halves.causal_lm
         if by_length := ropes_by_length(model.config.get_text_config(decoder=True)):
             raise NotSuitableError(f"its rope ({', '.join(by_length)}) depends on the length")
-        before = model.config._attn_implementation
-        undo.callback(attention.remove, model, before)
+        undo.callback(attention.remove, model, model.config._attn_implementation)
         attention.install(model)
         with attention.recording() as recorder:
             positions = torch.arange(len(tokens), device=tokens.device)
@@ -374,21 +373,18 @@ def sample_tokens(vocab_size: int, avoid: Collection[int], device: torch.device)
 
 def difference(
     forward: Forward,
-    logits_of: Callable[[Tensor], Tensor],
+    halves: Halves,
     tokens: Sequence[Tensor],
     expected: Sequence[Tensor],
-    dtype: torch.dtype,
-    *,
     steps: Sequence[tuple[int, int]] = _STEPS,
 ) -> str:
     """Return how the logits of packed sequences in several steps differ; "" if they do not.
 
     Args:
         forward: takes ids and positions ``(T,)`` of packed sequences, in a forward context.
-        logits_of: hidden states to logits.
+        halves: the model, which turns hidden states into logits.
         tokens: two sequences.
         expected: the logits ``(n, vocab_size)`` of the last tokens of each.
-        dtype: of the model.
         steps: the number of tokens of both in each step.
     """
     dense, states, done = _Dense(), StateCache(2), [0, 0]
@@ -402,7 +398,7 @@ def difference(
         ids = torch.cat([tokens[i][part] for i, part in zip(present, parts, strict=True)])
         positions = torch.cat([torch.arange(p.start, p.stop, device=ids.device) for p in parts])
         with forward_context(ForwardContext(dense, state)):
-            step = logits_of(forward(ids, positions))
+            step = halves.logits(forward(ids, positions))
         for i, rows in zip(present, torch.split_with_sizes(step, sizes), strict=True):
             logits[i].append(rows)
             done[i] += counts[i]
@@ -411,7 +407,7 @@ def difference(
         last, exact = torch.cat(chunks)[-len(reference) :].double(), reference.double()
         # Of each row, relative to the largest logit of all.
         errors.append((last - exact).abs().amax(-1) / exact.abs().amax().clamp(min=1e-6))
-    error = torch.cat(errors)
+    error, dtype = torch.cat(errors), halves.causal_lm.dtype
     outside = (~(error <= _TOLERANCES[dtype])).double().mean().item()
     return "" if outside <= _ROWS_OUTSIDE[dtype] else f"its logits differ by {error.max():.2g}"
 
@@ -464,25 +460,17 @@ def generated_logits(causal_lm: Any, tokens: Tensor) -> list[Tensor]:
 
 
 def generation_difference(
-    forward: Forward,
-    logits_of: Callable[[Tensor], Tensor],
-    config: Any,
-    tokens: Tensor,
-    expected: Sequence[Tensor],
-    dtype: torch.dtype,
+    forward: Forward, halves: Halves, tokens: Tensor, expected: Sequence[Tensor]
 ) -> str:
     """Return how the logits of two generations of *tokens* differ; "" if they do not.
 
     Args:
-        forward, logits_of, dtype: as for :func:`difference`.
-        config: of the model.
+        forward, halves: as for :func:`difference`.
         tokens: a sequence.
-        expected: of :func:`generated_logits`.
+        expected: the result of :func:`generated_logits`.
     """
-    with _lowered_switch(config):
-        return difference(
-            forward, logits_of, [tokens, tokens], expected, dtype, steps=_GENERATION_STEPS
-        )
+    with _lowered_switch(halves.causal_lm.config):
+        return difference(forward, halves, [tokens, tokens], expected, _GENERATION_STEPS)
 
 
 @contextmanager
@@ -509,15 +497,9 @@ class _Dense:
         self._cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        window: int | None,
-        soft_cap: float | None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *options: Any
     ) -> Tensor:
+        scale, window, soft_cap = options
         counts = [count for _, count in self.sequences]
         parts = (torch.split_with_sizes(x, counts) for x in (query, key, value))
         outputs = []
@@ -572,13 +554,13 @@ class TransformersModel(LanguageModel):
             self.vocab_size = expected[0].shape[-1]
             shard(causal_lm, current_tensor_parallel())
             self.report = optimize(causal_lm)
-            self.sequences, slower = _choose(halves, tokens, expected, generated, self.dtype)
+            self.sequences, obstacles = _choose(halves, tokens, expected, generated)
         self.needs_whole_prompts = bool(by_length) or type(self.sequences) is RecomputedSequences
-        name = type(causal_lm).__name__
-        if slower:
-            _log.warning("%s runs %s; %s", name, self.sequences.description, slower)
+        outcome = f"{type(causal_lm).__name__} runs {self.sequences.description}"
+        if obstacles:
+            _log.warning("%s; %s", outcome, obstacles)
         else:
-            _log.info("%s runs %s", name, self.sequences.description)
+            _log.info("%s", outcome)
 
     @property
     def halves(self) -> Halves:
@@ -597,15 +579,11 @@ Sequences = PackedSequences | RecomputedSequences
 
 
 def _choose(
-    halves: Halves,
-    tokens: list[Tensor],
-    expected: list[Tensor],
-    generated: list[Tensor] | None,
-    dtype: torch.dtype,
+    halves: Halves, tokens: list[Tensor], expected: list[Tensor], generated: list[Tensor] | None
 ) -> tuple[Sequences, str]:
     """Return the fastest way to run a model that gives *expected*, and why not a faster one.
 
-    *generated* are the logits of ``generated_logits``, to be given, too.
+    With *generated*, the result of ``generated_logits``, it must give these logits, too.
 
     Raises:
         UnsupportedModelError: none does.
@@ -619,23 +597,15 @@ def _choose(
                 # the last one change with the tokens that follow.
                 compared = slice(-1 if kind is RecomputedSequences else 0, None)
                 logits = [rows[compared] for rows in expected]
-                reason = difference(sequences, halves.logits, tokens, logits, dtype)
+                reason = difference(sequences, halves, tokens, logits)
                 if not reason and generated is not None:
-                    reason = generation_difference(
-                        sequences,
-                        halves.logits,
-                        halves.causal_lm.config,
-                        tokens[0],
-                        generated,
-                        dtype,
-                    )
+                    reason = generation_difference(sequences, halves, tokens[0], generated)
                 if not reason:
                     undo.pop_all()
                     return sequences, "; ".join(reasons)
         except NotSuitableError as error:
             reason = str(error)
-        # Code of the model, which may fail in any way.
-        except Exception as error:
+        except Exception as error:  # code of the model, which may fail in any way
             reason = f"it fails ({described(error)})"
         reasons.append(f"not {kind.description}: {reason}")
     raise UnsupportedModelError(
