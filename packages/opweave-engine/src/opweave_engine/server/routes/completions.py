@@ -37,7 +37,8 @@ async def completions(body: CompletionRequest, request: Request, server: Server)
     """Continue one or more prompts."""
     call, defaults = server.accept(body, request, "prompt"), server.engine.sampling_defaults
     params = body.params(defaults)
-    reading = Reading.of(params, server, add_special_tokens=body.add_special_tokens is not False)
+    max_prompt_length = params.prompt_limit(server.engine.max_model_len)
+    reading = Reading(body.add_special_tokens is not False, max_prompt_length)
     prompts = await call.unless_gone(
         read_prompts(body.prompt, call, n=params.n, reading=reading, cache_salt=body.cache_salt)
     )

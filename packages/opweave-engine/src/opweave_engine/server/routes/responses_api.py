@@ -14,9 +14,8 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from opweave_engine import EngineError, FinishReason, RequestOutput
-from opweave_engine.server.answer_plan import AnswerPlan
 from opweave_engine.server.errors import ApiError, api_error
-from opweave_engine.server.generation import Deltas, GenerationJob, chat_generation
+from opweave_engine.server.generation import AnswerPlan, Deltas, GenerationJob, chat_generation
 from opweave_engine.server.output_parser import (
     ArgumentsDelta,
     CallStart,
