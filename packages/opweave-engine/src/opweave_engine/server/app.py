@@ -39,11 +39,10 @@ from opweave_engine.server.protocol.base import FieldRow, all_rows, models_of
 from opweave_engine.server.routes import (
     chat,
     completions,
-    embeddings,
+    encoders,
     info,
     process,
     responses_api,
-    scoring,
 )
 from opweave_engine.server.state import Admission, ServerConfig, ServerState
 
@@ -134,8 +133,8 @@ _ROUTERS = (
     completions.router,
     chat.router,
     responses_api.router,
-    embeddings.router,
-    scoring.router,
+    encoders.router,
+    encoders.scoring_router,
     process.router,
     info.models_router,
     info.tokens_router,

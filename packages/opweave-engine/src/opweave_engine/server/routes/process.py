@@ -21,7 +21,7 @@ from opweave_engine.server.generation import GenerationJob
 from opweave_engine.server.prompts import check_context, read_prompts
 from opweave_engine.server.protocol.base import Input
 from opweave_engine.server.protocol.tokens import ProcessRequest, ProcessResponse
-from opweave_engine.server.routes.embeddings import embed
+from opweave_engine.server.routes.encoders import embed
 from opweave_engine.server.state import Server, ServerCall, ServerState
 from opweave_engine.server.streaming import ERRORS
 
