@@ -13,20 +13,9 @@ from pathlib import Path
 from opweave.ir import current_registry
 from opweave.ir.errors import InvalidNameError
 from opweave.ir.schema import OWN_PROVIDERS, RESERVED_PROVIDERS, check_op_name
+from opweave_vllm.migrate import trees
 from opweave_vllm.migrate.source import NATIVE, LayerClass
-from opweave_vllm.migrate.trees import (
-    Function,
-    annotation_text,
-    assignment,
-    attribute_of_self,
-    dotted,
-    is_static,
-    is_torch_op,
-    last_name,
-    only_call,
-    own_nodes,
-    own_parameters,
-)
+from opweave_vllm.migrate.trees import Function
 
 # Valid names for ops and providers.
 
@@ -78,11 +67,11 @@ def changed_or_returned(function: Function) -> str | None:
     arguments = {arg.arg for arg in function.args.args[1:]} - set(assigned)
     values = {
         name: value
-        for node in own_nodes(function)
+        for node in trees.own_nodes(function)
         for name, value in _assigned(node)
         if assigned[name] == 1 and value is not None
     }
-    given_back = (value for node in own_nodes(function) for value in _given_back(node))
+    given_back = (value for node in trees.own_nodes(function) for value in _given_back(node))
     owners = (name for value in given_back for name in _owners(value, values))
     return next((name for name in owners if name in arguments), None)
 
@@ -90,7 +79,9 @@ def changed_or_returned(function: Function) -> str | None:
 def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
     """Yield the names that a statement assigns, and the value that each is a part of."""
     if isinstance(node, (ast.Assign, ast.For)):
-        targets, value = ([node.target], None) if isinstance(node, ast.For) else assignment(node)
+        targets, value = (
+            ([node.target], None) if isinstance(node, ast.For) else trees.assignment(node)
+        )
         for target in targets:
             items = target.elts if isinstance(target, ast.Tuple) else [target]
             whole = None if isinstance(value, ast.Tuple) and len(items) > 1 else value
@@ -124,7 +115,7 @@ def _is_in_place(method: str) -> bool:
 def _holder(call: ast.Call) -> ast.expr:
     """Return ``x`` for ``x.t()`` and ``torch.t(x)``."""
     assert isinstance(call.func, ast.Attribute)
-    function = dotted(call.func.value) in _FUNCTIONS and call.args
+    function = trees.dotted(call.func.value) in _FUNCTIONS and call.args
     return call.args[0] if function else call.func.value
 
 
@@ -215,7 +206,7 @@ class Argument:
 def annotation_of(argument: ast.arg, default: ast.expr | None) -> str:
     """Return the annotation of a parameter, or a guess from its default."""
     if argument.annotation is not None:
-        return annotation_text(argument.annotation)
+        return trees.annotation_text(argument.annotation)
     if default is None:
         return TENSOR
     if isinstance(default, ast.Constant) and default.value is None:
@@ -250,7 +241,7 @@ def _kind_by_name(name: str) -> str:
 def returned(function: Function) -> str:
     """Return the return annotation of a method, or a guess from its return statements."""
     if function.returns is not None:
-        return annotation_text(function.returns)
+        return trees.annotation_text(function.returns)
     (size,) = _sizes(function)
     return TENSOR if size == 1 else f"tuple[{', '.join([TENSOR] * size)}]"
 
@@ -258,7 +249,7 @@ def returned(function: Function) -> str:
 def output_problem(function: Function) -> str:
     """Return why the results of a method cannot be outputs of an op, or ""."""
     sizes = _sizes(function)
-    given = annotation_text(function.returns) if function.returns else ""
+    given = trees.annotation_text(function.returns) if function.returns else ""
     if sizes <= {0} or given == "None":
         return "it returns nothing"
     if 0 in sizes or re.search(r"\b(None|Optional)\b", given):
@@ -305,8 +296,8 @@ class _Values:
         if isinstance(value, ast.Call):
             return self._returned(value)
         if isinstance(value, ast.Subscript):  # x.shape[0]
-            return "int" if last_name(value.value) == "shape" else None
-        name = attribute_of_self(value)
+            return "int" if trees.last_name(value.value) == "shape" else None
+        name = trees.attribute_of_self(value)
         known = self.layer.annotations.get(name)
         return known or (
             _joined(self.of_attribute(name)) if name in self.layer.attributes else None
@@ -321,8 +312,8 @@ class _Values:
         return "float" if "float" in sides else "int"
 
     def _returned(self, value: ast.Call) -> str | None:
-        called = last_name(value.func)
-        if called in _TENSOR_MAKERS or is_torch_op(value.func):
+        called = trees.last_name(value.func)
+        if called in _TENSOR_MAKERS or trees.is_torch_op(value.func):
             return TENSOR
         if called in ("max", "min", "abs") and isinstance(value.func, ast.Name):
             return _joined({self.type(each) for each in value.args})
@@ -332,9 +323,9 @@ class _Values:
 def _parameter_types(init: Function) -> dict[str, str]:
     """Return the types of parameters by their annotations, else by their defaults."""
     types: dict[str, str] = {}
-    for argument, default in own_parameters(init, keywords=True):
+    for argument, default in trees.own_parameters(init, keywords=True):
         if argument.annotation is not None:
-            types[argument.arg] = annotation_text(argument.annotation)
+            types[argument.arg] = trees.annotation_text(argument.annotation)
         elif isinstance(default, ast.Constant) and default.value is not None:
             types[argument.arg] = type(default.value).__name__
     return types
@@ -353,7 +344,7 @@ def _joined(types: set[str | None]) -> str | None:
 
 def _sizes(function: Function) -> set[int]:
     """Return the possible numbers of results of a method; 0 stands for None."""
-    returns = [node for node in own_nodes(function) if isinstance(node, ast.Return)]
+    returns = [node for node in trees.own_nodes(function) if isinstance(node, ast.Return)]
     return {_size(node.value) for node in returns}
 
 
@@ -426,13 +417,13 @@ class _BodyReader(ast.NodeVisitor):
         self.replaced: set[str] = set()  # the arguments that are used
 
     def visit_Call(self, node: ast.Call) -> None:
-        name = attribute_of_self(node.func)
+        name = trees.attribute_of_self(node.func)
         if name and not self._is_function(name):
             self._problem(f"it calls self.{name}")
         self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        name = attribute_of_self(node)
+        name = trees.attribute_of_self(node)
         if not name:
             self.generic_visit(node)
         elif isinstance(node.ctx, ast.Store):
@@ -456,7 +447,9 @@ class _BodyReader(ast.NodeVisitor):
     def _is_function(self, name: str) -> bool:
         """Return whether an attribute can be called without the object."""
         method = self.layer.methods.get(name)
-        return self.layer.kernel(name) is not None or (method is not None and is_static(method))
+        return self.layer.kernel(name) is not None or (
+            method is not None and trees.is_static(method)
+        )
 
     def _problem(self, text: str) -> None:
         self.rewritten.problems.append(text)
@@ -553,8 +546,8 @@ def declared(name: str | None) -> OpPlan | None:
 
 def _op_called(native: Function) -> str:
     """Return the name of the op that a method only calls, because it was migrated before, or ""."""
-    call = only_call(native)
-    match = re.search(r"\bops\.(\w+)\.native$", dotted(call.func) if call else "")
+    call = trees.only_call(native)
+    match = re.search(r"\bops\.(\w+)\.native$", trees.dotted(call.func) if call else "")
     return match[1] if match else ""
 
 
@@ -563,7 +556,7 @@ def _no_function(native: Function) -> str:
         return "it takes *args or **kwargs"
     if native.args.kwonlyargs or native.args.posonlyargs:
         return "it has keyword-only or positional-only parameters"
-    if native.decorator_list and not is_static(native):
+    if native.decorator_list and not trees.is_static(native):
         return "it is decorated"
     return output_problem(native)
 
@@ -572,7 +565,7 @@ def _arguments(native: Function, layer: LayerClass, notes: list[str]) -> list[Ar
     """Return the op's arguments: the method's, with the attributes after the required ones."""
     own = [
         Argument(arg.arg, annotation_of(arg, default), ast.unparse(default) if default else None)
-        for arg, default in own_parameters(native)
+        for arg, default in trees.own_parameters(native)
     ]
     methods = [layer.methods[name] for name in PLATFORM_METHODS if name in layer.methods]
     names = set().union(*map(used_names, [native, *methods]))
@@ -604,11 +597,11 @@ def _used_attributes(native: Function, layer: LayerClass) -> list[str]:
     tensors.
     """
     opened = {
-        attribute_of_self(node.func if isinstance(node, ast.Call) else node.value)
+        trees.attribute_of_self(node.func if isinstance(node, ast.Call) else node.value)
         for node in ast.walk(native)
         if isinstance(node, (ast.Call, ast.Attribute, ast.Subscript))
     }
-    read = dict.fromkeys(map(attribute_of_self, ast.walk(native)))
+    read = dict.fromkeys(map(trees.attribute_of_self, ast.walk(native)))
     return [
         name
         for name in read

@@ -13,16 +13,8 @@ from pathlib import Path
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
-from opweave_vllm.migrate.trees import (
-    Position,
-    Remover,
-    dotted,
-    imports_of,
-    last_name,
-    names_in,
-    position,
-    positions_of,
-)
+from opweave_vllm.migrate import trees
+from opweave_vllm.migrate.trees import Position, Remover
 
 # Calls of ``register_oot``, for one class or in a loop over a dict of classes.
 
@@ -68,7 +60,7 @@ def mentions(module: ast.Module, registrations: Iterable[Registration]) -> Count
         for registration in registrations
         for statement in registration.statements
     }
-    return Counter(names_in(module)) - Counter(names_in(*statements.values()))
+    return Counter(trees.names_in(module)) - Counter(trees.names_in(*statements.values()))
 
 
 def unregister(
@@ -88,9 +80,9 @@ def unregister(
     lines = tree.code.splitlines()
     return tree.visit(
         _Unregister(
-            positions_of(tree),
-            {position(each, lines) for each in dropped},
-            {position(each, lines) for each in tables},
+            trees.positions_of(tree),
+            {trees.position(each, lines) for each in dropped},
+            {trees.position(each, lines) for each in tables},
             gone,
         )
     )
@@ -194,25 +186,25 @@ def _registered(statement: ast.AST) -> str:
     if call.func.attr != "register_oot":
         return ""
     classes = [*call.args, *(each.value for each in call.keywords if each.arg != "name")]
-    return next(filter(None, map(last_name, classes)), "")
+    return next(filter(None, map(trees.last_name, classes)), "")
 
 
 def _replaced(call: ast.Call, strings: Strings) -> str:
     """Return the name that the call replaces, or "" if it is computed."""
     if len(call.args) > 1 or any(each.arg == "name" for each in call.keywords):
         return name_argument(call, strings) or ""
-    return dotted(call.func).split(".")[-2]
+    return trees.dotted(call.func).split(".")[-2]
 
 
 def _is_loop(node: ast.For) -> bool:
     """Return whether a loop registers the classes that it iterates over."""
-    targets = set(names_in(node.target))
+    targets = set(trees.names_in(node.target))
     return any(_registered(each) in targets for each in ast.walk(node))
 
 
 def _loop(node: ast.For, tables: Mapping[str, list[ast.Assign]], strings: Strings) -> Registration:
     found = Registration(node)
-    for name in names_in(node.iter):
+    for name in trees.names_in(node.iter):
         for table in tables.get(name, ()):
             found.tables.append(table)
             found.classes |= classes_of(_dict(table), strings)
@@ -227,17 +219,17 @@ def _dict(table: ast.Assign) -> ast.Dict:
 def classes_of(table: ast.Dict, strings: Strings) -> dict[str, str]:
     """Return the classes in a table of replacements, and what each replaces."""
     pairs = zip(table.keys, table.values, strict=True)
-    named = ((last_name(value), key and string(key, strings)) for key, value in pairs)
+    named = ((trees.last_name(value), key and string(key, strings)) for key, value in pairs)
     return {name: replaced for name, replaced in named if name and replaced}
 
 
 def _left(table: ast.Dict, gone: Set[str]) -> bool:
     """Return whether a table holds more than the classes that are *gone*."""
-    return any(last_name(value) not in gone for value in table.values)
+    return any(trees.last_name(value) not in gone for value in table.values)
 
 
 def _name(table: ast.Assign) -> str:
-    return last_name(table.targets[0])
+    return trees.last_name(table.targets[0])
 
 
 # Registrations of a module's classes in the other modules of its package.
@@ -290,9 +282,9 @@ def _elsewhere_registered(
     module: ast.Module, package: tuple[str, ...], target: str
 ) -> Iterator[tuple[str, str]]:
     """Yield the classes of the module *target* that *module* registers, and what they replace."""
-    imported = {name: _absolute(full, package) for name, full in imports_of(module).items()}
+    imported = {name: _absolute(full, package) for name, full in trees.imports_of(module).items()}
     for found in find_registrations(module, {}):
-        tables = {last_name(table.targets[0]) for table in found.tables}
+        tables = {trees.last_name(table.targets[0]) for table in found.tables}
         classes = found.classes | {k: v for name in tables for k, v in _added(module, name)}
         for name, replaces in classes.items():
             home, _, original = imported.get(name, "").rpartition(".")
@@ -304,13 +296,13 @@ def _added(module: ast.Module, table: str) -> Iterator[tuple[str, str]]:
     """Yield the classes that are added to a table after its creation."""
     for node in ast.walk(module):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr == "update" and last_name(node.func.value) == table:
+            if node.func.attr == "update" and trees.last_name(node.func.value) == table:
                 for each in node.args:
                     if isinstance(each, ast.Dict):
                         yield from classes_of(each, {}).items()
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
             target = node.targets[0]
-            if last_name(target.value) == table:
+            if trees.last_name(target.value) == table:
                 entry = ast.Dict([target.slice], [node.value])
                 yield from classes_of(entry, {}).items()
 
