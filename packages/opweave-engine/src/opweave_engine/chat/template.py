@@ -594,9 +594,8 @@ class ChatTemplate:
 
 def _check_lists(**arguments: object) -> None:
     for name, value in arguments.items():
-        entries = () if value is None else value
-        is_list = isinstance(entries, list | tuple)
-        if not is_list or not all(isinstance(entry, Mapping) for entry in entries):
+        is_list = isinstance(value, list | tuple) and all(isinstance(v, Mapping) for v in value)
+        if value is not None and not is_list:
             raise InvalidArgumentError(f"{name}={shown(value)} must be a list of dicts.", name)
 
 

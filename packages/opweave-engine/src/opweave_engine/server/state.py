@@ -20,7 +20,7 @@ from opweave.config.child_process import DaemonThreads
 from opweave.config.values import api_key_fault
 from opweave_engine import ChatTemplate, EngineClient
 from opweave_engine.prompts import IOProcessor
-from opweave_engine.server.disconnect import unless_gone
+from opweave_engine.server.disconnect import ClientGoneError, cancelled, disconnected
 from opweave_engine.server.errors import HANG_UP, RETRY, ApiError, ServerConfigError
 from opweave_engine.server.output_parser import OutputStyle, ReasoningParser, ToolCallParser
 from opweave_engine.server.protocol.base import RequestBody
@@ -325,7 +325,15 @@ class ServerCall:
         Raises:
             ClientGoneError: the client has disconnected.
         """
-        return await unless_gone(self.request, work)
+        working = asyncio.create_task(work)
+        hanging_up = asyncio.create_task(disconnected(self.request.receive))
+        try:
+            await asyncio.wait({working, hanging_up}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise ClientGoneError
+        finally:
+            await cancelled([working, hanging_up])
 
     async def as_guest(self, work: Callable[[], T]) -> T:
         """Return the result of *work*, which runs third-party code and may block.
