@@ -44,7 +44,7 @@ from opweave_engine.structured.grammar_compiler import (
     vocabulary_arguments,
 )
 from opweave_engine.structured.grammar_text import enforceable
-from opweave_engine.structured.grammar_worker import native_vocabulary
+from opweave_engine.structured.grammar_worker import Vocabulary, native_vocabulary
 from opweave_engine.structured.params import MAX_DEPTH
 from server.fake_engine import CHECKPOINT, VOCABULARY
 from support import ROOT
@@ -885,7 +885,7 @@ def test_bytes_of_tokens(build: Any, tmp_path: Any) -> None:
     tokenizer = Tokenizer(Checkpoint(tmp_path))
     size = backend.get_vocab_size() + 40  # scores that no token has
     eos = backend.token_to_id("</s>")
-    found = native_vocabulary(*vocabulary_arguments(tokenizer, size, [eos]))
+    found = native_vocabulary(Vocabulary(*vocabulary_arguments(tokenizer, size, [eos])))
     assert found.vocab_size == size
     assert found.eos_tokens == [eos]
     for token in range(backend.get_vocab_size()):

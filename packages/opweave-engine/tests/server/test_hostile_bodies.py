@@ -25,7 +25,7 @@ from opweave_engine.server.protocol import base
 from opweave_engine.server.protocol.base import RequestFields
 from opweave_engine.server.protocol.chat import ChatRequest
 from opweave_engine.server.protocol.completions import CompletionRequest
-from opweave_engine.server.protocol.embeddings import EmbeddingRequest
+from opweave_engine.server.protocol.encoders import EmbeddingRequest
 from opweave_engine.server.protocol.responses import ResponsesRequest
 from opweave_engine.server.protocol.tokens import DetokenizeRequest
 from opweave_engine.server.run import run

@@ -13,7 +13,7 @@ from opweave import ir
 
 VARIABLE = "OPWEAVE_VLLM_REPORT"
 
-_INTERVAL = 5.0  # seconds
+_POLL_SECONDS = 5.0
 
 _stack = ExitStack()
 _record: ir.Record | None = None
@@ -29,11 +29,11 @@ def start() -> None:
     if os.environ.get(VARIABLE) != "1" or _process == os.getpid():
         return
     _process = os.getpid()
-    _stack.close()  # of the parent, after a fork
+    _stack.close()  # after a fork, it has the parent's record
     _record = _stack.enter_context(ir.record())
     # Not atexit, which does not run in a forked worker.
     util.Finalize(None, _print, exitpriority=0)
-    # A server kills its workers when it shuts down, so that they print nothing at their end.
+    # A server kills its workers when it shuts down, before they print their last report.
     threading.Thread(target=_watch, args=(_record,), daemon=True, name="opweave-report").start()
 
 
@@ -50,10 +50,10 @@ def report() -> str:
 def _watch(record: ir.Record) -> None:
     printed = 0
     while True:
-        time.sleep(_INTERVAL)
-        found = len(record.outcomes())
-        if found > printed:
-            printed = found
+        time.sleep(_POLL_SECONDS)
+        count = len(record.outcomes())
+        if count > printed:
+            printed = count
             _print()
 
 

@@ -25,14 +25,13 @@ def _forward(
 
 def _replaceable() -> list[type[Any]]:
     """Return RotaryEmbedding and its subclasses that only scale the frequencies."""
-    found: list[Any] = [each for each in vars(rotary_embedding).values() if isinstance(each, type)]
+    classes: list[Any] = [c for c in vars(rotary_embedding).values() if isinstance(c, type)]
+    methods = ("forward", "forward_native", "forward_cpu")
     return [
-        each
-        for each in found
-        if issubclass(each, RotaryEmbedding)
-        and each.forward_native is RotaryEmbedding.forward_native
-        and each.forward_cpu is RotaryEmbedding.forward_cpu
-        and each.forward is RotaryEmbedding.forward
+        cls
+        for cls in classes
+        if issubclass(cls, RotaryEmbedding)
+        and all(getattr(cls, name) is getattr(RotaryEmbedding, name) for name in methods)
     ]
 
 

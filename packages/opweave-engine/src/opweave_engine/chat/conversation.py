@@ -24,60 +24,59 @@ _log = logging.getLogger(__name__)
 _NOT_VARIABLES = signature(ChatTemplate.render).parameters.keys() - {"self", "variables"}
 
 
-def template_for(checkpoint: Checkpoint, given: str | None) -> ChatTemplate:
-    """Return the checkpoint's chat template, or the one in *given*: a name, a file or a template.
+def template_for(checkpoint: Checkpoint, choice: str | None) -> ChatTemplate:
+    """Return the checkpoint's chat template, or the chosen one: a name, a file or a template.
 
     Raises:
         ChatTemplateError: the template is missing, or is not valid Jinja.
     """
-    if given is not None:
-        return ChatTemplate.given(given, checkpoint)
-    if (own := ChatTemplate.of(checkpoint)) is None:
+    if choice is not None:
+        return ChatTemplate.given(choice, checkpoint)
+    if (template := ChatTemplate.of(checkpoint)) is None:
         raise ChatTemplateError(
             f"{checkpoint.path} has no chat template: its model may not be made for conversations. "
             "Give a template (chat_template=..., or --chat-template FILE), or use generate."
         )
-    return own
+    return template
 
 
 def check_keywords(
-    given: Mapping[str, Any], template: ChatTemplate, function: Callable[..., Any] | None = None
+    keywords: Mapping[str, Any], template: ChatTemplate, function: Callable[..., Any] | None = None
 ) -> None:
-    """Check that the template reads a variable for each of the keyword arguments *given*.
+    """Check that the template reads a variable for each of the keyword arguments.
 
     Raises:
         UnexpectedKeywordError: it does not; the message lists the parameters of *function*, too.
     """
-    known, fault = template.traits.variables, "is not"
+    names, fault = template.traits.variables, "is not"
     if function is not None:
-        known |= signature(function).parameters.keys() - {"self", "variables"}
+        names |= signature(function).parameters.keys() - {"self", "variables"}
         fault = f"is neither a parameter of {function.__name__} nor"
-    for name in given:
+    for name in keywords:
         if name not in template.traits.variables:
             raise UnexpectedKeywordError(
-                f"{name!r} {fault} a variable of the chat template. {did_you_mean(name, known)}",
+                f"{name!r} {fault} a variable of the chat template. {did_you_mean(name, names)}",
                 name,
             )
 
 
-def checked_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+def checked_variables(chat_template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the variables in *chat_template_kwargs*.
 
     Raises:
         InvalidArgumentError: it is not a mapping, or one of them is a parameter.
     """
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
+    variables = {} if chat_template_kwargs is None else chat_template_kwargs
+    if not isinstance(variables, Mapping):
         raise InvalidArgumentError(
-            f"chat_template_kwargs={given!r} must be a dict of variables.", "chat_template_kwargs"
+            f"{chat_template_kwargs=} must be a dict of variables.", "chat_template_kwargs"
         )
-    if clash := sorted(_NOT_VARIABLES & given.keys()):
+    if clash := sorted(_NOT_VARIABLES & variables.keys()):
         raise InvalidArgumentError(
             f"chat_template_kwargs cannot hold {', '.join(clash)}; give it as a parameter.",
             "chat_template_kwargs",
         )
-    return dict(given)
+    return dict(variables)
 
 
 def render_all(
@@ -138,11 +137,11 @@ def as_conversations(messages: object) -> list[list[Message]]:
 def _conversation(messages: object) -> list[Message]:
     if not isinstance(messages, list | tuple) or not messages:
         raise PromptError(f"A conversation is {messages!r}; it must be a list of messages.")
-    found = [as_mapping(message) for message in messages]
-    for message in found:
+    conversation = [as_mapping(message) for message in messages]
+    for message in conversation:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise PromptError(
                 f"A message is {message!r}; it must be a dict like "
                 "{'role': 'user', 'content': 'Hello'}."
             )
-    return found
+    return conversation

@@ -6,14 +6,20 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from opweave.errors import shown
 from opweave.ir.errors import described
 from opweave_engine.chat.traits import Traits
-from opweave_engine.errors import ChatTemplateError, InvalidArgumentError, PromptError, require
+from opweave_engine.errors import ChatTemplateError, InvalidArgumentError, PromptError
 from opweave_engine.load.checkpoint import Checkpoint
 from opweave_engine.tokenizer import SpecialTokens
 
@@ -26,9 +32,8 @@ def compile_template(source: str, origin: str) -> tuple[Any, Any]:
     Raises:
         ChatTemplateError: *source* is not valid Jinja.
     """
-    jinja2, environment = require("jinja2"), _environment()
     try:
-        return environment.from_string(source), environment.parse(source)
+        return _ENVIRONMENT.from_string(source), _ENVIRONMENT.parse(source)
     except jinja2.TemplateSyntaxError as error:
         raise ChatTemplateError(
             f"The chat template ({origin}) is not valid Jinja: line {error.lineno}: {error}.",
@@ -42,65 +47,37 @@ def compile_template(source: str, origin: str) -> tuple[Any, Any]:
         ) from error
 
 
-@cache
-def _environment() -> Any:
-    sandbox = require("jinja2.sandbox")
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_generation_extension(), "jinja2.ext.loopcontrols"],
-    )
-    environment.filters["tojson"] = _tojson  # Jinja's own escapes HTML
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.globals["namespace"] = _namespace_class()
-    return environment
+class _GenerationTag(Extension):
+    """The tag ``generation``, which marks answers in templates for training."""
+
+    tags = frozenset({"generation"})  # type: ignore[assignment]
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
 
 
-def _generation_extension() -> type:
-    """Return the tag ``generation``, by which templates for training mark answers."""
-    extension: Any = require("jinja2.ext").Extension
-    scope = require("jinja2.nodes").Scope
+class _Namespace(Namespace):
+    """A namespace without names that could reach Python's internals."""
 
-    class GenerationTag(extension):  # type: ignore[misc]
-        tags = frozenset({"generation"})
+    def __init__(self, /, *values: Any, **named: Any) -> None:
+        for name in dict(*values, **named):
+            _check_name(name)
+        super().__init__(*values, **named)
 
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return scope(body, lineno=line)
-
-    return GenerationTag
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
 
 
-def _namespace_class() -> type:
-    """Return namespaces that take no names by which Python's internals could be reached."""
-    namespace: Any = require("jinja2.utils").Namespace
-    error = require("jinja2.exceptions").SecurityError
-
-    class Namespace(namespace):  # type: ignore[misc]
-        def __init__(self, /, *values: Any, **named: Any) -> None:
-            for name in dict(*values, **named):
-                _check(name)
-            super().__init__(*values, **named)
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            _check(name)
-            super().__setitem__(name, value)
-
-    def _check(name: object) -> None:
-        if str(name).startswith("_"):
-            raise error(f"a namespace takes no name with an underscore before it: {name!r}")
-
-    return Namespace
+def _check_name(name: object) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"a namespace takes no name with an underscore before it: {name!r}")
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise require("jinja2").TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+    raise jinja2.TemplateError(message)
 
 
 def _tojson(
@@ -117,6 +94,17 @@ def _tojson(
         separators=separators,
         sort_keys=sort_keys,
     )
+
+
+_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+)
+_ENVIRONMENT.filters["tojson"] = _tojson  # Jinja's own filter escapes HTML
+_ENVIRONMENT.globals |= {
+    "raise_exception": _raise_exception,
+    "strftime_now": lambda form: datetime.now().strftime(form),
+    "namespace": _Namespace,
+}
 
 
 # Values that clients send: as plain objects, and in error messages.
@@ -192,17 +180,16 @@ def texts_of(content: object, path: str) -> str | list[str]:
     return [_text(part, f"{path}.{index}") for index, part in enumerate(content)] or ""
 
 
-def in_shape(texts: str | list[str], *, takes_parts: bool, needs_parts: bool) -> str | TextParts:
-    """Return the content in the form that a template expects.
+def in_shape(texts: str | list[str], traits: Traits) -> str | TextParts:
+    """Return the content in the form that a template with these traits expects.
 
     Args:
         texts: a text, or the texts of several parts; without parts, they are joined by newlines.
-        takes_parts: whether the template reads parts.
-        needs_parts: whether it takes a string for parts.
+        traits: the traits of the template.
     """
     if isinstance(texts, str):
-        return TextParts.of([texts]) if needs_parts else texts
-    return TextParts.of(texts) if takes_parts else "\n".join(texts)
+        return TextParts.of([texts]) if traits.needs_parts else texts
+    return TextParts.of(texts) if traits.takes_parts else "\n".join(texts)
 
 
 def _text(part: object, path: str) -> str:
@@ -252,23 +239,23 @@ def _call(call: object, path: str, as_text: bool) -> dict[str, Any]:
     call = as_mapping(call)
     if not isinstance(call, Mapping):
         raise _malformed(path, call, "an object")
-    given = {name: value for name, value in call.items() if value is not None}
-    if "function" not in given:
-        return _function(given, path, as_text)
-    if not isinstance(function := as_mapping(given["function"]), Mapping):
+    fields = {name: value for name, value in call.items() if value is not None}
+    if "function" not in fields:
+        return _function(fields, path, as_text)
+    if not isinstance(function := as_mapping(fields["function"]), Mapping):
         raise _malformed(f"{path}.function", function, "an object")
-    return {**given, "function": _function(function, f"{path}.function", as_text)}
+    return {**fields, "function": _function(function, f"{path}.function", as_text)}
 
 
 def _function(function: Mapping[str, Any], path: str, as_text: bool) -> dict[str, Any]:
     if not isinstance(function.get("name"), str):
         raise PromptError(f"{path} needs the 'name' of a function and its 'arguments'.", "messages")
-    given = function.get("arguments")
-    arguments = _object(given, f"{path}.arguments")
+    original = function.get("arguments")
+    arguments = _object(original, f"{path}.arguments")
     if not as_text:
         return {**function, "arguments": arguments}
-    is_written = isinstance(given, str) and arguments
-    return {**function, "arguments": given if is_written else _json(arguments, path)}
+    is_json = isinstance(original, str) and arguments
+    return {**function, "arguments": original if is_json else _json(arguments, path)}
 
 
 def _object(arguments: object, path: str) -> Mapping[str, Any]:
@@ -322,7 +309,7 @@ def for_template(messages: Sequence[Message], traits: Traits) -> list[dict[str, 
     Raises:
         PromptError: a message is malformed, or has a role that the template does not accept.
     """
-    return [_message(each, f"messages.{index}", traits) for index, each in enumerate(messages)]
+    return [_message(message, f"messages.{i}", traits) for i, message in enumerate(messages)]
 
 
 def with_mark(messages: list[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
@@ -345,26 +332,22 @@ def with_mark(messages: list[dict[str, Any]], mark: str) -> list[dict[str, Any]]
 
 
 def _message(message: Message, path: str, traits: Traits) -> dict[str, Any]:
-    given = {name: value for name, value in message.items() if value is not None}
+    fields = {name: value for name, value in message.items() if value is not None}
     for name, why in _UNSUPPORTED.items():
-        if name in given and not traits.mentions(name):
+        if name in fields and not traits.mentions(name):
             raise PromptError(f"{path}.{name} is not supported; {why}.", "messages")
-    given["role"] = _role(given.get("role"), path, traits)
-    if calls := given.pop("tool_calls", None):
-        given["tool_calls"] = tool_calls(
+    fields["role"] = _role(fields.get("role"), path, traits)
+    if calls := fields.pop("tool_calls", None):
+        fields["tool_calls"] = tool_calls(
             calls, f"{path}.tool_calls", as_text=traits.takes_arguments_as_text
         )
-    texts = texts_of(given.get("content"), f"{path}.content")
-    if not texts and calls and traits.needs_null_content:
-        given["content"] = None
-    else:
-        given["content"] = in_shape(
-            texts, takes_parts=traits.takes_parts, needs_parts=traits.needs_parts
-        )
-    reasoning = next((given[name] for name in _REASONING if name in given), None)
+    texts = texts_of(fields.get("content"), f"{path}.content")
+    is_null = not texts and calls and traits.needs_null_content
+    fields["content"] = None if is_null else in_shape(texts, traits)
+    reasoning = next((fields[name] for name in _REASONING if name in fields), None)
     if reasoning is not None:
-        given = {**dict.fromkeys(_REASONING, reasoning), **given, _REASONING[0]: reasoning}
-    return given
+        fields = {**dict.fromkeys(_REASONING, reasoning), **fields, _REASONING[0]: reasoning}
+    return fields
 
 
 def _role(role: object, path: str, traits: Traits) -> str:
@@ -395,14 +378,14 @@ def sources_of(checkpoint: Checkpoint) -> dict[str, Source]:
         ChatTemplateError: a file cannot be read.
         CheckpointError: ``tokenizer_config.json`` is damaged.
     """
-    given = (checkpoint.json("tokenizer_config.json") or {}).get("chat_template")
+    value = (checkpoint.json("tokenizer_config.json") or {}).get("chat_template")
     origin = f"{checkpoint.path / 'tokenizer_config.json'}: chat_template"
-    found = {name: (source, origin) for name, source in _named(given).items()}
+    sources = {name: (source, origin) for name, source in _named(value).items()}
     for file in sorted((checkpoint.path / _FOLDER).glob("*.jinja")):
-        found[file.stem] = (read_template(file), str(file))
+        sources[file.stem] = (read_template(file), str(file))
     if (file := checkpoint.path / _FILE).is_file():
-        found[DEFAULT] = (read_template(file), str(file))
-    return found
+        sources[DEFAULT] = (read_template(file), str(file))
+    return sources
 
 
 def read_template(file: Path) -> str:
@@ -426,13 +409,14 @@ def read_template(file: Path) -> str:
         ) from error
 
 
-def _named(given: object) -> dict[str, str]:
-    if isinstance(given, str):
-        return {DEFAULT: given}
-    if isinstance(given, list):  # of {"name": ..., "template": ...}
-        entries = [(e.get("name"), e.get("template")) for e in given if isinstance(e, dict)]
+def _named(value: object) -> dict[str, str]:
+    """Return the templates in ``chat_template`` by name."""
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    if isinstance(value, list):  # entries like {"name": ..., "template": ...}
+        entries = [(e.get("name"), e.get("template")) for e in value if isinstance(e, dict)]
     else:
-        entries = list(given.items()) if isinstance(given, dict) else []
+        entries = list(value.items()) if isinstance(value, dict) else []
     return {n: t for n, t in entries if isinstance(n, str) and isinstance(t, str)}
 
 
@@ -440,7 +424,7 @@ def _named(given: object) -> dict[str, str]:
 
 
 _WITH_TOOLS = "tool_use"  # the name of the template for requests with tools
-# Where the last message ends in a prompt. Of private-use characters, which templates do not change.
+# Marks the end of the last message in a prompt. Templates do not change private-use characters.
 _MARK = "\ue0f0opweave:end-of-message\ue0f1"
 
 
@@ -582,9 +566,9 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: it does not.
         """
-        known = self.chosen(tools).traits.variables
-        for name, given in (("tools", tools), ("documents", documents)):
-            if given and name not in known:
+        variables = self.chosen(tools).traits.variables
+        for name, value in (("tools", tools), ("documents", documents)):
+            if value and name not in variables:
                 raise ChatTemplateError(
                     f"The chat template does not use {name}, so that the model would not see "
                     "them; leave them out, or give a template that does (chat_template).",
@@ -592,12 +576,11 @@ class ChatTemplate:
                 )
 
     def _rendered(self, variables: Mapping[str, Any]) -> str:
-        jinja2 = require("jinja2")
         try:
-            # In one object: a variable may have any name, such as self.
+            # One mapping instead of keywords, because a variable may have any name, such as self.
             text: str = self._template.render(variables)
         except jinja2.TemplateError as error:
-            why = " ".join(str(error).split())  # in one line
+            why = " ".join(str(error).split())
             raise ChatTemplateError(
                 f"The chat template refuses the messages: {why}", "messages"
             ) from error
@@ -609,12 +592,10 @@ class ChatTemplate:
         return text
 
 
-def _check_lists(**given: object) -> None:
-    for name, value in given.items():
-        entries = () if value is None else value
-        if not isinstance(entries, list | tuple) or not all(
-            isinstance(each, Mapping) for each in entries
-        ):
+def _check_lists(**arguments: object) -> None:
+    for name, value in arguments.items():
+        is_list = isinstance(value, list | tuple) and all(isinstance(v, Mapping) for v in value)
+        if value is not None and not is_list:
             raise InvalidArgumentError(f"{name}={shown(value)} must be a list of dicts.", name)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from opweave_engine.errors import require
+from jinja2 import meta, nodes
 
 # Queries over the syntax tree of a Jinja template.
 
@@ -43,20 +43,20 @@ class Syntax:
     @cached_property
     def bindings(self) -> list[tuple[str, Any]]:
         """Every name and a value that it may have: of assignments, and of a macro's parameters."""
-        nodes, found = require("jinja2.nodes"), []
+        pairs: list[tuple[Any, Any]] = []
         macros = {p.node.name: p.node for p in self.placed if isinstance(p.node, nodes.Macro)}
         for node in (placed.node for placed in self.placed):
             if isinstance(node, nodes.Assign):
-                found.append((node.target, node.node))
+                pairs.append((node.target, node.node))
             elif isinstance(node, nodes.With):
-                found += zip(node.targets, node.values, strict=True)
+                pairs += zip(node.targets, node.values, strict=True)
             elif isinstance(node, nodes.Call) and (
-                macro := macros.get(getattr(node.node, "name", None))
+                macro := macros.get(getattr(node.node, "name", ""))
             ):
                 by_name = {parameter.name: parameter for parameter in macro.args}
-                found += zip(macro.args, node.args, strict=False)
-                found += [(by_name.get(each.key), each.value) for each in node.kwargs]
-        return [(target.name, value) for target, value in found if isinstance(target, nodes.Name)]
+                pairs += zip(macro.args, node.args, strict=False)
+                pairs += [(by_name.get(keyword.key), keyword.value) for keyword in node.kwargs]
+        return [(target.name, value) for target, value in pairs if isinstance(target, nodes.Name)]
 
 
 class Field:
@@ -68,20 +68,18 @@ class Field:
     """
 
     def __init__(self, name: str, syntax: Syntax) -> None:
-        self._name, self._nodes = name, require("jinja2.nodes")
-        self._variables: set[str] = set()
+        self._name, self._variables = name, set[str]()
         while True:
-            found = {name for name, value in syntax.bindings if self.is_value(value)}
-            if found <= self._variables:
+            names = {name for name, value in syntax.bindings if self.is_value(value)}
+            if names <= self._variables:
                 return
-            self._variables |= found
+            self._variables |= names
 
     def is_read(self, node: Any) -> bool:
         """Return whether *node* reads the field: ``m.name``, ``m['name']``, or ``m.get('name')``.
 
         A variable that holds the field counts, too.
         """
-        nodes = self._nodes
         if isinstance(node, nodes.Getattr):
             return bool(node.attr == self._name)
         if isinstance(node, nodes.Getitem):
@@ -93,24 +91,18 @@ class Field:
 
     def is_value(self, node: Any) -> bool:
         """Return whether the value of *node* is the field, or a list of items of it."""
-        nodes = self._nodes
         if isinstance(node, nodes.Filter):
             return node.name in _SAME_VALUE and self.is_value(node.node)
         if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
             return self.is_value(node.node)
         if isinstance(node, nodes.CondExpr):
-            return any(self.is_value(each) for each in (node.expr1, node.expr2) if each)
+            return any(self.is_value(value) for value in (node.expr1, node.expr2) if value)
         if isinstance(node, nodes.Or):
             return self.is_value(node.left) or self.is_value(node.right)
         return self.is_read(node)
 
     def _is_name(self, node: Any) -> bool:
-        return is_constant(node) and bool(node.value == self._name)
-
-
-def is_constant(node: Any) -> bool:
-    """Return whether *node* is a constant."""
-    return isinstance(node, require("jinja2.nodes").Const)
+        return isinstance(node, nodes.Const) and bool(node.value == self._name)
 
 
 # The traits of a template.
@@ -161,34 +153,25 @@ class Traits:
     def needs_null_content(self) -> bool:
         """Whether it prints the calls of a message only if its content is None."""
         return any(
-            any(self._tests_for_none(part) for part in self._syntax.below(each.node.test))
-            and any(
-                self._mentions("tool_calls", part) for part in (each.node.test, *each.node.body)
-            )
-            for each in self._syntax.placed
-            if isinstance(each.node, self._nodes.If)
+            any(map(self._tests_for_none, self._syntax.below(node.test)))
+            and any(self._mentions("tool_calls", part) for part in (node.test, *node.body))
+            for node in (placed.node for placed in self._syntax.placed)
+            if isinstance(node, nodes.If)
         )
 
     @cached_property
     def variables(self) -> frozenset[str]:
         """The variables that the template reads and does not set itself."""
         environment = self.tree.environment
-        # Of a tree of its own: Jinja folds constants in the one that it looks through.
+        # A separate tree, because Jinja folds the constants in the tree that it searches.
         tree = environment.parse(self.source)
-        found = require("jinja2.meta").find_undeclared_variables(tree)
-        return frozenset(found - environment.globals.keys())
+        return frozenset(meta.find_undeclared_variables(tree) - environment.globals.keys())
 
     @cached_property
     def strings(self) -> frozenset[str]:
         """All string constants, which include the roles that the template distinguishes."""
-        constants = (each.node for each in self._syntax.placed)
-        return frozenset(
-            node.value for node in constants if is_constant(node) and isinstance(node.value, str)
-        )
-
-    @cached_property
-    def _nodes(self) -> Any:
-        return require("jinja2.nodes")
+        constants = (p.node.value for p in self._syntax.placed if isinstance(p.node, nodes.Const))
+        return frozenset(value for value in constants if isinstance(value, str))
 
     @cached_property
     def _syntax(self) -> Syntax:
@@ -204,10 +187,10 @@ class Traits:
 
     @cached_property
     def _uses_of_parts(self) -> list[Placed]:
-        return [each for each in self._syntax.placed if self._uses_parts(each.node)]
+        return [placed for placed in self._syntax.placed if self._uses_parts(placed.node)]
 
     def _uses_parts(self, node: Any) -> bool:
-        nodes, content = self._nodes, self._content
+        content = self._content
         # A loop that looks for images alone takes a string, too: its characters are not images.
         if isinstance(node, nodes.For):
             return content.is_value(node.iter) and self._mentions("text", node)
@@ -218,7 +201,7 @@ class Traits:
             return False
         # The text of the first part: content[0].text, content[0]['text'], (content | first).text
         name = node.attr if isinstance(node, nodes.Getattr) else getattr(node.arg, "value", None)
-        item = node.node
+        item: Any = node.node
         if isinstance(item, nodes.Filter):
             is_item = item.name in ("first", "last")
         else:
@@ -229,15 +212,14 @@ class Traits:
     def _is_guarded(self, use: Placed) -> bool:
         """Return whether *use* depends on a test for strings."""
         return any(
-            self._tests_for_string(each.node)
+            self._tests_for_string(placed.node)
             for inner, above in zip((use.node, *use.above), use.above, strict=False)
             for condition in self._conditions(inner, above)
-            for each in self._syntax.below(condition)
+            for placed in self._syntax.below(condition)
         )
 
     def _conditions(self, inner: Any, above: Any) -> list[Any]:
         """Return what *above* tests before it comes to *inner*, which is a child of it."""
-        nodes = self._nodes
         if isinstance(above, nodes.And | nodes.Or):
             return [above]
         if isinstance(above, nodes.CondExpr):
@@ -245,31 +227,31 @@ class Traits:
         if not isinstance(above, nodes.If):
             return []
         branches = [above, *above.elif_]
-        found = [branch.test for branch in branches]
+        tests = [branch.test for branch in branches]
         if any(inner is node for node in above.else_):
-            return found
+            return tests
         count = next((i for i, branch in enumerate(branches) if branch is inner), 1)
-        return found[:count]
+        return tests[:count]
 
     def _tests_for_string(self, node: Any) -> bool:
-        is_test = isinstance(node, self._nodes.Test) and node.name == "string"
+        is_test = isinstance(node, nodes.Test) and node.name == "string"
         return is_test and self._content.is_value(node.node)
 
     def _tests_for_none(self, placed: Placed) -> bool:
-        node, nodes = placed.node, self._nodes
+        node = placed.node
         if placed.above and isinstance(placed.above[0], nodes.Not):
             return False
-        if isinstance(node, nodes.Compare) and [each.op for each in node.ops] == ["eq"]:
+        if isinstance(node, nodes.Compare) and [operand.op for operand in node.ops] == ["eq"]:
             sides = (node.expr, node.ops[0].expr)
-            has_none = any(is_constant(side) and side.value is None for side in sides)
+            has_none = any(isinstance(side, nodes.Const) and side.value is None for side in sides)
             return has_none and any(map(self._content.is_value, sides))
         is_test = isinstance(node, nodes.Test) and node.name == "none"
         return is_test and self._content.is_value(node.node)
 
     def _mentions(self, name: str, root: Any) -> bool:
         """Return whether *root* has an attribute or a string of that name."""
-        found = (each.node for each in self._syntax.below(root))
-        return any(name in (getattr(n, "attr", None), getattr(n, "value", None)) for n in found)
+        below = (placed.node for placed in self._syntax.below(root))
+        return any(name in (getattr(n, "attr", None), getattr(n, "value", None)) for n in below)
 
     def _use_of_arguments(self, placed: Placed) -> str | None:
         """Return what the template takes arguments for where it reads them: text or an object."""
@@ -284,14 +266,12 @@ class Traits:
 
     def _passes_on(self, node: Any, above: Any) -> bool:
         """Return whether the value of *node* may be that of the expression around it."""
-        nodes = self._nodes
         if isinstance(above, nodes.CondExpr):
             return node is not above.test
         is_default = isinstance(above, nodes.Filter) and above.name in _TRANSPARENT_FILTERS
         return is_default or isinstance(above, nodes.Or)
 
     def _kind_of_use(self, node: Any, above: Any) -> str | None:
-        nodes = self._nodes
         if isinstance(above, nodes.Output | nodes.Add | nodes.Concat):
             return "text"
         if isinstance(above, nodes.Filter):

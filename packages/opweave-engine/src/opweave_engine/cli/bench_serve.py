@@ -97,7 +97,7 @@ def arrivals(load: Load) -> list[float]:
 
 def prompts(load: Load) -> Sequence[str | list[int]]:
     """Return the prompt of each request: text or token ids."""
-    # A seed of their own: prompts do not depend on the rate.
+    # A separate generator, so that prompts do not depend on the rate.
     draw, length = random.Random(f"prompts {load.seed}"), load.prompt_length
     if load.vocab_size is not None:
         ids = range(load.vocab_size)
@@ -205,33 +205,31 @@ class Client:
         async def answer(at: float, prompt: str | list[int]) -> Answer:
             nonlocal done
             await asyncio.sleep(start + at - time.perf_counter())
-            found = await self._answer(_body(model, prompt, load), start)
+            result = await self._answer(_body(model, prompt, load), start)
             done += 1
             progress(done, load.requests)
-            return found
+            return result
 
+        requests = zip(arrivals(load), prompts(load), strict=True)
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(answer(*each))
-                for each in zip(arrivals(load), prompts(load), strict=True)
-            ]
+            tasks = [group.create_task(answer(at, prompt)) for at, prompt in requests]
         return [task.result() for task in tasks], time.perf_counter() - start
 
     async def _answer(self, body: dict[str, Any], start: float) -> Answer:
-        found = Answer(sent=time.perf_counter() - start)
+        answer = Answer(sent=time.perf_counter() - start)
         try:
             async with self._client.stream("POST", "/v1/completions", json=body) as response:
                 if not response.is_success:
                     raise _FailedError(_refusal(response.status_code, await response.aread()))
                 is_done = False
                 async for line in response.aiter_lines():
-                    is_done = is_done or _take(found, line, time.perf_counter() - start)
+                    is_done = is_done or _take(answer, line, time.perf_counter() - start)
             if not is_done:
                 raise _FailedError("the stream ended before [DONE]")
         except (_FailedError, self._httpx.HTTPError) as error:
-            found.error = _described(error)
-        found.ended = time.perf_counter() - start
-        return found
+            answer.error = _described(error)
+        answer.ended = time.perf_counter() - start
+        return answer
 
 
 def _httpx() -> Any:
@@ -366,7 +364,7 @@ def _distribution(values: Sequence[float]) -> dict[str, float]:
 
 
 _LOAD = Load()
-_TIMES = {
+_TIME_LABELS = {
     "ttft": "time to first token",
     "itl": "between two events",
     "tpot": "per token after the first",
@@ -405,11 +403,9 @@ def serve(
     client = Client(url, api_key=api_key, timeout=timeout)
     name, summary = asyncio.run(_measure(client, model, load))
     if json:
-        given = {
-            **asdict(load),
-            "rate": "inf" if math.isinf(load.rate) else load.rate,
-        }  # JSON has no inf
-        print_json({"url": client.url, "model": name, "load": given, **asdict(summary)})
+        rate = "inf" if math.isinf(load.rate) else load.rate  # JSON has no infinity
+        options = {**asdict(load), "rate": rate}
+        print_json({"url": client.url, "model": name, "load": options, **asdict(summary)})
     else:
         _print(client.url, name, summary)
     return 1 if summary.errors else 0
@@ -422,28 +418,25 @@ async def _measure(client: Client, model: str | None, load: Load) -> tuple[str, 
             return name, summarize(*await client.run(name, load, progress))
 
 
-def _print(url: str, model: str, found: Summary) -> None:
+def _print(url: str, model: str, s: Summary) -> None:
+    out.print(f"{url}, model {model}: {s.completed} answers in {s.seconds:.1f} s", markup=False)
     out.print(
-        f"{url}, model {model}: {found.completed} answers in {found.seconds:.1f} s", markup=False
+        f"{s.request_throughput:.2f} requests/s; {s.output_throughput:.1f} tokens/s generated, "
+        f"{s.total_throughput:.1f} with prompts"
     )
-    out.print(
-        f"{found.request_throughput:.2f} requests/s; {found.output_throughput:.1f} tokens/s "
-        f"generated, {found.total_throughput:.1f} with prompts"
-    )
-    out.print(f"tokens: {found.prompt_tokens} of prompts, {found.output_tokens} generated\n")
-    if found.milliseconds:
-        out.print(_table(found))
-    for reason, count in found.errors.items():
+    out.print(f"tokens: {s.prompt_tokens} of prompts, {s.output_tokens} generated\n")
+    if s.milliseconds:
+        out.print(_table(s.milliseconds))
+    for reason, count in s.errors.items():
         out.print(f"[bold red]{count} failed[/]: {escape(reason)}")
 
 
-def _table(found: Summary) -> Table:
-    columns = next(iter(found.milliseconds.values()))
+def _table(milliseconds: Mapping[str, Mapping[str, float]]) -> Table:
+    columns = next(iter(milliseconds.values()))
     table = PlainTable("milliseconds", *columns)
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, label in _TIMES.items():
-        if name in found.milliseconds:
-            values = found.milliseconds[name]
-            table.add_row(f"{name}: {label}", *(f"{values[each]:.1f}" for each in columns))
+    for name, values in milliseconds.items():
+        times = (f"{values[column]:.1f}" for column in columns)
+        table.add_row(f"{name}: {_TIME_LABELS[name]}", *times)
     return table

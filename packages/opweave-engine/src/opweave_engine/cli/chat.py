@@ -12,11 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 from unicodedata import category
 
-from opweave.cli.options import (
-    Flag,
-    RunOptions,
-    check_utf8,
-)
+from opweave.cli.options import Flag, RunOptions, check_utf8
 from opweave.cli.output import CliError, err, print_json_line, print_text, show_error
 from opweave_engine.cli.options import (
     ModelOptions,
@@ -38,19 +34,19 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
     The task polls this function at safe points. Main thread only.
     """
-    before = signal.getsignal(signal.SIGINT)
+    previous = signal.getsignal(signal.SIGINT)
     is_pressed = False
 
     def press(number: int, frame: FrameType | None) -> None:
         nonlocal is_pressed
         is_pressed = True
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
     signal.signal(signal.SIGINT, press)
     try:
         yield lambda: is_pressed
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
 # The command.
@@ -151,16 +147,16 @@ class _Chat:
     def _answer(self, text: str, *, goes_on: bool) -> None:
         from opweave_engine import EngineError
 
-        asked = [*self._messages, {"role": "user", "content": text}]
+        messages = [*self._messages, {"role": "user", "content": text}]
         try:
             check_utf8(text)
-            answer = self._write(asked)
+            answer = self._write(messages)
         except (CliError, EngineError) as error:
             if not goes_on:
                 raise
             show_error(f"{error} /reset clears the conversation.")
             return
-        self._messages = [*asked, {"role": "assistant", "content": answer}]
+        self._messages = [*messages, {"role": "assistant", "content": answer}]
 
     def _write(self, messages: list[dict[str, str]]) -> str:
         """Stream an answer and return its text, which is partial if it was stopped."""

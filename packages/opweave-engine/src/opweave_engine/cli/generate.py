@@ -12,11 +12,7 @@ from cyclopts import Parameter
 
 from opweave import ir
 from opweave.cli.explain import selection_table, selections
-from opweave.cli.options import (
-    Flag,
-    RunOptions,
-    check_utf8,
-)
+from opweave.cli.options import Flag, RunOptions, check_utf8
 from opweave.cli.output import CliError, out, print_json, print_text, progress_bar
 from opweave_engine.cli.options import ModelOptions, SamplingOptions, loading_bar
 
@@ -95,13 +91,13 @@ def generate(
 def _prompts(
     texts: list[str] | None, file: str | None, ids: list[str] | None
 ) -> list[str] | list[list[int]]:
-    given = [value for value in (texts, file, ids) if value is not None]
-    if not given:
+    count = sum(value is not None for value in (texts, file, ids))
+    if not count:
         raise CliError(
             "Give a prompt: --prompt TEXT, --prompt-file FILE (- for standard input) or "
             "--prompt-token-ids 1,2,3."
         )
-    if len(given) > 1:
+    if count > 1:
         raise CliError("Give one of --prompt, --prompt-file and --prompt-token-ids.")
     if ids is not None:
         return [_token_ids(text) for text in ids]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter, Token
 
-from opweave.cli.options import (
-    Flag,
-    by_key,
-)
+from opweave.cli.options import Flag, by_key
 from opweave.cli.output import CliError, progress_bar
 from opweave.config import EngineConfig, ParallelConfig
 from opweave.config.engine import LoadFormat, ModelImpl
@@ -23,71 +21,39 @@ if TYPE_CHECKING:
     from opweave_engine import SamplingParams, StructuredOutputsParams
 
 
-# Structured output options.
+# Files that options name.
 
 
-def structured_outputs(
-    json_schema: str | None, regex: str | None, choice: list[str] | None, grammar: str | None
-) -> StructuredOutputsParams | None:
-    """Return the structured output parameters, or None without such options.
-
-    Args:
-        json_schema: a file name, or the schema itself.
-        regex: a regular expression.
-        choice: the possible answers.
-        grammar: a file name, or the grammar itself.
+def read_text(option: str, file: str) -> str:
+    """Return the text of a UTF-8 file.
 
     Raises:
-        CliError: several options are given, or a file cannot be read.
-        SamplingParamsError: the value is not valid.
+        CliError: it cannot be read.
     """
-    from opweave_engine import StructuredOutputsParams
-
-    options = {
-        "--json-schema": json_schema,
-        "--regex": regex,
-        "--choice": choice,
-        "--grammar": grammar,
-    }
-    given = [name for name, value in options.items() if value is not None]
-    if not given:
-        return None
-    if len(given) > 1:
-        raise CliError(f"{' and '.join(given)} are mutually exclusive; give one of them.")
-    return StructuredOutputsParams(
-        json=_read("--json-schema", json_schema, "{"),
-        regex=regex,
-        choice=choice,
-        grammar=_read("--grammar", grammar, "\n", "::=", "start:"),
-    )
-
-
-def _read(option: str, value: str | None, *marks: str) -> str | None:
-    """Return *value* if it has one of *marks*, which file names do not; else the file's text."""
-    if value is None or any(mark in value for mark in marks):
-        return value
     try:
-        return Path(value).read_text(encoding="utf-8")
+        return Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise CliError(f"{option} {value!r} is not UTF-8: {error}.") from error
+        raise CliError(f"{option} {file!r} is not UTF-8 text: {error}.") from error
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise CliError(f"{option} {value!r} cannot be read: {why}.") from error
+        raise CliError(f"{option} {file!r} cannot be read: {why}.") from error
+
+
+def _text_or_file(option: str, value: str | None, *marks: str) -> str | None:
+    """Return *value* if it has one of *marks*, which file names do not; else the file's text."""
+    is_text = value is None or any(mark in value for mark in marks)
+    return value if is_text else read_text(option, value)
 
 
 # The option ``--chat-template-kwargs.<name>=value``, or ``--chat-template-kwargs`` and JSON.
 
 
 def _variables(kind: Any, tokens: Mapping[str, Any] | Sequence[Token]) -> dict[str, Any]:
-    return {name: _value(value) for name, value in by_key(kind, tokens).items()}
-
-
-def _value(given: Any) -> Any:
-    """Parse JSON; return other text unchanged."""
-    try:
-        return json.loads(given) if isinstance(given, str) else given
-    except ValueError:
-        return given
+    variables = by_key(kind, tokens)
+    for name, value in variables.items():
+        with suppress(ValueError):  # text that is not JSON stays as it is
+            variables[name] = json.loads(value) if isinstance(value, str) else value
+    return variables
 
 
 TemplateVariables = Annotated[
@@ -109,8 +75,8 @@ TemplateVariables = Annotated[
 T = TypeVar("T")
 
 
-def given(kind: type[T], **values: object) -> T:
-    """Return a configuration of the given values; a platform may choose the others."""
+def configured(kind: type[T], **values: object) -> T:
+    """Return a configuration with the values that are not None; a platform may set the others."""
     return kind(**{name: value for name, value in values.items() if value is not None})
 
 
@@ -119,6 +85,9 @@ def loading_bar(config: EngineConfig) -> ProgressBar:
     from opweave_engine.load.loader import after_loading
 
     return progress_bar("loading", then=after_loading(config))
+
+
+_CONSTRAINTS = ("json_schema", "regex", "choice", "grammar")  # the options for structured output
 
 
 @Parameter(name="*")
@@ -214,12 +183,27 @@ class SamplingOptions:
         """
         from opweave_engine import SamplingParams
 
-        options = {**vars(self), **others}
-        form = (options.pop(name) for name in ("json_schema", "regex", "choice", "grammar"))
-        options["structured_outputs"] = structured_outputs(*form)
+        options = {**vars(self), **others, "structured_outputs": self._structured_outputs()}
+        for name in _CONSTRAINTS:
+            del options[name]
         options["stop_token_ids"] = options.pop("stop_token_id")
-        found = {**defaults, **{k: v for k, v in options.items() if v is not None}}
-        return SamplingParams(**found)
+        return SamplingParams(**{**defaults, **{k: v for k, v in options.items() if v is not None}})
+
+    def _structured_outputs(self) -> StructuredOutputsParams | None:
+        from opweave_engine import StructuredOutputsParams
+
+        names = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
+        if not names:
+            return None
+        if len(names) > 1:
+            options = " and ".join(f"--{name.replace('_', '-')}" for name in names)
+            raise CliError(f"{options} are mutually exclusive; give one of them.")
+        return StructuredOutputsParams(
+            json=_text_or_file("--json-schema", self.json_schema, "{"),
+            regex=self.regex,
+            choice=self.choice,
+            grammar=_text_or_file("--grammar", self.grammar, "\n", "::=", "start:"),
+        )
 
 
 @Parameter(name="*")
@@ -278,7 +262,7 @@ class ModelOptions:
             model_impl=self.model_impl,
             cpu_threads=self.cpu_threads,
             generation_config=self.generation_config,
-            parallel=given(
+            parallel=configured(
                 ParallelConfig, tensor_parallel_size=self.tensor_parallel_size, **parallel
             ),
             **others,

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from opweave.cli.options import Flag
 from opweave.cli.output import CliError, out, print_json, progress_bar
+from opweave_engine.cli.options import read_text
 
 _MIB = 2**20
 
@@ -46,7 +47,9 @@ def quantize(
     """
     if not w4:
         raise CliError("Say how to quantize: --w4 writes int4 weights.")
-    text = None if perplexity is None else _text(perplexity)
+    text = None if perplexity is None else read_text("--perplexity", str(perplexity))
+    if text is not None and not text.strip():
+        raise CliError(f"--perplexity {str(perplexity)!r} is empty.")
     from opweave_engine.load.writer import quantize_checkpoint
     from opweave_engine.perplexity import token_ids
 
@@ -74,15 +77,3 @@ def _measured(model: Path, text: str) -> float:
 
     with progress_bar("perplexity") as bar:
         return perplexity(model, text, progress=bar)
-
-
-def _text(file: Path) -> str:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CliError(f"--perplexity {str(file)!r} is not UTF-8 text.") from error
-    except OSError as error:
-        raise CliError(f"--perplexity {str(file)!r} cannot be read: {error.strerror}.") from error
-    if not text.strip():
-        raise CliError(f"--perplexity {str(file)!r} is empty.")
-    return text

@@ -16,34 +16,29 @@ from typing import Any, Literal
 from cyclopts import App, Argument, ArgumentCollection
 from cyclopts.config import Dict
 
-from opweave.cli.options import (
-    Flag,
-    RunOptions,
-)
+from opweave.cli.options import Flag, RunOptions
 from opweave.cli.output import CliError, print_text, show_error
 from opweave.config import CacheConfig, SchedulerConfig, environment
 from opweave.config.terminal import choose_log
 from opweave.ir.errors import did_you_mean, notes
-from opweave_engine.cli.options import ModelOptions, given, loading_bar
+from opweave_engine.cli.options import ModelOptions, configured, loading_bar
 from opweave_engine.server.state import ServerConfig
 
 # Option files of ``opweave serve --config``.
 
 
-_SECRET = ("--api-key",)
-_M_ARENA_MAX = -8  # of glibc's malloc.h
-_KINDS = ".yaml, .yml, .json or .toml"
+_M_ARENA_MAX = -8  # from glibc's malloc.h
 
 
 class OptionSources:
     """Reads options from the ``--config`` file, and records the source of each option.
 
     Attributes:
-        given: values and their source, for each given option.
+        values: the value and the source of each option, for the log.
     """
 
     def __init__(self) -> None:
-        self.given: dict[str, str] = {}
+        self.values: dict[str, str] = {}
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
         """Add the file's options; cyclopts calls this between parsing and conversion."""
@@ -54,14 +49,16 @@ class OptionSources:
                 _check_names(values, arguments, path)
                 file = Dict(values, source=path, use_commands_as_keys=False)
                 file(app, commands, arguments)
-        self.given = {argument.name: _origin(argument) for argument in arguments if argument.tokens}
+        self.values = {
+            argument.name: _value_and_source(argument) for argument in arguments if argument.tokens
+        }
 
 
-def _origin(argument: Argument) -> str:
+def _value_and_source(argument: Argument) -> str:
     source = argument.tokens[0].source
     values = [".".join([*token.keys, token.value]) for token in argument.tokens]
-    shown = "***" if argument.name in _SECRET else ", ".join(values)
-    return f"{shown} ({'command line' if source == 'cli' else source})"
+    value = "***" if argument.name == "--api-key" else ", ".join(values)
+    return f"{value} ({'command line' if source == 'cli' else source})"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -86,7 +83,7 @@ def _parser(path: Path) -> Callable[[str], Any]:
         return tomllib.loads
     if path.suffix in (".yaml", ".yml"):
         return _parse_yaml
-    raise CliError(f"--config {path}: its name must end in {_KINDS}.")
+    raise CliError(f"--config {path}: its name must end in .yaml, .yml, .json or .toml.")
 
 
 def _parse_yaml(text: str) -> Any:
@@ -104,21 +101,20 @@ def _flat(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     return {
-        str(key): ",".join(map(str, each)) if isinstance(each, list) else _flat(each)
-        for key, each in value.items()
+        str(key): ",".join(map(str, item)) if isinstance(item, list) else _flat(item)
+        for key, item in value.items()
     }
 
 
 def _check_names(values: Mapping[str, Any], arguments: ArgumentCollection, path: str) -> None:
-    known = {
+    options = {
         name.removeprefix("--")
         for argument in arguments
         for name in argument.names
         if name.startswith("--") and name != "--config" and "_" not in name
     }
-    for name in values:
-        if name not in known:
-            raise CliError(f"--config {path}: unknown option {name!r}. {did_you_mean(name, known)}")
+    if (name := next((name for name in values if name not in options), None)) is not None:
+        raise CliError(f"--config {path}: unknown option {name!r}. {did_you_mean(name, options)}")
 
 
 # Options of ``vllm serve`` that ``opweave serve`` does not have, and what to use instead.
@@ -224,16 +220,13 @@ REPLACEMENTS = {
 
 def replacement(option: str) -> str | None:
     """Return the hint for an option of vLLM, or None if it is unknown."""
-    name = option.partition("=")[0].replace("_", "-")
-    return REPLACEMENTS.get(name)
+    return REPLACEMENTS.get(option.partition("=")[0].replace("_", "-"))
 
 
 # The command.
 
 
 _log = logging.getLogger(__name__)
-
-_PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
 
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
@@ -335,14 +328,18 @@ def serve(
     from opweave_engine.prompts import IOProcessors
     from opweave_engine.tokenizer import SpecialTokens
 
-    for package in _PACKAGES:
+    for package in ("fastapi", "prometheus_client", "uvicorn"):
         require(package)
     from opweave_engine.server import create_app, listen, listen_unix, run
     from opweave_engine.server.connection import check_certificate
     from opweave_engine.server.run import url
 
-    path = _only_one(directory, model)
-    if uds is not None and not {"--host", "--port"}.isdisjoint(_sources.given):
+    if directory is not None and model is not None and directory != model:
+        raise CliError(f"The model is given twice: {directory}, and --model {model}. Give it once.")
+    path = directory or model
+    if path is None:
+        raise CliError("MODEL is missing. Give a checkpoint directory: opweave serve DIR.")
+    if uds is not None and not {"--host", "--port"}.isdisjoint(_sources.values):
         raise CliError("Give --uds, or --host and --port, not both.")
 
     if not settings.api_keys:
@@ -354,19 +351,16 @@ def serve(
         options = replace(options, compilation_config=compilation)
     options.apply()
     engine_config = running.config(
-        {
-            "data_parallel_size": data_parallel_size,
-            "data_parallel_address": data_parallel_address,
-        },
+        {"data_parallel_size": data_parallel_size, "data_parallel_address": data_parallel_address},
         seed=seed,
-        scheduler=given(
+        scheduler=configured(
             SchedulerConfig,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             policy=scheduling_policy,
         ),
-        cache=given(
+        cache=configured(
             CacheConfig,
             block_size=block_size,
             memory_bytes=kv_cache_memory,
@@ -375,20 +369,20 @@ def serve(
         ),
     )
     checkpoint = Checkpoint(path)
-    template = (
-        ChatTemplate.given(chat_template, checkpoint)
-        if chat_template is not None
-        else ChatTemplate.of(checkpoint)
-    )
+    if chat_template is None:
+        template = ChatTemplate.of(checkpoint)
+    else:
+        template = ChatTemplate.given(chat_template, checkpoint)
     processor = IOProcessors(checkpoint, engine_config).find(io_processor)
     parallel = engine_config.parallel
     is_alone = parallel.data_parallel_size == 1
     launch = launch_of(parallel.tensor_parallel_size) if is_alone else None
     if launch is not None and launch.rank > 0:
         open_engine(path, config=engine_config)  # ends the process when rank 0 stops
-    # Bind first: loading the model takes longer than finding out that the address is in use.
+    # Bind first: an address that is in use is found before the model is loaded.
     bound = listen(host, port) if uds is None else listen_unix(uds)
-    _log_options()
+    for name, value in _sources.values.items():
+        _log.info("option %s: %s", name, value)
     if gpu_memory_utilization is not None:
         _check_utilization()
     with bound:
@@ -406,16 +400,6 @@ def serve(
     if (failure := engine.dead_with) is not None:
         show_error(f"the engine died: {failure}{notes(failure)}")
         sys.exit(1)
-
-
-def _only_one(directory: Path | None, model: Path | None) -> Path:
-    """Return the checkpoint directory, which may be an argument or an option."""
-    if directory is not None and model is not None and directory != model:
-        raise CliError(f"The model is given twice: {directory}, and --model {model}. Give it once.")
-    found = directory or model
-    if found is None:
-        raise CliError("MODEL is missing. Give a checkpoint directory: opweave serve DIR.")
-    return found
 
 
 def _check_utilization() -> None:
@@ -440,14 +424,9 @@ def limit_arenas() -> None:
         mallopt(_M_ARENA_MAX, 1)
 
 
-def _log_options() -> None:
-    for name, values in _sources.given.items():
-        _log.info("option %s: %s", name, values)
-
-
-def _log_threads(given: int | None) -> None:
+def _log_threads(cpu_threads: int | None) -> None:
     import torch
 
-    set_by = "OMP_NUM_THREADS" if os.environ.get("OMP_NUM_THREADS") else "torch"
-    origin = set_by if given is None else "--cpu-threads"
+    default = "OMP_NUM_THREADS" if os.environ.get("OMP_NUM_THREADS") else "torch"
+    origin = default if cpu_threads is None else "--cpu-threads"
     _log.info("CPU threads per rank: %d (%s)", torch.get_num_threads(), origin)

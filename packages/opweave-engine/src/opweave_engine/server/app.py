@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -12,7 +12,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.routing import BaseRoute
 
 from opweave import __version__
 from opweave.config.values import OpenRegistry
@@ -40,18 +39,17 @@ from opweave_engine.server.protocol.base import FieldRow, all_rows, models_of
 from opweave_engine.server.routes import (
     chat,
     completions,
-    embeddings,
+    encoders,
     info,
     process,
     responses_api,
-    scoring,
 )
 from opweave_engine.server.state import Admission, ServerConfig, ServerState
 
 # HTTP routes that plugins add to the server.
 
 
-RouterFactory = Callable[[Any], Any]  # from an EngineClient to a fastapi.APIRouter
+RouterFactory = Callable[[Any], Any]  # takes an EngineClient, returns a fastapi.APIRouter
 
 routers: OpenRegistry[RouterFactory | str] = OpenRegistry("HTTP router")
 
@@ -82,51 +80,48 @@ def add_router(name: str, factory: RouterFactory | str) -> None:
     routers.add(name, factory)
 
 
-# Attaches the routes of plugins.
-
-
 class PluginRouteError(ServerError):
     """A plugin's HTTP routes cannot be attached."""
 
 
-def attach(app: FastAPI, engine: EngineClient, taken: Iterable[APIRouter]) -> None:
-    """Attach the routers of all plugins to *app*, which already has the routes *taken*.
+def _attach_plugins(app: FastAPI, engine: EngineClient) -> None:
+    """Attach the routers of all plugins to *app*.
 
     Raises:
         PluginRouteError: a router cannot be created, or one of its routes is taken.
     """
-    holders = {place: "opweave" for router in taken for place in _places(router.routes)}
+    owners = {endpoint: "opweave" for router in _ROUTERS for endpoint in _endpoints(router)}
     for name, entry in routers.entries.items():
-        who = f"HTTP router {name!r} of " + (
+        owner = f"HTTP router {name!r} of " + (
             f"plugin {entry.owner}" if entry.owner else "this program"
         )
-        router = _made(entry.value, engine, who)
-        for method, path in _places(router.routes):
-            holder = holders.setdefault((method, path), who)
-            if holder != who:
+        router = _create_router(entry.value, engine, owner)
+        for method, path in _endpoints(router):
+            first_owner = owners.setdefault((method, path), owner)
+            if first_owner != owner:
                 raise PluginRouteError(
-                    f"{who} has {method} {path}, which is a route of {holder} already. Remove one "
-                    "of the plugins, or leave it out with OPWEAVE_PLUGINS=-name."
+                    f"{owner} has {method} {path}, which is a route of {first_owner} already. "
+                    "Remove one of the plugins, or leave it out with OPWEAVE_PLUGINS=-name."
                 )
         app.include_router(router)
 
 
-def _made(factory: RouterFactory | str, engine: EngineClient, who: str) -> APIRouter:
+def _create_router(factory: RouterFactory | str, engine: EngineClient, owner: str) -> APIRouter:
     try:
-        make = resolve_obj_by_qualname(factory) if isinstance(factory, str) else factory
-        router = make(engine)
-    except Exception as error:  # it is a plugin's code
+        create = resolve_obj_by_qualname(factory) if isinstance(factory, str) else factory
+        router = create(engine)
+    except Exception as error:  # a plugin's code can raise anything
         raise PluginRouteError(
-            f"{who} cannot be made: {described(error)}. Leave the plugin out with "
+            f"{owner} cannot be made: {described(error)}. Leave the plugin out with "
             "OPWEAVE_PLUGINS=-name."
         ) from error
     if not isinstance(router, APIRouter):
-        raise PluginRouteError(f"{who} is {router!r}; it must be a fastapi.APIRouter.")
+        raise PluginRouteError(f"{owner} is {router!r}; it must be a fastapi.APIRouter.")
     return router
 
 
-def _places(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str]]:
-    for route in routes:
+def _endpoints(router: APIRouter) -> Iterator[tuple[str, str]]:
+    for route in router.routes:
         if isinstance(route, APIRoute):
             yield from ((method, route.path) for method in sorted(route.methods or ()))
 
@@ -138,14 +133,13 @@ _ROUTERS = (
     completions.router,
     chat.router,
     responses_api.router,
-    embeddings.router,
-    scoring.router,
+    encoders.router,
+    encoders.scoring_router,
     process.router,
     info.models_router,
     info.tokens_router,
     info.router,
 )
-_EXPOSED = ["X-Request-Id", "X-Opweave-Ignored"]
 
 
 def request_fields() -> dict[str, dict[str, FieldRow]]:
@@ -180,9 +174,9 @@ def create_app(
         PluginRouteError: a plugin's HTTP routes cannot be attached.
     """
     config = config or ServerConfig()
-    admission = Admission(config.max_requests)
     if special_tokens is None:
         special_tokens = chat_template.special_tokens if chat_template is not None else {}
+    admission = Admission(config.max_requests)
     server = ServerState(
         engine, config, chat_template, admission, io_processor, special_tokens=special_tokens
     )
@@ -190,7 +184,7 @@ def create_app(
     app = FastAPI(
         title="opweave",
         version=__version__,
-        redirect_slashes=False,  # of a POST, clients would lose the body, or not follow at all
+        redirect_slashes=False,  # a client that follows the redirect of a POST may lose the body
         middleware=_middleware(config, metrics),
     )
     app.state.server, app.state.metrics = server, metrics
@@ -199,7 +193,7 @@ def create_app(
     app.add_exception_handler(OpweaveError, _failed)
     for router in _ROUTERS:
         app.include_router(router)
-    attach(app, engine, _ROUTERS)
+    _attach_plugins(app, engine)
     return app
 
 
@@ -210,7 +204,7 @@ def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
         allow_origins=config.cors_origins,
         allow_methods=["*"],
         allow_headers=["*"],
-        expose_headers=_EXPOSED,
+        expose_headers=["X-Request-Id", "X-Opweave-Ignored"],
     )
     return [
         *([Middleware(RootPath, root=config.root_path)] if config.root_path else []),
@@ -229,10 +223,9 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.status_code == 400 and (found := body_error(error.__cause__)) is not None:
-        return error_response(found)
-    headers: Mapping[str, str] | None = error.headers
-    return error_response(http_error(error.status_code, str(error.detail), headers))
+    if error.status_code == 400 and (malformed := body_error(error.__cause__)) is not None:
+        return error_response(malformed)
+    return error_response(http_error(error.status_code, str(error.detail), error.headers))
 
 
 async def _failed(request: Request, error: Exception) -> Response:

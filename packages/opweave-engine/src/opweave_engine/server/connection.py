@@ -10,10 +10,9 @@ import ssl
 import sys
 import uuid
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
 import h11
-from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from opweave_engine.server.disconnect import HANG_UP_KEY
@@ -36,10 +35,8 @@ def check_certificate(config: ServerConfig) -> None:
     try:
         # Without a password, an encrypted key would be asked for on the terminal.
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=lambda: "")
-    except OSError as error:  # of which ssl.SSLError is one
-        files = config.ssl_certfile
-        if config.ssl_keyfile is not None:
-            files += f" and {config.ssl_keyfile}"
+    except OSError as error:  # including ssl.SSLError
+        files = " and ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile)))
         raise ServerConfigError(
             f"Cannot use the certificate in {files}: {error.strerror or error}. Give PEM files: a "
             "certificate, and its key without a password."
@@ -51,14 +48,7 @@ def check_certificate(config: ServerConfig) -> None:
 
 _log = logging.getLogger(__name__)
 
-_RESERVE = 64  # files opened later, by the engine and for connections being accepted
-
-
-class Closable(Protocol):
-    """A connection that can be closed at once."""
-
-    def hang_up(self) -> None:
-        """Close it."""
+_RESERVED_FILES = 64  # for the engine, and for connections that are being accepted
 
 
 class IdleConnections:
@@ -70,13 +60,13 @@ class IdleConnections:
 
     def __init__(self, limit: int) -> None:
         self._limit, self._was_full = limit, False
-        self._waiting: dict[Closable, None] = {}  # oldest first
+        self._waiting: dict[Connection, None] = {}  # oldest first
 
-    def enter(self, connection: Closable) -> None:
+    def enter(self, connection: Connection) -> None:
         """Add a connection that waits for a request."""
         self._waiting[connection] = None
 
-    def leave(self, connection: Closable) -> None:
+    def leave(self, connection: Connection) -> None:
         """Remove a connection, because it got a request or was closed."""
         self._waiting.pop(connection, None)
 
@@ -101,7 +91,7 @@ def most_connections() -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize
-    return max(1, limit - len(os.listdir("/dev/fd")) - _RESERVE)
+    return max(1, limit - len(os.listdir("/dev/fd")) - _RESERVED_FILES)
 
 
 # Header-read timeout, and malformed requests.
@@ -191,15 +181,10 @@ class Connection(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             request_id = uuid.uuid4().hex
             _log.info("request %s from %s: %s", request_id, self.client, error.message)
-            answer = error_response(error)
-            answer.headers["X-Request-Id"] = request_id
-            self.transport.write(_as_http(answer))
+            response = error_response(error)
+            response.headers["X-Request-Id"] = request_id
+            # h11 cannot write a response without a valid request.
+            status_line = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()
+            headers = [b"%s: %s" % header for header in response.raw_headers]
+            self.transport.write(b"\r\n".join([status_line, *headers, b"", response.body]))
         self.transport.close()
-
-
-def _as_http(answer: Response) -> bytes:
-    """Return a response as bytes; h11 cannot write one without a valid request."""
-    status = HTTPStatus(answer.status_code)
-    first = f"HTTP/1.1 {status} {status.phrase}".encode("ascii")
-    headers = [b"%s: %s" % header for header in answer.raw_headers]
-    return b"\r\n".join([first, *headers, b"", answer.body])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
-from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -70,28 +69,17 @@ async def close(stream: object) -> None:
 
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that did not wait
-HANG_UP_KEY = "hang_up"  # in the state of a request: closes its connection at once
+HANG_UP_KEY = "hang_up"  # key of a function in the state of a request: closes the connection
 
 
 class ClientGoneError(Exception):
     """The client has disconnected."""
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of *work*; cancel it as soon as the client disconnects.
-
-    Raises:
-        ClientGoneError: the client has disconnected.
-    """
-    working = asyncio.create_task(work)
-    hanging_up = asyncio.create_task(_disconnected(request.receive))
-    try:
-        await asyncio.wait({working, hanging_up}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGoneError
-    finally:
-        await cancelled([working, hanging_up])
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class EventStream(StreamingResponse):
@@ -124,25 +112,20 @@ class EventStream(StreamingResponse):
             ClientGoneError: the client did not read them in time.
         """
         sending = asyncio.create_task(self.stream_response(send))
-        hanging_up = asyncio.create_task(_disconnected(receive))
-        left = self._deadline - asyncio.get_running_loop().time()
+        hanging_up = asyncio.create_task(disconnected(receive))
+        timeout = self._deadline - asyncio.get_running_loop().time()
         try:
             done, _ = await asyncio.wait(
-                {sending, hanging_up}, timeout=left, return_when=asyncio.FIRST_COMPLETED
+                {sending, hanging_up}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
             )
             if sending in done:
                 sending.result()
             elif not done:
                 if hang_up := scope["state"].get(HANG_UP_KEY):
-                    hang_up()  # else the connection stays until the client reads what was sent
+                    hang_up()  # a plain close would wait until the client reads the sent data
                     await hanging_up
                 raise ClientGoneError
         finally:
             await cancelled([sending, hanging_up])
             await self._events.aclose()
             await close(self._source)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -88,16 +88,16 @@ class ApiError(ServerError):
         return json.dumps(self.body)
 
 
-def unsupported(path: str, given: str, note: str) -> ApiError:
+def unsupported(path: str, subject: str, note: str) -> ApiError:
     """Return the error for an unsupported field.
 
     Args:
         path: the path of the field.
-        given: the field and its value, as the message shows them.
+        subject: the field and its value, as the message shows them.
         note: the reason or the alternative.
     """
     return ApiError(
-        f"{given} is not supported. {note}", param=path.partition(".")[0], code="unsupported"
+        f"{subject} is not supported. {note}", param=path.partition(".")[0], code="unsupported"
     )
 
 
@@ -108,15 +108,6 @@ def too_large(limit: int) -> ApiError:
         status=413,
         code="request_too_large",
         headers=HANG_UP,
-    )
-
-
-def no_tokenizer() -> ApiError:
-    """Return the error for a text prompt if the model has no tokenizer."""
-    return ApiError(
-        "The server has no tokenizer, since the model's directory has none: send token ids "
-        "instead of text.",
-        code="no_tokenizer",
     )
 
 
@@ -147,9 +138,16 @@ def api_error(error: Exception, request: Request) -> ApiError:
         server = request.app.state.server
         if server.admission.is_closed and server.engine.dead_with is None:
             return shutting_down()
-        return _dead(is_running=server.engine.is_running)
-    if (found := engine_error(error)) is not None:
-        return found
+        if not server.engine.is_running:
+            return ApiError("The engine does not run.", status=503, code="engine_dead")
+        return ApiError(
+            "The replica that worked on this request has died. Other replicas take new requests.",
+            status=503,
+            code="replica_died",
+            headers=NO_RETRY,  # the request may have killed the replica
+        )
+    if (response := engine_error(error)) is not None:
+        return response
     request_id = request.state.request_id
     _log.error("request %s failed", request_id, exc_info=error)
     return ApiError(
@@ -164,23 +162,16 @@ def engine_error(error: Exception) -> ApiError | None:
     if isinstance(error, EngineError) and isinstance(error, ValueError):
         return ApiError(str(error), param=getattr(error, "parameter", None))
     if isinstance(error, TokenizerError):
-        return no_tokenizer()
+        return ApiError(
+            "The server has no tokenizer, since the model's directory has none: send token ids "
+            "instead of text.",
+            code="no_tokenizer",
+        )
     if isinstance(error, GrammarQueueFullError):
         return ApiError(str(error), status=429, code="queue_full", headers=RETRY)
     if isinstance(error, NonFiniteLogitsError):
         return ApiError(str(error), status=500, code="non_finite_logits")
     return None
-
-
-def _dead(*, is_running: bool) -> ApiError:
-    if is_running:  # the request may have killed the replica, and would kill the next one
-        return ApiError(
-            "The replica that worked on this request has died. Other replicas take new requests.",
-            status=503,
-            code="replica_died",
-            headers=NO_RETRY,
-        )
-    return ApiError("The engine does not run.", status=503, code="engine_dead")
 
 
 def http_error(status: int, detail: str, headers: Mapping[str, str] | None) -> ApiError:
@@ -199,28 +190,30 @@ def http_error(status: int, detail: str, headers: Mapping[str, str] | None) -> A
 
 
 _MAX_PROBLEMS = 3  # problems in one message
-# Limits of one body: each part takes few bytes in it, but up to 200 bytes of memory, and parsing
-# blocks all other requests, for less than 0.2 s within these limits.
+# Limits of one body, and the characters that are counted. Each array, object, name or value takes
+# few bytes in the body, but up to 200 bytes of memory. Parsing blocks all other requests, for less
+# than 0.2 s within these limits.
 _MAX_PARTS = {
     "arrays and objects": (b"[{", 1 << 17),
     "names": (b":", 1 << 18),
     "values": (b",", 1 << 21),
 }
 _OTHER_BYTES = bytes(set(range(256)) - set(b'"[{:,'))
+_PYDANTIC_NAMES = {"str", "int", "float", "bool", "constrained"}  # types, in paths of fields
 
 
 def validation_error(error: RequestValidationError, content_type: str) -> ApiError:
     """Return the error object with the invalid fields and the reasons."""
     problems: dict[str, list[str]] = {}
-    for each in error.errors():
-        path, message = _path(each["loc"]), str(each["msg"]).removeprefix("Value error, ")
-        if each["type"] == "json_invalid":
+    for fault in error.errors():
+        path, message = _path(fault["loc"]), str(fault["msg"]).removeprefix("Value error, ")
+        if fault["type"] == "json_invalid":
             return ApiError(
-                f"The body is not valid JSON: {each['ctx']['error']}.", code="invalid_json"
+                f"The body is not valid JSON: {fault['ctx']['error']}.", code="invalid_json"
             )
         if message not in problems.setdefault(path, []):
             problems[path].append(message)
-    if all(each["loc"] == ("body",) and each["type"] == "missing" for each in error.errors()):
+    if all(fault["loc"] == ("body",) and fault["type"] == "missing" for fault in error.errors()):
         return ApiError("The body is empty; a JSON object is required.", code="invalid_request")
     if not _is_json(content_type):
         return ApiError(
@@ -244,18 +237,18 @@ def check_size(body: bytes, content_type: str) -> None:
     """Raise ApiError if a body of JSON has too many arrays and objects, names, or values."""
     if not _is_json(content_type):
         return
-    if all(sum(map(body.count, kinds)) <= most for kinds, most in _MAX_PARTS.values()):
+    if all(sum(map(body.count, marks)) <= limit for marks, limit in _MAX_PARTS.values()):
         return
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     # A regular expression would take a second for a body of many short strings.
-    marks = np.frombuffer(unescaped.translate(None, _OTHER_BYTES), np.uint8)
-    is_quote = marks == ord('"')
-    marks = marks[~(np.logical_xor.accumulate(is_quote) | is_quote)]
-    for name, (kinds, most) in _MAX_PARTS.items():
-        count = sum(int(np.count_nonzero(marks == kind)) for kind in kinds)
-        if count > most:
+    characters = np.frombuffer(unescaped.translate(None, _OTHER_BYTES), np.uint8)
+    is_quote = characters == ord('"')
+    characters = characters[~(np.logical_xor.accumulate(is_quote) | is_quote)]
+    for name, (marks, limit) in _MAX_PARTS.items():
+        count = int(np.isin(characters, list(marks)).sum())
+        if count > limit:
             raise ApiError(
-                f"The body has {count} {name}, but the server takes at most {most}. Send several "
+                f"The body has {count} {name}, but the server takes at most {limit}. Send several "
                 "requests.",
                 code="invalid_request",
             )
@@ -282,11 +275,8 @@ def body_error(error: BaseException | None) -> ApiError | None:
 
 def _path(location: Sequence[str | int]) -> str:
     """Return a path in the body: field names and indices, without pydantic's type names."""
-    return ".".join(str(part) for part in location[1:] if isinstance(part, int) or _is_field(part))
 
+    def is_field(part: str) -> bool:
+        return part.isidentifier() and part not in _PYDANTIC_NAMES and not part[:1].isupper()
 
-def _is_field(part: str) -> bool:
-    return part.isidentifier() and part not in _PYDANTIC_NAMES and not part[:1].isupper()
-
-
-_PYDANTIC_NAMES = {"str", "int", "float", "bool", "constrained"}
+    return ".".join(str(part) for part in location[1:] if isinstance(part, int) or is_field(part))

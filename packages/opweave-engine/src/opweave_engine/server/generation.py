@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,21 @@ from opweave_engine import (
     RequestTimings,
     SamplingParams,
     SamplingParamsError,
+    Tokenizer,
 )
 from opweave_engine.prompts import DictPrompt
 from opweave_engine.request import OutputAccumulator, merge_deltas
-from opweave_engine.server.answer_plan import AnswerPlan
 from opweave_engine.server.disconnect import close, merge_streams
 from opweave_engine.server.errors import ApiError, shutting_down
+from opweave_engine.server.output_parser import (
+    BEGIN,
+    END,
+    AnswerParser,
+    CallFormat,
+    OutputStyle,
+    answer_grammar,
+    is_thinking,
+)
 from opweave_engine.server.prompts import Prompt, Reading, check_context, read_prompts, render
 from opweave_engine.server.protocol.chat import ChatRequest
 from opweave_engine.server.protocol.sampling import ToolUse, form_error
@@ -51,7 +60,6 @@ class GenerationJob:
         priority: the scheduling priority; lower numbers go first.
         form_field: the request field that constrains the form of the output.
         request_id: the suffix of its id; None: a random one.
-        id: the id in responses.
         created: seconds since 1970.
     """
 
@@ -62,12 +70,13 @@ class GenerationJob:
     priority: int = 0
     form_field: str = "structured_outputs"
     request_id: str | None = None
-    id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     _name: str = field(default_factory=lambda: uuid.uuid4().hex)  # unique in the engine
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "id", f"{self.kind}-{self.request_id or self._name}")
+    @property
+    def id(self) -> str:
+        """The id in responses."""
+        return f"{self.kind}-{self.request_id or self._name}"
 
     @property
     def server(self) -> ServerState:
@@ -88,9 +97,10 @@ class GenerationJob:
         """
         if self.server.config.log_prompts:
             _log.info("%s prompts %r", self.id, [p.text or p.ids for p in self.prompts])
-        several = self.call.param if self.params.n == 1 else "n"
-        with self.server.admission.places(len(self.prompts) * self.params.n, param=several):
-            async with aclosing(self._merged()) as deltas:
+        param = self.call.param if self.params.n == 1 else "n"
+        streams = [self._isolated(index) for index in range(len(self.prompts))]
+        with self.server.admission.places(len(self.prompts) * self.params.n, param=param):
+            async with aclosing(merge_streams(streams, merge_deltas)) as deltas:
                 while True:
                     try:
                         async with self.call.deadline.limit():
@@ -103,7 +113,9 @@ class GenerationJob:
                         if self.params.structured_outputs is None:
                             raise
                         raise form_error(error, self.form_field) from error
-                    self._check_not_aborted(delta)
+                    is_aborted = any(out.finish_reason == "abort" for out in delta.outputs)
+                    if is_aborted and self.server.admission.is_closed:
+                        raise shutting_down()
                     yield index, delta
 
     async def outputs(self, *, partial: bool = False) -> list[RequestOutput]:
@@ -121,10 +133,6 @@ class GenerationJob:
             raise errors[0]
         return complete
 
-    def _merged(self) -> Deltas:
-        streams = [self._isolated(index) for index in range(len(self.prompts))]
-        return merge_streams(streams, merge_deltas)
-
     async def _isolated(self, index: int) -> AsyncGenerator[RequestOutput, None]:
         """Yield the deltas of one prompt. If its logits are NaN, the other prompts continue."""
         stream, is_first = self._generate(index), True
@@ -132,17 +140,15 @@ class GenerationJob:
         try:
             async for delta in stream:
                 is_first = False
-                unfinished -= {each.index for each in delta.outputs if each.finish_reason}
+                unfinished -= {output.index for output in delta.outputs if output.finish_reason}
                 yield delta
         except NonFiniteLogitsError as error:
             if len(self.prompts) == 1:
                 raise
-            ends: list[CompletionOutput] = [
-                CompletionOutput(each, "", [], "error") for each in sorted(unfinished)
-            ]
+            outputs = [CompletionOutput(i, "", [], "error") for i in sorted(unfinished)]
             prompt = self.prompts[index].ids if is_first else []
             timings = RequestTimings(0.0, 0.0, 0.0)
-            yield RequestOutput(self.id, None, prompt, ends, True, timings, error=error)
+            yield RequestOutput(self.id, None, prompt, outputs, True, timings, error=error)
         finally:
             await close(stream)
 
@@ -157,13 +163,93 @@ class GenerationJob:
             priority=self.priority,
         )
 
-    def _check_not_aborted(self, delta: RequestOutput) -> None:
-        aborted = any(output.finish_reason == "abort" for output in delta.outputs)
-        if aborted and self.server.admission.is_closed:
-            raise shutting_down()
+
+# Turns a conversation into a generation job, and a plan for its answer.
 
 
-# Turns a conversation into a generation job.
+@dataclass(frozen=True)
+class AnswerPlan:
+    """How to constrain an output, and how to parse it.
+
+    Attributes:
+        style: the formats that the model writes.
+        use: the tool use of the request.
+        prompt: the text that the model continues.
+        form_field: the request field that constrains the form of the output.
+    """
+
+    style: OutputStyle
+    use: ToolUse
+    prompt: str
+    form_field: str
+
+    def __post_init__(self) -> None:
+        if self.use.required is not None and self.style.calls is None:
+            raise ApiError(
+                "tool_choice needs a format of tool calls: the server runs with "
+                "--tool-call-parser none.",
+                param="tool_choice",
+                code="unsupported",
+            )
+
+    @property
+    def calls(self) -> type[CallFormat] | None:
+        """The format of tool calls, if the model may call a function."""
+        return self.style.calls if self.use.tools else None
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the output may begin with reasoning, which the prompt has not ended."""
+        return self.style.has_reasoning and not self.prompt.rstrip().endswith(END)
+
+    @property
+    def source_field(self) -> str:
+        """The field of the request that the constraint comes from."""
+        return self.form_field if self.use.required is None else "tools"
+
+    def parser(self) -> AnswerParser:
+        """Return a parser for one output."""
+        return AnswerParser(
+            self.calls,
+            names=self.use.names,
+            has_reasoning=self.has_reasoning,
+            is_thinking=self.has_reasoning and is_thinking(self.prompt),
+            is_parallel=self.use.is_parallel,
+        )
+
+    def constrained(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+        """Return *params* with the constraint, and with the special tokens that formats need.
+
+        Raises:
+            ApiError: the constraint is invalid or cannot be compiled.
+        """
+        special = self._special_tokens(tokenizer)
+        params = replace(params, kept_special_tokens=sorted(special.values()))
+        form = None if self.use.required is not None else params.structured_outputs
+        functions = self.use.required if form is None else self.use.functions
+        if not functions and (form is None or not self.has_reasoning):
+            return params
+        reasoning = None
+        if self.has_reasoning:
+            reasoning = "inside" if is_thinking(self.prompt) else "may"
+        try:
+            grammar = answer_grammar(
+                layout=self.calls.layout(self.style.template) if self.calls and functions else None,
+                functions=functions or (),
+                is_parallel=self.use.is_parallel,
+                form=form,
+                reasoning=reasoning,
+                special=special,
+            )
+        except (ValueError, MissingDependencyError) as error:
+            raise form_error(error, self.source_field) from error
+        return replace(params, structured_outputs=grammar)
+
+    def _special_tokens(self, tokenizer: Tokenizer) -> Mapping[str, int]:
+        markers = {*(self.calls.markers if self.calls else ())}
+        markers |= {BEGIN, END} if self.has_reasoning else set()
+        named = {tokenizer.token(token): token for token in tokenizer.special_ids if markers}
+        return {name: token for name, token in named.items() if name in markers}
 
 
 async def chat_generation(
@@ -183,7 +269,8 @@ async def chat_generation(
     server = call.server
     params = body.params(server.engine.sampling_defaults)
     use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
-    reading = Reading.of(params, server, add_special_tokens=bool(body.add_special_tokens))
+    max_prompt_length = params.prompt_limit(server.engine.max_model_len)
+    reading = Reading(bool(body.add_special_tokens), max_prompt_length)
 
     async def read() -> tuple[str, list[Prompt]]:
         text = await render(body, call)

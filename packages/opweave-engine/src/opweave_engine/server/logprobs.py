@@ -26,15 +26,15 @@ class Offsets:
     """
 
     def __init__(self, decoder: IncrementalDecoder, start: int = 0) -> None:
-        self._decoder, self._place = decoder, start
+        self._decoder, self._position = decoder, start
 
     def add(self, token_ids: Iterable[int]) -> list[int]:
         """Return the positions of the next tokens."""
-        places = []
+        positions = []
         for token in token_ids:
-            places.append(self._place)
-            self._place += len(self._decoder.push(token))
-        return places
+            positions.append(self._position)
+            self._position += len(self._decoder.push(token))
+        return positions
 
 
 def prompt_offsets(tokenizer: Tokenizer, token_ids: Iterable[int], text: str) -> list[int]:
@@ -42,14 +42,14 @@ def prompt_offsets(tokenizer: Tokenizer, token_ids: Iterable[int], text: str) ->
 
     A special token in the text has its position there, even if the tokenizer added it.
     """
-    decoder, places, place = IncrementalDecoder(tokenizer), [], 0
+    decoder, positions, position = IncrementalDecoder(tokenizer), [], 0
     for token in token_ids:
-        places.append(place)
+        positions.append(min(position, len(text)))
         if token not in tokenizer.special_ids:
-            place += len(decoder.push(token))
-        elif text.startswith(special := tokenizer.piece(token), place):
-            place += len(special)
-    return [min(place, len(text)) for place in places]
+            position += len(decoder.push(token))
+        elif text.startswith(special := tokenizer.piece(token), position):
+            position += len(special)
+    return positions
 
 
 # Log-probabilities in the formats of OpenAI's chat and completion APIs.
@@ -117,11 +117,10 @@ def completion_logprobs(
     if logprobs is None:
         return None
 
-    def name(token: int, at: Mapping[int, Logprob]) -> str:
-        return _by_id(token) if as_ids else _unique(at[token].decoded_token, tokenizer, token)
-
-    def unnamed(token: int) -> str:
-        return _by_id(token) if as_ids else first
+    def name(token: int, at: Mapping[int, Logprob] | None) -> str:
+        if as_ids:
+            return _by_id(token)
+        return first if at is None else _unique(at[token].decoded_token, tokenizer, token)
 
     def top(at: Mapping[int, Logprob], token: int) -> dict[str, float]:
         """Return the most likely tokens by name, and *token*, which is always there."""
@@ -133,7 +132,7 @@ def completion_logprobs(
 
     pairs = list(zip(token_ids, logprobs, strict=True))
     return CompletionLogprobs(
-        tokens=[unnamed(token) if at is None else name(token, at) for token, at in pairs],
+        tokens=[name(token, at) for token, at in pairs],
         token_logprobs=[None if at is None else _number(at[token]) for token, at in pairs],
         top_logprobs=[None if at is None else top(at, token) for token, at in pairs]
         if count
@@ -162,9 +161,9 @@ def prompt_logprobs(
     ]
 
 
-def joined(one: CompletionLogprobs | None, two: CompletionLogprobs | None) -> CompletionLogprobs:
-    """Concatenate two lists of logprobs, which may be None."""
-    parts = [part for part in (one, two) if part is not None]
+def joined(*logprobs: CompletionLogprobs | None) -> CompletionLogprobs:
+    """Concatenate lists of logprobs, which may be None."""
+    parts = [part for part in logprobs if part is not None]
     tops = [part.top_logprobs for part in parts if part.top_logprobs is not None]
     return CompletionLogprobs(
         tokens=[token for part in parts for token in part.tokens],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from http import HTTPMethod
 from itertools import accumulate
@@ -22,7 +22,7 @@ from starlette.types import Scope
 from opweave.ir import IrOp, current_registry, policy_for
 from opweave.ir.explain import describe
 from opweave.plugins import plugin_report
-from opweave_engine import EngineClient, EngineStats, HistogramCounts, KernelUse
+from opweave_engine import EngineClient, HistogramCounts, KernelUse
 
 # The plugins, as plain data.
 
@@ -37,40 +37,35 @@ def plugins() -> list[dict[str, Any]]:
 
 def ops(kernels: Iterable[KernelUse]) -> list[dict[str, Any]]:
     """Return every op as plain data, with its preferred provider and its calls in *kernels*."""
-    preference = preferred()
-    ran: dict[str, list[dict[str, Any]]] = {name: [] for name in preference}
+    used: dict[str, list[dict[str, Any]]] = {}
     for use in kernels:
         row = asdict(use)
-        ran.setdefault(row.pop("op"), []).append(row)
-    found = [describe(op) for op in _all()]
+        used.setdefault(row.pop("op"), []).append(row)
     return [
-        {**each, "preferred": preference[each["op"]][0], "ran": ran[each["op"]]} for each in found
+        {**describe(op), "preferred": _first_available(op)[0], "ran": used.get(op.name, [])}
+        for op in _all_ops()
     ]
 
 
-def preferred() -> dict[str, tuple[str, str]]:
-    """Return, by op, the first provider of its priority that is available, and its plugin."""
-    return {op.name: _first_available(op) for op in _all()}
-
-
-def _all() -> list[IrOp]:
+def _all_ops() -> list[IrOp]:
     registry = current_registry()
     registry.ensure_ready()
     return list(registry.ops.values())
 
 
 def _first_available(op: IrOp) -> tuple[str, str]:
+    """Return the first provider of the op's priority that is available, and its plugin."""
     for entry in policy_for(op).priority:
         impl = op.impls[entry.provider]
         if impl.supported:
             return impl.provider, "" if impl.owner is None else impl.owner.plugin
-    return "", ""  # each is rejected: a required trait that none has
+    return "", ""  # no provider has a required trait
 
 
 # Prometheus metrics of the engine, collected on request, and of HTTP.
 
 
-# The engine's names, the names that dashboards know, and what they are.
+# The fields of EngineStats, with the names for dashboards and descriptions.
 _GAUGES = {
     "running": ("num_requests_running", "Number of running answers."),
     "waiting": ("num_requests_waiting", "Number of waiting answers."),
@@ -144,28 +139,44 @@ class _EngineCollector(Collector):
         return []  # the metrics are known only when they are collected
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
+        stats, model = self._engine.stats(), self._model
         for kind, names in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for field, (name, doc) in names.items():
-                family = kind(PREFIX + name, doc, labels=["model_name"])
-                family.add_metric([self._model], getattr(stats, field))
-                yield family
-        yield self._finished(stats)
+                yield _family(kind, name, doc, ["model_name"], {(model,): getattr(stats, field)})
+        yield _family(
+            CounterMetricFamily,
+            "request_success",
+            "Finished answers, by finish reason.",
+            ["model_name", "finished_reason"],
+            {(model, reason): count for reason, count in stats.finished.items()},
+        )
         for field, counts in stats.histograms.items():
             yield self._histogram(field, counts)
-        yield self._calls(stats)
-        yield _ops()
-        yield _plugins()
-
-    def _finished(self, stats: EngineStats) -> Metric:
-        finished = CounterMetricFamily(
-            f"{PREFIX}request_success",
-            "Finished answers, by finish reason.",
-            labels=["model_name", "finished_reason"],
+        yield _family(
+            GaugeMetricFamily,
+            "op_calls",
+            "Calls of an op in one forward pass, by provider and number of tokens.",
+            ["model_name", "op", "provider", "tokens"],
+            {
+                (model, k.op, k.provider, "any" if k.tokens is None else str(k.tokens)): k.calls
+                for k in stats.kernels
+            },
         )
-        for reason, count in stats.finished.items():
-            finished.add_metric([self._model, reason], count)
-        return finished
+        yield _family(
+            InfoMetricFamily,
+            "op_selection",
+            "The preferred available provider of each op.",
+            ["op", "provider", "plugin"],
+            {(op.name, *_first_available(op)): {} for op in _all_ops()},
+        )
+        labels = ["name", "group", "distribution", "version", "state"]
+        yield _family(
+            InfoMetricFamily,
+            "plugin",
+            "Plugins that were found.",
+            ["plugin", *labels[1:]],
+            {tuple(str(plugin[label]) for label in labels): {} for plugin in plugins()},
+        )
 
     def _histogram(self, field: str, counts: HistogramCounts) -> Metric:
         name, doc = _HISTOGRAMS.get(field, (field, "As the engine counts it."))
@@ -178,36 +189,17 @@ class _EngineCollector(Collector):
         )
         return family
 
-    def _calls(self, stats: EngineStats) -> Metric:
-        calls = GaugeMetricFamily(
-            f"{PREFIX}op_calls",
-            "Calls of an op in one forward pass, by provider and number of tokens.",
-            labels=["model_name", "op", "provider", "tokens"],
-        )
-        for use in stats.kernels:
-            tokens = "any" if use.tokens is None else str(use.tokens)
-            calls.add_metric([self._model, use.op, use.provider, tokens], use.calls)
-        return calls
 
-
-def _ops() -> Metric:
-    info = InfoMetricFamily(
-        f"{PREFIX}op_selection",
-        "The preferred available provider of each op.",
-        labels=["op", "provider", "plugin"],
-    )
-    for op, (provider, plugin) in preferred().items():
-        info.add_metric([op, provider, plugin], {})
-    return info
-
-
-def _plugins() -> Metric:
-    info = InfoMetricFamily(
-        f"{PREFIX}plugin",
-        "Plugins that were found.",
-        labels=["plugin", "group", "distribution", "version", "state"],
-    )
-    for each in plugins():
-        labels = [str(each[k]) for k in ("name", "group", "distribution", "version", "state")]
-        info.add_metric(labels, {})
-    return info
+def _family(
+    kind: Callable[..., Any],
+    name: str,
+    doc: str,
+    labels: Sequence[str],
+    values: Mapping[tuple[str, ...], Any],
+) -> Metric:
+    """Return a family of metrics with a value for each tuple of labels."""
+    family: Any = kind(PREFIX + name, doc, labels=labels)
+    for label_values, value in values.items():
+        family.add_metric(label_values, value)
+    metric: Metric = family
+    return metric

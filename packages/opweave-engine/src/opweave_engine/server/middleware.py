@@ -9,10 +9,10 @@ import re
 import time
 import uuid
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -25,8 +25,9 @@ from opweave_engine.server.errors import ApiError, api_error, check_size, not_ar
 # Compressed request bodies.
 
 
-_FORMATS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-_MAX_MEMBERS = 16  # of a gzip file; each further one copies the rest of the body
+_GZIP_BITS = 16 + zlib.MAX_WBITS  # the zlib module selects gzip's format by adding 16
+_WINDOW_BITS = {"gzip": _GZIP_BITS, "x-gzip": _GZIP_BITS, "deflate": zlib.MAX_WBITS}
+_MAX_GZIP_MEMBERS = 16  # each further member of a file copies the rest of the body
 
 
 def decoded(body: bytes, encoding: str, limit: int) -> bytes:
@@ -43,7 +44,7 @@ def decoded(body: bytes, encoding: str, limit: int) -> bytes:
     name = encoding.strip().lower()
     if name in ("", "identity"):
         return body
-    if (form := _FORMATS.get(name)) is None:
+    if (window_bits := _WINDOW_BITS.get(name)) is None:
         raise ApiError(
             f"Content-Encoding {encoding!a} is not supported; send gzip, deflate or no encoding.",
             status=415,
@@ -51,30 +52,26 @@ def decoded(body: bytes, encoding: str, limit: int) -> bytes:
             headers={"Accept-Encoding": "gzip, deflate"},
         )
     try:
-        return _decompressed(body, form, limit)
+        return _decompressed(body, window_bits, limit)
     except zlib.error as error:
-        raise _damaged(name, error) from error
+        raise ApiError(
+            f"The body is not valid {name}: {error}.", code="invalid_content_encoding"
+        ) from error
 
 
-def _decompressed(body: bytes, form: int, limit: int) -> bytes:
-    parts: list[bytes] = []
-    left, size = body, 0
-    for _ in range(_MAX_MEMBERS):
-        decompressor = zlib.decompressobj(form)
-        parts.append(decompressor.decompress(left, limit - size + 1))
-        size += len(parts[-1])
-        if size > limit:
+def _decompressed(body: bytes, window_bits: int, limit: int) -> bytes:
+    text = b""
+    for _ in range(_MAX_GZIP_MEMBERS):
+        decompressor = zlib.decompressobj(window_bits)
+        text += decompressor.decompress(body, limit - len(text) + 1)
+        if len(text) > limit:
             raise too_large(limit)
         if not decompressor.eof:
             raise zlib.error("it is incomplete")
-        left = decompressor.unused_data
-        if not left:
-            return b"".join(parts)
-    raise zlib.error(f"it has more than {_MAX_MEMBERS} parts")
-
-
-def _damaged(name: str, why: object) -> ApiError:
-    return ApiError(f"The body is not valid {name}: {why}.", code="invalid_content_encoding")
+        body = decompressor.unused_data
+        if not body:
+            return text
+    raise zlib.error(f"it has more than {_MAX_GZIP_MEMBERS} parts")
 
 
 # Middleware: request ids, authentication, body limits and error responses.
@@ -83,14 +80,12 @@ def _damaged(name: str, why: object) -> ApiError:
 _access = logging.getLogger("opweave_engine.server.access")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_LINGERS_SECONDS = 1.0
-_MAX_INLINE_BYTES = (
-    1 << 16
-)  # bytes that are decompressed or checked in less than a millisecond or two
-_OF_THE_ENCODED = (b"content-encoding", b"content-length")  # headers about the body as it was sent
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})  # for probes, which have no key
+_LINGER_SECONDS = 1.0
+_MAX_INLINE_BYTES = 1 << 16  # decompressed or checked within about a millisecond
+_ENCODING_HEADERS = (b"content-encoding", b"content-length")  # they describe the body as sent
+_OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})  # probes have no key
 
-Observe = Callable[[Scope, int, float], None]  # of a response: its request, status and seconds
+Observe = Callable[[Scope, int, float], None]  # request, status and duration of a response
 
 
 def error_response(error: ApiError) -> Response:
@@ -98,26 +93,40 @@ def error_response(error: ApiError) -> Response:
     return Response(error.json(), error.status, error.headers, "application/json")
 
 
-class Envelope:
-    """Assigns request ids, logs requests, and converts exceptions to responses."""
+class _HttpMiddleware(ABC):
+    """Base class: handles HTTP requests, and passes on lifespan events."""
 
-    def __init__(self, app: ASGIApp, observe: Observe) -> None:
-        self._app, self._observe = app, observe
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        request_id = _request_id(scope)
+        await (self._handle if scope["type"] == "http" else self._app)(scope, receive, send)
+
+    @abstractmethod
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
+class Envelope(_HttpMiddleware):
+    """Assigns request ids, logs requests, and converts exceptions to responses."""
+
+    def __init__(self, app: ASGIApp, observe: Observe) -> None:
+        super().__init__(app)
+        self._observe = observe
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        client_id = Headers(scope=scope).get("x-request-id", "")
+        request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         started, status = time.perf_counter(), 0
 
         async def send_on(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
-                _add_headers(message, scope["state"])
+                status, headers = message["status"], MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id
+                if ignored := scope["state"].get("ignored"):
+                    headers["X-Opweave-Ignored"] = ", ".join(ignored)
             await send(message)
 
         try:
@@ -126,8 +135,8 @@ class Envelope:
             if not status:
                 await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
             status = CLIENT_CLOSED_REQUEST
-        except asyncio.CancelledError:  # the server ends
-            if status:  # and the client has not read everything
+        except asyncio.CancelledError:  # the server stops
+            if status:  # the client has not read the whole response
                 status = CLIENT_CLOSED_REQUEST
             else:
                 late = ApiError("The server shuts down.", status=503, code="shutting_down")
@@ -142,15 +151,11 @@ class Envelope:
             _log_access(scope, status, seconds)
 
 
-class HeadAsGet:
+class HeadAsGet(_HttpMiddleware):
     """Answers HEAD as GET, without the body."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
-        if scope["type"] != "http" or scope["method"] != "HEAD":
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
 
@@ -158,38 +163,38 @@ class HeadAsGet:
             is_body = message["type"] == "http.response.body"
             await send({**message, "body": b""} if is_body else message)
 
-        # A copy: uvicorn looks at the method of its own to know that no body is due.
-        asked = {**scope, "method": "GET"}
+        # A copy, because uvicorn reads the method of its scope to leave out the body.
+        as_get = {**scope, "method": "GET"}
         try:
-            await self._app(asked, receive, send_on)
+            await self._app(as_get, receive, send_on)
         finally:
-            scope.update({name: asked[name] for name in ("route",) if name in asked})
+            if "route" in as_get:
+                scope["route"] = as_get["route"]
 
 
-class RootPath:
+class RootPath(_HttpMiddleware):
     """Accepts paths with and without the prefix *root*, which a proxy may remove."""
 
     def __init__(self, app: ASGIApp, root: str) -> None:
-        self._app, self._root = app, root
+        super().__init__(app)
+        self._root = root
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
-        if scope["type"] == "http":
-            path: str = scope["path"]
-            whole = path if path.startswith(f"{self._root}/") else self._root + path
-            scope.update(root_path=self._root, path=whole)
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        full_path = path if path.startswith(f"{self._root}/") else self._root + path
+        scope.update(root_path=self._root, path=full_path)
         await self._app(scope, receive, send)
 
 
-class ApiKey:
+class ApiKey(_HttpMiddleware):
     """Refuses requests without one of the keys, if there are any."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
-        self._app, self._keys = app, [key.encode("ascii") for key in keys]
+        super().__init__(app)
+        self._keys = [key.encode("ascii") for key in keys]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
-        if scope["type"] != "http" or self._is_open(scope) or self._has_key(scope):
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._is_open(scope) or self._has_key(scope):
             await self._app(scope, receive, send)
             return
         refusal = ApiError(
@@ -202,27 +207,24 @@ class ApiKey:
 
     def _is_open(self, scope: Scope) -> bool:
         path: str = scope["path"]
-        return not self._keys or path.removeprefix(scope.get("root_path", "")) in OPEN_PATHS
+        return not self._keys or path.removeprefix(scope.get("root_path", "")) in _OPEN_PATHS
 
     def _has_key(self, scope: Scope) -> bool:
-        kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        sent = given.strip().encode("utf-8", "replace")
-        # All keys are compared, so that the time does not tell which one was nearly right.
-        matches = [hmac.compare_digest(sent, key) for key in self._keys]
-        return kind.lower() == "bearer" and any(matches)
+        scheme, _, credentials = Headers(scope=scope).get("authorization", "").partition(" ")
+        sent_key = credentials.strip().encode("utf-8", "replace")
+        # All keys are compared, so that the time does not reveal which one was nearly right.
+        matches = [hmac.compare_digest(sent_key, key) for key in self._keys]
+        return scheme.lower() == "bearer" and any(matches)
 
 
-class WholeBody:
+class WholeBody(_HttpMiddleware):
     """Receives and decompresses the whole body, within limits, before passing on a request."""
 
     def __init__(self, app: ASGIApp, limit: int, timeout: float) -> None:
-        self._app, self._limit, self._timeout = app, limit, timeout
+        super().__init__(app)
+        self._limit, self._timeout = limit, timeout
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with asyncio.timeout(self._timeout):
                 body = await self._decoded(scope, await self._read(scope, receive))
@@ -236,8 +238,8 @@ class WholeBody:
             await self._app(scope, _replaying(body, receive), send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdecimal() and int(announced) > self._limit:
+        content_length = Headers(scope=scope).get("content-length", "")
+        if content_length.isdecimal() and int(content_length) > self._limit:
             raise too_large(self._limit)
         chunks: list[bytes] = []
         size = 0
@@ -259,12 +261,12 @@ class WholeBody:
             return body
         work = partial(decoded, body, encoding, self._limit)
         plain = await asyncio.to_thread(work) if len(body) > _MAX_INLINE_BYTES else work()
-        scope["headers"] = [(n, v) for n, v in scope["headers"] if n not in _OF_THE_ENCODED]
+        scope["headers"] = [(n, v) for n, v in scope["headers"] if n not in _ENCODING_HEADERS]
         return plain
 
 
 async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
-    """Answer with *error*, and continue reading for a while.
+    """Send *error*, and continue reading for a while.
 
     Closing a connection with unread data resets it, and a client that is still writing would lose
     the answer (RFC 9112, section 9.6).
@@ -274,7 +276,7 @@ async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
     await send({**start, "headers": answer.raw_headers})
     await send({"type": "http.response.body", "body": answer.body, "more_body": True})
     with suppress(TimeoutError):
-        async with asyncio.timeout(_LINGERS_SECONDS):
+        async with asyncio.timeout(_LINGER_SECONDS):
             while (await receive()).get("more_body", False):
                 pass
     await send({"type": "http.response.body"})
@@ -291,18 +293,6 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
-
-
-def _request_id(scope: Scope) -> str:
-    given = Headers(scope=scope).get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def _add_headers(message: Message, state: dict[str, Any]) -> None:
-    headers = MutableHeaders(scope=message)
-    headers["X-Request-Id"] = state["request_id"]
-    if ignored := state.get("ignored"):
-        headers["X-Opweave-Ignored"] = ", ".join(ignored)
 
 
 def _log_access(scope: Scope, status: int, seconds: float) -> None:

@@ -95,16 +95,12 @@ class TextSource:
 
     def take(self, literal: str) -> Steps[bool]:
         """Read *literal*, and return True, if it comes next."""
-        while True:
-            found = self.text[self.position : self.position + len(literal)]
-            if not literal.startswith(found):
-                return False
-            if len(found) == len(literal):
-                self.position += len(literal)
-                return True
-            if self.is_complete:
+        while not self.text.startswith(literal, self.position):
+            if self.is_complete or not literal.startswith(self.text[self.position :]):
                 return False
             yield
+        self.position += len(literal)
+        return True
 
     def expect(self, literal: str) -> Steps[None]:
         """Read *literal*.
@@ -115,6 +111,15 @@ class TextSource:
         if not (yield from self.take(literal)):
             raise MalformedError
 
+    def word(self, punctuation: str) -> Steps[str]:
+        """Read letters, digits and characters in *punctuation*; return them."""
+        start = self.position
+        while (character := (yield from self.peek())) and (
+            character.isalnum() or character in punctuation
+        ):
+            self.position += 1
+        return self.text[start : self.position]
+
     def until(self, markers: Sequence[str], emit: Callable[[str], None]) -> Steps[str | None]:
         """Read and emit text up to the first of *markers*; return that, or None at the end.
 
@@ -123,12 +128,12 @@ class TextSource:
         """
         while True:
             rest = self.text[self.position :]
-            places = [(rest.find(marker), marker) for marker in markers]
-            found = min((each for each in places if each[0] >= 0), default=None)
-            if found is not None:
-                emit(rest[: found[0]])
-                self.position += found[0] + len(found[1])
-                return found[1]
+            starts = {marker: rest.find(marker) for marker in markers if marker in rest}
+            if starts:
+                marker = min(starts, key=starts.__getitem__)
+                emit(rest[: starts[marker]])
+                self.position += starts[marker] + len(marker)
+                return marker
             held = 0 if self.is_complete else max((_overlap(rest, m) for m in markers), default=0)
             emit(rest[: len(rest) - held])
             self.position += len(rest) - held
@@ -197,10 +202,7 @@ class TextSource:
                 self.position += 1
             yield from self.expect('"')
         else:
-            while (character := (yield from self.peek())) and (
-                character.isalnum() or character in "+-."
-            ):
-                self.position += 1
+            yield from self.word("+-.")
         if start == self.position:
             raise MalformedError
         return self.text[start : self.position]
@@ -210,6 +212,24 @@ def _overlap(text: str, marker: str) -> int:
     """Return the length of the longest end of *text* that *marker* begins with."""
     lengths = range(min(len(text), len(marker) - 1), 0, -1)
     return next((n for n in lengths if marker.startswith(text[-n:])), 0)
+
+
+class _Trimmer:
+    """Emits text without whitespace at its end, which is held back until other text follows.
+
+    Attributes:
+        spaces: the whitespace that is held back.
+    """
+
+    def __init__(self, emit: Callable[[str], None]) -> None:
+        self._emit, self.spaces = emit, ""
+
+    def __call__(self, text: str) -> None:
+        text = self.spaces + text
+        trimmed = text.rstrip()
+        self.spaces = text[len(trimmed) :]
+        if trimmed:
+            self._emit(trimmed)
 
 
 # Base class of tool call formats: separates calls from text.
@@ -262,8 +282,9 @@ class CallFormat(ABC):
         self, source: TextSource, emit: Callable[[Event], None], names: Collection[str] = ()
     ) -> None:
         self._source, self._emit, self._names = source, emit, names
-        self._spaces, self._calls = "", 0
-        self._resume: int | None = None  # where text goes on that did not become a call
+        self._content = _Trimmer(lambda text: emit(ContentDelta(text)))
+        self._num_calls = 0
+        self._resume: int | None = None  # position after a call, or after a failed attempt
 
     @classmethod
     @abstractmethod
@@ -280,14 +301,14 @@ class CallFormat(ABC):
         source = self._source
         yield from self._begin()
         while True:
-            markers = (self.opener, *(self.closers if self._calls else ()))
+            markers = (self.opener, *(self.closers if self._num_calls else ()))
             marker = yield from source.until(markers, self._content)
             if marker is None:
                 break
             if marker == self.opener:
                 yield from self._attempt(source.position - len(marker), source.position)
-        if self._spaces and not self._calls:
-            self._emit(ContentDelta(self._spaces))
+        if self._content.spaces and not self._num_calls:
+            self._emit(ContentDelta(self._content.spaces))
 
     def _begin(self) -> Steps[None]:
         """Parse calls at the beginning of the text that have no marker."""
@@ -301,29 +322,21 @@ class CallFormat(ABC):
             MalformedError: the text does not follow the format.
         """
 
-    def _attempt(self, start: int, behind: int) -> Steps[None]:
-        """Parse calls; without any, the text from *start* to *behind* is content."""
-        source, calls = self._source, self._calls
-        self._resume = behind
+    def _attempt(self, start: int, end: int) -> Steps[None]:
+        """Parse calls; without any, the text from *start* to *end* is content."""
+        source, num_calls = self._source, self._num_calls
+        self._resume = end
         try:
             yield from self._parse_calls()
         except MalformedError:
             if self._resume is not None:
                 source.position = self._resume
-            if self._calls == calls:
-                self._content(source.text[start:behind])
-
-    def _content(self, text: str) -> None:
-        """Emit text, without the whitespace at its end, which a call may follow."""
-        text = self._spaces + text
-        kept = text.rstrip()
-        self._spaces = text[len(kept) :]
-        if kept:
-            self._emit(ContentDelta(kept))
+            if self._num_calls == num_calls:
+                self._content(source.text[start:end])
 
     def _start(self, name: str) -> None:
-        self._spaces, self._resume = "", None
-        self._calls += 1
+        self._content.spaces, self._resume = "", None
+        self._num_calls += 1
         self._emit(CallStart(name, self.new_id()))
 
     def _arguments(self, text: str) -> None:
@@ -343,7 +356,8 @@ class CallFormat(ABC):
         Raises:
             MalformedError: it is not a call, or does not go on like one.
         """
-        source, name, early, is_started, has_arguments = self._source, "", "", False, False
+        source, name, is_started, has_arguments = self._source, "", False, False
+        early = ""  # arguments before the name
         yield from source.skip_spaces()
         yield from source.expect("{")
         while (yield from source.skip_spaces()) != "}":
@@ -475,7 +489,7 @@ class Mistral(CallFormat):
 
     @classmethod
     def new_id(cls) -> str:
-        return uuid.uuid4().hex[:9]  # Mistral's templates take nothing else
+        return uuid.uuid4().hex[:9]  # the only form that Mistral's templates accept
 
     def _parse_calls(self) -> Steps[None]:
         source = self._source
@@ -490,28 +504,19 @@ class Mistral(CallFormat):
         elif first == "{":
             yield from self._call_object()
         else:
-            yield from self._named()
+            yield from self._named_call()
 
-    def _named(self) -> Steps[None]:
+    def _named_call(self) -> Steps[None]:
         source = self._source
-        name = yield from self._word()
+        name = yield from source.word("_-.")
         if (yield from source.take("[CALL_ID]")):
-            yield from self._word()
+            yield from source.word("_-.")
         yield from source.take("[ARGS]")
         if not name or (yield from source.skip_spaces()) != "{":
             raise MalformedError
         self._start(name)
         yield from self._value(self._arguments)
         self._end()
-
-    def _word(self) -> Steps[str]:
-        source = self._source
-        start = source.position
-        while (character := (yield from source.peek())) and (
-            character.isalnum() or character in "_-."
-        ):
-            source.position += 1
-        return source.text[start : source.position]
 
 
 class DeepSeek(CallFormat):
@@ -550,7 +555,7 @@ class DeepSeek(CallFormat):
     def _call(self) -> Steps[None]:
         source = self._source
         name = yield from self._text_before(self.separator)
-        if (yield from source.skip_spaces()) != "{":  # what came first is the kind of the tool
+        if (yield from source.skip_spaces()) != "{":  # the first text was the type of the tool
             name = yield from self._text_before("\n")
             yield from source.skip_spaces()
             yield from source.take("```json")
@@ -597,17 +602,8 @@ def split_reasoning(
     yield from source.skip_spaces()
     is_inside = (yield from source.take(BEGIN)) or is_inside
     if is_inside:
-        spaces = [""]
-
-        def think(text: str) -> None:
-            text = spaces[0] + text
-            kept = text.rstrip()
-            spaces[0] = text[len(kept) :]
-            if kept:
-                emit(ReasoningDelta(kept))
-
         yield from source.skip_spaces()
-        yield from source.until([END], think)
+        yield from source.until([END], _Trimmer(lambda text: emit(ReasoningDelta(text))))
         yield from source.skip_spaces()
     else:
         source.position = 0
@@ -633,16 +629,15 @@ _FORMATS: dict[str, type[CallFormat] | None] = {
     "deepseek_v3": DeepSeek,
     "deepseek_v31": DeepSeek,
 }
-# In the source of a template, the first of them that it holds.
-_MARKS = {
+# By text in the source of a chat template; the first match counts.
+_FORMATS_BY_TEXT = {
     DeepSeek.opener: DeepSeek,
     Mistral.opener: Mistral,
     Hermes.opener: Hermes,
     LlamaJson.opener: LlamaJson,
     '"parameters": ': LlamaJson,
 }
-# Calls that are not JSON, though between the marks of Hermes.
-_UNKNOWN = ("<function=", "<arg_key>")
+_UNKNOWN_MARKERS = ("<function=", "<arg_key>")  # calls in Hermes' markers that are not JSON
 
 
 @dataclass(frozen=True)
@@ -664,34 +659,30 @@ class OutputStyle:
         cls, template: str, tool_call_parser: ToolCallParser, reasoning_parser: ReasoningParser
     ) -> OutputStyle:
         """Return the configured style, or the one detected from the template."""
-        if tool_call_parser == "auto":
-            calls: type[CallFormat] | None = _detected(template)
-        else:
-            calls = _FORMATS[tool_call_parser]
-        if reasoning_parser == "auto":
-            has_reasoning = END in template
-        else:
-            has_reasoning = reasoning_parser != "none"
+        is_auto = tool_call_parser == "auto"
+        calls = _detected_format(template) if is_auto else _FORMATS[tool_call_parser]
+        is_auto = reasoning_parser == "auto"
+        has_reasoning = END in template if is_auto else reasoning_parser != "none"
         return cls(template, calls, has_reasoning)
 
 
-def _detected(template: str) -> type[CallFormat]:
-    found = next((kind for mark, kind in _MARKS.items() if mark in template), None)
-    is_known = found is not None and not any(mark in template for mark in _UNKNOWN)
-    if not is_known and "tools" in template:
+def _detected_format(template: str) -> type[CallFormat]:
+    detected = next((kind for text, kind in _FORMATS_BY_TEXT.items() if text in template), None)
+    is_unknown = detected is None or any(marker in template for marker in _UNKNOWN_MARKERS)
+    if is_unknown and "tools" in template:
         _log.warning(
             "the format in which the model writes tool calls is not known from its chat template; "
             "assuming hermes (<tool_call> with JSON): calls in another format stay text, unless "
             "tool_choice requires one. Choose with --tool-call-parser"
         )
-    return found or Hermes
+    return detected or Hermes
 
 
 # The grammar of an answer with required calls, or with reasoning before a constrained form.
 
 
 Function = tuple[str, Mapping[str, Any] | bool]  # a name, and the JSON schema of the arguments
-_SPACES = " ?"  # in arguments: no run of whitespace without an end
+_WHITESPACE_PATTERN = " ?"  # in arguments: without a limit, a model may never stop writing spaces
 
 
 def answer_grammar(
@@ -725,8 +716,8 @@ def answer_grammar(
         bodies.append("calls")
     if form is not None:
         text = grammar_text(form)
-        known = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
-        grammars.append({**known, "name": "form"})
+        notation = json.loads(text)["grammars"][0] if text[:1] == "{" else {"lark_grammar": text}
+        grammars.append({**notation, "name": "form"})
         bodies.append("@form")
     rules += [f"body: {' | '.join(bodies)}"]
     rules += _start(reasoning, special)
@@ -742,7 +733,7 @@ def _calls(
 ) -> list[str]:
     rules = []
     for number, (name, schema) in enumerate(functions):
-        options = {"x-guidance": {"whitespace_pattern": _SPACES}}
+        options = {"x-guidance": {"whitespace_pattern": _WHITESPACE_PATTERN}}
         spaced = {**options, **(enforceable(schema) if isinstance(schema, dict) else {})}
         head, tail = _literal(layout.head(name), special), _literal(layout.tail, special)
         rules += [
@@ -823,46 +814,39 @@ class AnswerParser:
         is_parallel: bool = True,
     ) -> None:
         self.content, self.reasoning, self.calls = "", "", list[ParsedCall]()
-        self._events: list[Event] = []
-        self._answer, self._text = TextSource(), TextSource()
         self._is_parallel, self._num_calls = is_parallel, 0
-        self._reading: Steps[None] | None = None
+        self._events: list[Event] = []
+        self._output, self._answer = TextSource(), TextSource()  # with and without the reasoning
+        self._output_steps: Steps[object] = self._output.until((), self._add_answer)
         if has_reasoning:
-            self._reading = split_reasoning(
-                self._text, self._events.append, self._add, is_inside=is_thinking
+            self._output_steps = split_reasoning(
+                self._output, self._events.append, self._add_answer, is_inside=is_thinking
             )
-        self._calling: Steps[None] | None = None
+        self._answer_steps: Steps[object] = self._answer.until((), self._add_content)
         if call_format is not None:
-            self._calling = call_format(self._answer, self._events.append, names).parse()
+            self._answer_steps = call_format(self._answer, self._events.append, names).parse()
 
     def push(self, delta: CompletionOutput) -> list[Event]:
         """Return the events that a delta of the output adds."""
-        is_complete = delta.finish_reason is not None
-        if self._reading is None:
-            self._add(delta.text)
-        else:
-            self._text.text += delta.text
-            next(self._reading, None)
-        if is_complete and self._reading is not None:
-            self._text.is_complete = True
-            next(self._reading, None)
-        if is_complete and self._calling is not None:
-            self._answer.is_complete = True
-            next(self._calling, None)
+        self._output.text += delta.text
+        self._output.is_complete = delta.finish_reason is not None
+        next(self._output_steps, None)
+        self._answer.is_complete = self._output.is_complete
+        next(self._answer_steps, None)
         events, self._events[:] = list(self._events), []
         return [event for event in events if self._accept(event)]
 
-    def _add(self, text: str) -> None:
-        if self._calling is None:
-            self._events += [ContentDelta(text)] if text else []
-        elif text:
-            self._answer.text += text
-            next(self._calling, None)
+    def _add_answer(self, text: str) -> None:
+        self._answer.text += text
+
+    def _add_content(self, text: str) -> None:
+        if text:
+            self._events.append(ContentDelta(text))
 
     def _accept(self, event: Event) -> bool:
-        """Add an event to the parts; return False if it belongs to a call that is not kept."""
+        """Add an event to the parts; return False if it belongs to a call that is ignored."""
         self._num_calls += isinstance(event, CallStart)
-        is_kept = self._is_parallel or self._num_calls < 2
+        is_accepted = self._is_parallel or self._num_calls < 2
         match event:
             case ContentDelta(text):
                 self.content += text
@@ -870,8 +854,8 @@ class AnswerParser:
             case ReasoningDelta(text):
                 self.reasoning += text
                 return True
-            case CallStart(name, call_id) if is_kept:
+            case CallStart(name, call_id) if is_accepted:
                 self.calls.append(ParsedCall(call_id, name))
-            case ArgumentsDelta(text) if is_kept:
+            case ArgumentsDelta(text) if is_accepted:
                 self.calls[-1].arguments += text
-        return is_kept
+        return is_accepted

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar, cast
 
-from opweave_engine import ChatTemplate, PoolingParams, SamplingParams, Tokenizer, TokenizerError
+from opweave_engine import ChatTemplate, PoolingParams, SamplingParams, Tokenizer
 from opweave_engine.prompts import truncated
-from opweave_engine.server.errors import ApiError, no_tokenizer
+from opweave_engine.server.errors import ApiError
 from opweave_engine.server.protocol.base import Input, for_header
 from opweave_engine.server.protocol.chat import Conversation
 from opweave_engine.server.state import ServerCall, ServerState
@@ -39,13 +39,6 @@ class Reading:
     add_special_tokens: bool = True
     keep: int | None = None
     side: Side = "left"
-
-    @classmethod
-    def of(
-        cls, params: SamplingParams, server: ServerState, *, add_special_tokens: bool
-    ) -> Reading:
-        """Return the settings for the prompts of a request with *params*."""
-        return cls(add_special_tokens, params.prompt_limit(server.engine.max_model_len))
 
     def prompt(self, content: str | list[int], tokenizer: Tokenizer) -> Prompt:
         """Return a prompt; if it may be truncated, its text is detokenized from its tokens."""
@@ -102,16 +95,18 @@ async def read_prompts(
             of :func:`read_all`.
         PromptError: a text contains half of a surrogate pair.
     """
-    sent, param, server = _as_list(content), call.param, call.server
-    if not sent:
+    param, server = call.param, call.server
+    is_one = isinstance(content, str) or (content and isinstance(content[0], int))
+    contents = cast("list[str | list[int]]", [content] if is_one else content)
+    if not contents:
         raise ApiError(f"{param} is empty; it must hold at least one prompt.", param=param)
-    count = len(sent) if at_once is None else min(len(sent), at_once)
+    count = len(contents) if at_once is None else min(len(contents), at_once)
     server.admission.check(count * n, param=param if n == 1 else "n")
-    for text in sent:
+    for text in contents:
         if isinstance(text, str):
             check_length(text, call, reading)
     encode = partial(reading.prompt, tokenizer=server.engine.tokenizer)
-    prompts = await read_all(encode, sent, call, size=_text_size)
+    prompts = await read_all(encode, contents, call, size=_text_size)
     return [replace(prompt, cache_salt=cache_salt) for prompt in prompts]
 
 
@@ -160,10 +155,7 @@ async def render(conversation: Conversation, call: ServerCall) -> str:
 def _render(conversation: Conversation, server: ServerState) -> tuple[str, list[str]]:
     """Return the text of a conversation, and the paths of variables that the template ignores."""
     template = _template(conversation.chat_template, server)
-    template.check_use(
-        tools=conversation.shown_tools,
-        documents=conversation.documents,
-    )
+    template.check_use(tools=conversation.shown_tools, documents=conversation.documents)
     text = template.render(conversation.for_template(), **conversation.template_arguments())
     variables = (conversation.chat_template_kwargs or {}).keys()
     unread = variables - template.chosen(conversation.shown_tools).traits.variables
@@ -227,8 +219,9 @@ async def read_all(
     cannot be interrupted, so it waits in a queue for long items only.
 
     Raises:
-        ApiError: an item is too long, there is no tokenizer, too many requests are running, the
-            deadline passes, or the server stops.
+        ApiError: an item is too long, too many requests are running, the deadline passes, or the
+            server stops.
+        TokenizerError: there is no tokenizer.
     """
     server = call.server
     limit = max(_MAX_SIZE, _MAX_SIZE_PER_TOKEN * server.engine.max_model_len)
@@ -245,20 +238,17 @@ async def read_all(
     def results(batch: Sequence[Item]) -> list[T]:
         return [work(item) for item in batch]
 
-    try:
-        if sum(map(size, items)) < _INLINE_SIZE:
-            return results(items)
-        complete: list[T] = []
-        loop = asyncio.get_running_loop()
-        with call.places(1):
-            async with call.deadline.limit():
-                for batch in _batches(items, size):
-                    is_long = size(batch[0]) >= _BATCH_SIZE
-                    threads = server.long_readers if is_long else server.readers
-                    complete += await loop.run_in_executor(threads, results, batch)
-        return complete
-    except TokenizerError as error:
-        raise no_tokenizer() from error
+    if sum(map(size, items)) < _INLINE_SIZE:
+        return results(items)
+    complete: list[T] = []
+    loop = asyncio.get_running_loop()
+    with call.places(1):
+        async with call.deadline.limit():
+            for batch in _batches(items, size):
+                is_long = size(batch[0]) >= _BATCH_SIZE
+                threads = server.long_readers if is_long else server.readers
+                complete += await loop.run_in_executor(threads, results, batch)
+    return complete
 
 
 def _text_size(prompt: str | list[int]) -> int:
@@ -289,13 +279,13 @@ def check_length(text: str, call: ServerCall, reading: Reading) -> None:
     This avoids tokenizing megabytes, which takes seconds.
     """
     engine = call.server.engine
-    room = engine.max_model_len
-    if len(text) <= room or reading.keep is not None:  # as almost all are
+    context_length = engine.max_model_len
+    if len(text) <= context_length or reading.keep is not None:
         return
     longest = engine.tokenizer.longest_token
-    if longest is not None and len(text) > longest * room:
+    if longest is not None and len(text) > longest * context_length:
         raise ApiError(
-            f"The context has {room} tokens of at most {longest} characters, but the "
+            f"The context has {context_length} tokens of at most {longest} characters, but the "
             f"prompt has {len(text)} characters. Shorten it.",
             param=call.param,
             code="context_length_exceeded",
@@ -319,21 +309,16 @@ def check_context(
         limit: the request field of ``max_tokens``.
         asks: whether the request sets ``max_tokens``; the checkpoint's default is only a limit.
     """
-    room = call.server.engine.max_model_len
+    context_length = call.server.engine.max_model_len
+    answer = params.max_tokens if asks and params.max_tokens is not None else 1
+    least = ", which always needs one" if answer == 1 else ""
     for prompt in prompts:
-        answer = params.max_tokens if asks and params.max_tokens is not None else 1
-        asked = len(prompt.ids) + answer
-        if asked > room:
-            least = ", which always needs one" if answer == 1 else ""
+        total = len(prompt.ids) + answer
+        if total > context_length:
             raise ApiError(
-                f"The context has {room} tokens, but the request asks for {asked}: "
+                f"The context has {context_length} tokens, but the request asks for {total}: "
                 f"{len(prompt.ids)} in the prompt and {answer} for the answer{least}. "
                 "Shorten one of them.",
-                param=limit if len(prompt.ids) < room else call.param,
+                param=limit if len(prompt.ids) < context_length else call.param,
                 code="context_length_exceeded",
             )
-
-
-def _as_list(content: Input) -> list[str | list[int]]:
-    is_one = isinstance(content, str) or (content and isinstance(content[0], int))
-    return cast("list[str | list[int]]", [content] if is_one else content)

@@ -26,11 +26,11 @@ _log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BACKLOG = 2048  # connections that wait to be accepted
-# Connections that are accepted at one time. When no more files can be opened, asyncio goes on until
-# this many have failed, and logs each.
+# Connections accepted at one time. If no more files can be opened, asyncio tries all of them, and
+# logs each failure.
 _ACCEPT_BATCH = 16
-_LAST_BYTES = 5.0  # seconds in which what is answered reaches the clients
-_GLANCE = 0.2  # seconds between looks at whether the engine has died
+_DRAIN_SECONDS = 5.0  # for responses that are already written
+_POLL_SECONDS = 0.2  # between checks whether the engine has died
 
 
 class AddressError(ServerError):
@@ -51,15 +51,15 @@ def listen(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        # Only where the protocol is named does asyncio send small writes at once; a client that
-        # keeps its connection would wait 40 ms for the second one.
+        # asyncio disables Nagle's algorithm only for sockets with an explicit protocol. With it, a
+        # client that keeps its connection would wait 40 ms for a second small write.
         bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except (OSError, UnicodeError) as error:
         raise AddressError(_no_host(host, getattr(error, "strerror", error))) from error
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(address)
-        bound.listen(_BACKLOG)  # Linux lets any number of sockets bind, and one of them listen
+        bound.listen(_BACKLOG)  # several sockets may bind on Linux, but only one may listen
     except OSError as error:
         bound.close()
         if error.errno == errno.EADDRNOTAVAIL:
@@ -80,7 +80,12 @@ def listen_unix(path: str) -> socket.socket:
     """
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _remove_if_dead(Path(path))
+        if (file := Path(path)).is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                try:
+                    probe.connect(path)
+                except ConnectionRefusedError:  # its server is dead
+                    file.unlink()
         bound.bind(path)
         bound.listen(_BACKLOG)
     except OSError as error:
@@ -90,16 +95,6 @@ def listen_unix(path: str) -> socket.socket:
         ) from error
     bound.set_inheritable(False)
     return bound
-
-
-def _remove_if_dead(path: Path) -> None:
-    if not path.is_socket():
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
 
 
 def _no_host(host: str, why: object) -> str:
@@ -136,10 +131,10 @@ def run(
         ends_with_engine: also stop when the engine has died, after notifying waiting clients.
     """
     server: ServerState = app.state.server
-    # Now: the event loop closes the socket, which then has no name.
+    # Read before the event loop closes the socket, which then has no name.
     file = Path(bound.getsockname()) if bound.family == socket.AF_UNIX else None
     try:
-        asyncio.run(_serve(app, server, bound, ready, ends_with_engine))
+        asyncio.run(_serve(app, bound, ready, ends_with_engine))
     finally:
         gc.unfreeze()
         server.engine.shutdown()
@@ -149,16 +144,12 @@ def run(
 
 
 async def _serve(
-    app: FastAPI,
-    server: ServerState,
-    bound: socket.socket,
-    ready: Callable[[], None],
-    ends_with_engine: bool,
+    app: FastAPI, bound: socket.socket, ready: Callable[[], None], ends_with_engine: bool
 ) -> None:
     http = http_server(app)
-    stop = _SignalHandlers(server, http)
+    handlers = _SignalHandlers(app.state.server, http)
     serving = asyncio.create_task(http.serve(sockets=[bound]))
-    watching = asyncio.create_task(stop.watch()) if ends_with_engine else None
+    watching = asyncio.create_task(handlers.watch()) if ends_with_engine else None
     try:
         while not http.started and not serving.done():
             await asyncio.sleep(0.005)
@@ -169,10 +160,10 @@ async def _serve(
             gc.freeze()
             ready()
         await serving
-        if left := set(http.server_state.tasks):  # cancelled, and about to release what they hold
-            await asyncio.wait(left, timeout=_LAST_BYTES)
+        if tasks := set(http.server_state.tasks):  # cancelled, but still releasing their resources
+            await asyncio.wait(tasks, timeout=_DRAIN_SECONDS)
     finally:
-        stop.restore()
+        handlers.restore()
         if watching is not None:
             watching.cancel()
 
@@ -194,7 +185,7 @@ def http_server(app: FastAPI) -> uvicorn.Server:
             lifespan="off",
             ws="none",
             backlog=_ACCEPT_BATCH,
-            timeout_graceful_shutdown=int(_LAST_BYTES),
+            timeout_graceful_shutdown=int(_DRAIN_SECONDS),
             ssl_keyfile=server.config.ssl_keyfile,
             ssl_certfile=server.config.ssl_certfile,
         )
@@ -204,12 +195,12 @@ def http_server(app: FastAPI) -> uvicorn.Server:
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # what a signal does is not uvicorn's business
+        yield  # _SignalHandlers handles the signals instead
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for each in sockets or []:
-            each.listen(_BACKLOG)  # asyncio listens with the number that it accepts at one time
+        for listening in sockets or []:
+            listening.listen(_BACKLOG)  # asyncio has set the size of its batch of accepts
 
 
 class _SignalHandlers:
@@ -218,7 +209,7 @@ class _SignalHandlers:
     def __init__(self, server: ServerState, http: uvicorn.Server) -> None:
         self._server, self._http = server, http
         self._draining: asyncio.Task[None] | None = None
-        self._is_told = False
+        self._is_signalled = False
         self._loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             self._loop.add_signal_handler(number, self._signal, number)
@@ -230,15 +221,15 @@ class _SignalHandlers:
     async def watch(self) -> None:
         """Stop when the engine has died."""
         while self._server.engine.dead_with is None:
-            await asyncio.sleep(_GLANCE)
+            await asyncio.sleep(_POLL_SECONDS)
         self._stop("the engine has died")
 
     def _signal(self, number: int) -> None:
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_signalled:
+            self._is_signalled = True
             self._stop(signal.Signals(number).name)
         else:
-            # Nothing that is computed now can be stopped, and nobody wants to wait for it.
+            # An engine step cannot be interrupted, and the user does not want to wait for it.
             _log.warning("stopping at once")
             os._exit(128 + number)
 
@@ -256,7 +247,7 @@ class _SignalHandlers:
             async with asyncio.timeout(timeout):
                 await self._server.admission.wait_idle()
         except TimeoutError:
-            left = self._server.admission.active
-            _log.warning("%d answers have not finished within %g s", left, timeout)
+            count = self._server.admission.active
+            _log.warning("%d answers have not finished within %g s", count, timeout)
         await self._server.engine.drain(0.0)
         self._http.should_exit = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
@@ -19,7 +20,7 @@ from opweave.config.child_process import DaemonThreads
 from opweave.config.values import api_key_fault
 from opweave_engine import ChatTemplate, EngineClient
 from opweave_engine.prompts import IOProcessor
-from opweave_engine.server.disconnect import unless_gone
+from opweave_engine.server.disconnect import ClientGoneError, cancelled, disconnected
 from opweave_engine.server.errors import HANG_UP, RETRY, ApiError, ServerConfigError
 from opweave_engine.server.output_parser import OutputStyle, ReasoningParser, ToolCallParser
 from opweave_engine.server.protocol.base import RequestBody
@@ -125,11 +126,11 @@ class ServerConfig:
             if getattr(self, name) < 1:
                 raise ServerConfigError(f"{name}={getattr(self, name)} must be at least 1.")
         for name in ("body_timeout", "request_timeout"):
-            if not 0 < getattr(self, name) < float("inf"):
+            if not 0 < getattr(self, name) < math.inf:
                 raise ServerConfigError(
                     f"{name}={getattr(self, name)} must be a number of seconds, more than 0."
                 )
-        if not 0 <= self.drain_timeout < float("inf"):
+        if not 0 <= self.drain_timeout < math.inf:
             raise ServerConfigError(
                 f"drain_timeout={self.drain_timeout} must be a number of seconds, at least 0."
             )
@@ -141,9 +142,9 @@ class ServerConfig:
             raise ServerConfigError(
                 f"ssl_keyfile={self.ssl_keyfile!r} needs ssl_certfile, the certificate of the key."
             )
-        for kind in ("api_keys", "served_model_names", "cors_origins"):
-            if "" in getattr(self, kind):
-                raise ServerConfigError(f"One of {kind} is empty.")
+        for name in ("api_keys", "served_model_names", "cors_origins"):
+            if "" in getattr(self, name):
+                raise ServerConfigError(f"One of {name} is empty.")
         for key in self.api_keys:
             if (fault := api_key_fault(key)) is not None:
                 raise ServerConfigError(fault)
@@ -218,8 +219,8 @@ class Admission:
 
 T = TypeVar("T")
 
-_HALF = max(1, (os.cpu_count() or 1) // 2)
-_GUESTS = 8  # threads, of which one that never ends takes a processor from the others
+_NUM_READERS = max(1, (os.cpu_count() or 1) // 2)  # the engine keeps the other processors
+_NUM_GUESTS = 8  # a template that never ends occupies one thread
 
 
 @dataclass
@@ -233,8 +234,8 @@ class ServerState:
         special_tokens: the special tokens for chat templates in requests.
         admission: counts and limits the requests.
         io_processor: the I/O processor for ``/v1/process``; may be None.
-        readers: threads that tokenize texts; the engine keeps half of the processors.
-        long_readers: a thread that tokenizes long texts, for which other texts do not wait.
+        readers: threads that tokenize texts.
+        long_readers: a thread that tokenizes long texts, so that other texts need not wait.
         guests: threads that run templates and I/O processors.
         created: creation time in seconds since 1970.
     """
@@ -245,18 +246,18 @@ class ServerState:
     admission: Admission
     io_processor: IOProcessor | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    readers: Executor = field(default_factory=partial(DaemonThreads, _HALF, "reader"))
+    readers: Executor = field(default_factory=partial(DaemonThreads, _NUM_READERS, "reader"))
     long_readers: Executor = field(default_factory=partial(DaemonThreads, 1, "long reader"))
-    guests: Executor = field(default_factory=partial(DaemonThreads, _GUESTS, "guest"))
+    guests: Executor = field(default_factory=partial(DaemonThreads, _NUM_GUESTS, "guest"))
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
     def output_style(self) -> OutputStyle:
         """The formats in which the model writes tool calls and reasoning."""
-        template = self.chat_template
-        known = [] if template is None else [template, *template.named.values()]
+        default = self.chat_template
+        templates = [] if default is None else [default, *default.named.values()]
         return OutputStyle.of(
-            "\n".join(each.source for each in known),
+            "\n".join(template.source for template in templates),
             self.config.tool_call_parser,
             self.config.reasoning_parser,
         )
@@ -324,7 +325,15 @@ class ServerCall:
         Raises:
             ClientGoneError: the client has disconnected.
         """
-        return await unless_gone(self.request, work)
+        working = asyncio.create_task(work)
+        hanging_up = asyncio.create_task(disconnected(self.request.receive))
+        try:
+            await asyncio.wait({working, hanging_up}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise ClientGoneError
+        finally:
+            await cancelled([working, hanging_up])
 
     async def as_guest(self, work: Callable[[], T]) -> T:
         """Return the result of *work*, which runs third-party code and may block.

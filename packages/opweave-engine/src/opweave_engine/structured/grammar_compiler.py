@@ -30,7 +30,7 @@ from opweave_engine.errors import (
 )
 from opweave_engine.structured import grammar_worker
 from opweave_engine.structured.grammar_text import grammar_text
-from opweave_engine.structured.grammar_worker import native_matcher, native_vocabulary
+from opweave_engine.structured.grammar_worker import Vocabulary, native_matcher, native_vocabulary
 from opweave_engine.structured.params import NAME, StructuredOutputsParams
 from opweave_engine.tokenizer import AbsentTokenizer, Tokenizer
 
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 _END = "<end of a structured answer>"
 
-# The arguments of grammar_worker.native_vocabulary, which has their names.
+# The arguments of grammar_worker.Vocabulary, which has their names.
 VocabularyArguments = tuple[str, list[bytes], list[int], list[int], int | None]
 
 
 def vocabulary_arguments(
     tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> VocabularyArguments:
-    """Return the arguments of :func:`~opweave_engine.structured.grammar_worker.native_vocabulary`.
+    """Return the arguments of :class:`~opweave_engine.structured.grammar_worker.Vocabulary`.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -84,14 +84,14 @@ def _bytes_of_all(tokenizer: Tokenizer, backend: Any, size: int) -> list[bytes]:
             b"" if backend.id_to_token(token) is None else tokenizer.bytes_of(token) or b""
             for token in range(size)
         ]
-    found = [native.decode_bytes([token]) for token in range(min(size, native.vocab_size))]
-    return found + [b""] * (size - len(found))
+    tokens = [native.decode_bytes([token]) for token in range(min(size, native.vocab_size))]
+    return tokens + [b""] * (size - len(tokens))
 
 
 # Compiles grammars in processes, which may crash, hang or run out of memory.
 
 
-_CLOSING_SECONDS = 5.0  # to finish a grammar that the engine's own process compiles
+_CLOSE_SECONDS = 5.0  # for a grammar that the engine's own process is compiling
 
 
 class GrammarProcess(ChildWorker):
@@ -112,7 +112,7 @@ class GrammarProcess(ChildWorker):
         self._busy = threading.Lock()
 
     def environment(self) -> Mapping[str, str]:
-        # glibc reserves address space for each arena, which is what the process has to save.
+        # glibc reserves address space for each arena, and the process has a limit of that.
         return {"MALLOC_ARENA_MAX": "1"}
 
     def start_error(self, code: int) -> Exception:
@@ -121,7 +121,12 @@ class GrammarProcess(ChildWorker):
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run *job* in the thread, after those submitted before."""
-        self._jobs.submit(self._run, job)
+
+        def run() -> None:
+            with self._busy:
+                job()
+
+        self._jobs.submit(run)
 
     def check_open(self) -> None:
         """Raise EngineDeadError if :meth:`close` was called."""
@@ -162,13 +167,9 @@ class GrammarProcess(ChildWorker):
         """Kill the process; jobs that have not finished fail."""
         self._is_closed = True
         self.kill()
-        if self._busy.acquire(timeout=_CLOSING_SECONDS):
+        if self._busy.acquire(timeout=_CLOSE_SECONDS):
             self.end()
             self._busy.release()
-
-    def _run(self, job: Callable[[], None]) -> None:
-        with self._busy:
-            job()
 
 
 # The tokens that the grammar of an answer allows next.
@@ -234,10 +235,10 @@ class GrammarState:
 # Compiles grammars, and caches them for all answers of an engine.
 
 
-_CACHED_GRAMMARS = 256
-_HELD_BYTES = 256 * 2**20  # of the grammars in the cache and of unfinished answers
-_SMALL_BYTES = 2**20  # of a grammar that does not wait until unfinished answers with large ones end
-# Grammars that are larger or take longer wait for each other, but nothing else waits for them.
+_MAX_CACHED_GRAMMARS = 256
+_HELD_BYTES = 256 * 2**20  # limit for the grammars in the cache and of unfinished answers
+_SMALL_BYTES = 2**20  # grammars up to this size are compiled even beyond that limit
+# Grammars that are larger or take longer go to a second process, so that others need not wait.
 _QUICK_CHARACTERS, _QUICK_SECONDS = 2**16, 0.25
 _MAX_SECONDS = 10.0
 _MAX_WAITING_SECONDS = 30.0
@@ -315,9 +316,13 @@ class GrammarCompiler:
         pairs = [(state, token) for state, token in taken if state is not None]
         if not pairs:
             return
-        matchers = [state.matcher for state, _ in pairs]
         self._executor.consume_token_par([(state.matcher, token) for state, token in pairs])
-        for (state, _), words in zip(pairs, self._masks(matchers), strict=True):
+        masks = np.zeros((len(pairs), len(self._eos_bits)), np.uint8)  # a bit per token
+        rows = [(state.matcher, row) for row, (state, _) in enumerate(pairs)]
+        self._executor.unsafe_compute_mask_ptr(
+            rows, masks.ctypes.data, masks.shape[1], masks.shape[0]
+        )
+        for (state, _), words in zip(pairs, masks, strict=True):
             if state.matcher.is_error():
                 why = _one_line(state.matcher.get_error())
                 state.error = SamplingParamsError(f"{NAME}: the answer cannot go on: {why}", NAME)
@@ -395,7 +400,7 @@ class GrammarCompiler:
         with self._lock:
             self._held.add(compiled)
             self._compiled[text] = compiled
-            if len(self._compiled) > _CACHED_GRAMMARS:
+            if len(self._compiled) > _MAX_CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
 
     def _make_room(self, size: int) -> None:
@@ -416,18 +421,9 @@ class GrammarCompiler:
                     )
                 self._compiled.popitem(last=False)
 
-    def _masks(self, matchers: Sequence[Any]) -> NDArray[np.uint8]:
-        """Return the bits of the tokens that may come next, ``(matchers, bytes)`` uint8."""
-        masks = np.zeros((len(matchers), len(self._eos_bits)), np.uint8)
-        rows = [(matcher, row) for row, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(
-            rows, masks.ctypes.data, masks.shape[1], masks.shape[0]
-        )
-        return masks
-
     @cached_property
     def _vocabulary(self) -> Any:
-        return native_vocabulary(*self._vocabulary_arguments)
+        return native_vocabulary(Vocabulary(*self._vocabulary_arguments))
 
     @cached_property
     def _vocabulary_arguments(self) -> VocabularyArguments:

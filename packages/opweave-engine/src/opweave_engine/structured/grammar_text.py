@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from opweave_engine.errors import require
 from opweave_engine.structured.params import MAX_DEPTH, StructuredOutputsParams, too_deep
 
-# Rewrites JSON schemas into the part of the language that llguidance enforces.
+# JSON schemas in the part of the language that llguidance enforces.
 
 
 # Values of these keywords are data, not schemas.
@@ -36,11 +36,11 @@ _EVALUATING = {
 _ENFORCED_FORMATS = {
     "date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid",
 }  # fmt: skip
-_LITERAL = r"(?:[\w <>@#%&=:;,~/'\"!-]|\\[^\w|\\])+"  # no escape such as \d, which is a class
+_LITERAL = r"(?:[\w <>@#%&=:;,~/'\"!-]|\\[^\w|\\])+"  # without escapes for classes, such as \d
 _LISTED_NAMES = re.compile(
     rf"\^(?P<group>\((?:\?:)?)?(?P<names>{_LITERAL}(?(group)(?:\|{_LITERAL})*))(?(group)\))\$"
 )
-_MAX_COPIED_CHARACTERS = 1024  # of a schema for several names; nested patterns multiply
+_MAX_COPIED_CHARACTERS = 1024  # limit for a schema with several names; nested patterns multiply
 _COUNTS = ("minContains", "maxContains", "minItems", "maxItems")
 _ANNOTATIONS = {
     "$comment", "title", "description", "default", "deprecated", "readOnly", "writeOnly",
@@ -64,39 +64,29 @@ def enforceable(schema: Any, *, is_closed: bool = False) -> Any:
     Raises:
         ValueError: the schema has more than MAX_DEPTH levels of nesting.
     """
-    return _mapped(schema, _closed_object if is_closed else dict, 0)
 
+    def rewrite(part: Any, depth: int) -> Any:
+        """Return *part*, which is inside of *depth* objects and lists."""
+        if not isinstance(part, list | Mapping):
+            return part
+        if depth > MAX_DEPTH:
+            raise ValueError(too_deep("the schema"))
+        if isinstance(part, list):
+            return [rewrite(item, depth + 1) for item in part]
+        keywords: dict[str, Any] = {}
+        for name, value in part.items():
+            if name in _DATA:
+                keywords[name] = value
+            elif name in _NAMED and isinstance(value, Mapping):
+                keywords[name] = {key: rewrite(inner, depth + 2) for key, inner in value.items()}
+            else:
+                keywords[name] = rewrite(value, depth + 1)
+        if is_closed and keywords.keys() & {"properties", "patternProperties"}:
+            keywords.setdefault("additionalProperties", False)
+        simple = _without_unevaluated(_with_effect(keywords))
+        return _without_literal_patterns(_with_item_counts(simple))
 
-def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]], depth: int) -> Any:
-    """Return *schema* after *change* and all simplifications of each schema in it.
-
-    Args:
-        schema: a part of the whole schema.
-        change: returns a changed copy of one schema.
-        depth: the number of objects and lists around *schema*.
-    """
-    if not isinstance(schema, list | Mapping):
-        return schema
-    if depth > MAX_DEPTH:
-        raise ValueError(too_deep("the schema"))
-    if isinstance(schema, list):
-        return [_mapped(item, change, depth + 1) for item in schema]
-    parts: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name in _DATA:
-            parts[name] = value
-        elif name in _NAMED and isinstance(value, Mapping):
-            parts[name] = {key: _mapped(inner, change, depth + 2) for key, inner in value.items()}
-        else:
-            parts[name] = _mapped(value, change, depth + 1)
-    simple = _without_unevaluated(_with_effect(change(parts)))
-    return _without_literal_patterns(_with_item_counts(simple))
-
-
-def _closed_object(schema: dict[str, Any]) -> dict[str, Any]:
-    if "properties" in schema or "patternProperties" in schema:
-        schema.setdefault("additionalProperties", False)
-    return schema
+    return rewrite(schema, 0)
 
 
 def _with_effect(schema: dict[str, Any]) -> dict[str, Any]:
@@ -104,12 +94,13 @@ def _with_effect(schema: dict[str, Any]) -> dict[str, Any]:
     idle = {name for name, value in schema.items() if _is_idle(name, value)}
     types = schema.get("type")
     if isinstance(types, str | list):
-        for type_, names in _KEYWORDS_OF_TYPE.items():
+        for type_, keywords in _KEYWORDS_OF_TYPE.items():
             if type_ not in ([types] if isinstance(types, str) else types):
-                idle.update(names)
+                idle.update(keywords)
     if "if" not in schema or all(_accepts_all(schema.get(n, True)) for n in ("then", "else")):
         idle.update(("if", "then", "else"))
-    required = _required(schema)
+    names = schema.get("required")
+    required = {n for n in names if isinstance(n, str)} if isinstance(names, list) else set()
     if schema.get("minProperties") in range(len(required) + 1):
         idle.add("minProperties")
     if schema.get("maxItems") in (0, 1):
@@ -210,11 +201,6 @@ def _listed_names(pattern: str) -> list[str]:
     return list(dict.fromkeys(name.replace("\\", "") for name in listed["names"].split("|")))
 
 
-def _required(schema: Mapping[str, Any]) -> set[str]:
-    names = schema.get("required")
-    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
-
-
 # The grammar of each kind of constraint.
 
 
@@ -226,15 +212,17 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         ValueError: the grammar's notation is not understood, or a schema is nested too deeply.
     """
     llguidance = require("llguidance")
-    matcher = llguidance.LLMatcher
     if params.kind in ("json", "json_object"):
         schema = {"type": "object"} if params.kind == "json_object" else params.schema
         if schema is False:
             raise ValueError("nothing satisfies the schema false")
         schema = {} if schema is True else schema
         schema = enforceable(schema, is_closed=params.disable_additional_properties)
-        text: str = matcher.grammar_from_json_schema(
-            json.dumps(schema), overrides=_json_options(params)
+        options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
+        if params.whitespace_pattern is not None:
+            options["whitespace_pattern"] = params.whitespace_pattern
+        text: str = llguidance.LLMatcher.grammar_from_json_schema(
+            json.dumps(schema), overrides=options
         )
     elif params.kind == "regex":
         text = f"start: /{llguidance.regex_to_lark(params.regex, 'dws')}/"
@@ -246,10 +234,3 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     else:
         text = llguidance.grammar_from("grammar", params.grammar)
     return text
-
-
-def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
-    options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
-    if params.whitespace_pattern is not None:
-        options["whitespace_pattern"] = params.whitespace_pattern
-    return options

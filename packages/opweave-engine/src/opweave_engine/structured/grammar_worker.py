@@ -19,15 +19,15 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# The stacks of the engine's threads: of llguidance, and of Python if the system has no limit. The
-# threads here have half of that, so that a grammar that fits here has a margin there.
-_RUST_STACK_BYTES = _PYTHON_STACK_BYTES = 2 * 2**20
-# Ambiguous grammars have more with each token. The mask of a row of this size takes 0.1 s.
+# Stack size of the engine's threads (llguidance's, and Python's if the system has no limit). The
+# threads here have half of it, so that a grammar that compiles here has a margin in the engine.
+_THREAD_STACK_BYTES = 2 * 2**20
+# Rows of ambiguous grammars grow with each token. The mask of a row of this size takes 0.1 s.
 _MAX_ITEMS_IN_ROW = 1000
-_NICENESS = 5  # where all cores are busy, the engine's steps come first
+_NICENESS = 5  # if all cores are busy, the engine's steps run first
 _MEMORY_BYTES = 256 * 2**20  # for compiling a grammar, in addition to the vocabulary
 _MAX_COMPILED_BYTES = 64 * 2**20  # the longest list of choices takes 25 MiB
-_BYTES_PER_CHARACTER = 32  # an estimate, where the C library does not count its memory
+_BYTES_PER_CHARACTER = 32  # estimate for C libraries that do not count allocated memory
 
 
 class Vocabulary:
@@ -56,8 +56,9 @@ class Vocabulary:
         from tokenizers import Tokenizer
 
         self._backend = Tokenizer.from_str(tokenizer)
-        self._backend.encode_special_tokens = True  # their names in a text are text
-        self.eos_token_id, self.bos_token_id = eos_token_ids[0], bos_token_id
+        self._backend.encode_special_tokens = True  # treat their names in a text as text
+        self.eos_token_ids = list(eos_token_ids)
+        self.eos_token_id, self.bos_token_id = self.eos_token_ids[0], bos_token_id
         self.special_token_ids, self.tokens = sorted(special_ids), tokens
         self._special = special = set(special_ids)
         self._ids = {text: i for i, text in enumerate(self.tokens) if text and i not in special}
@@ -66,7 +67,7 @@ class Vocabulary:
     def __call__(self, text: str) -> list[int]:
         """Return the tokens that a grammar forces where it allows nothing but *text*."""
         if not isinstance(text, str):
-            raise TypeError(f"{text!r} is not a string")  # which is how llguidance finds out
+            raise TypeError(f"{text!r} is not a string")  # llguidance tests the type this way
         data, ids = text.encode(), list(self._backend.encode(text, add_special_tokens=False).ids)
         written = b"".join(self.tokens[token] for token in ids)
         if written == b" " + data:  # many tokenizers begin a text with a space
@@ -89,19 +90,14 @@ class Vocabulary:
         return ids
 
 
-def native_vocabulary(
-    tokenizer: str,
-    tokens: Sequence[bytes],
-    special_ids: Sequence[int],
-    eos_token_ids: Sequence[int],
-    bos_token_id: int | None,
-) -> Any:
-    """Return llguidance's tokenizer; the arguments are those of :class:`Vocabulary`."""
+def native_vocabulary(vocabulary: Vocabulary) -> Any:
+    """Return llguidance's tokenizer."""
     import llguidance
 
-    words = Vocabulary(tokenizer, tokens, special_ids, eos_token_ids, bos_token_id)
     return llguidance.LLTokenizer(
-        llguidance.TokenizerWrapper(words), n_vocab=len(tokens), eos_token=list(eos_token_ids)
+        llguidance.TokenizerWrapper(vocabulary),
+        n_vocab=len(vocabulary.tokens),
+        eos_token=vocabulary.eos_token_ids,
     )
 
 
@@ -118,7 +114,7 @@ def main() -> None:
     os.nice(_NICENESS)
     connection = Connection(int(sys.argv[1]))
     vocabulary, seconds = connection.recv()
-    native = native_vocabulary(*vocabulary)
+    native = native_vocabulary(Vocabulary(*vocabulary))
     _compile(native, 'start: "a"')  # allocates what all grammars share
     _limit_memory()
     connection.send(None)
@@ -142,9 +138,9 @@ def _compile(vocabulary: Any, text: str) -> tuple[str, int]:
     """
     before = allocated_bytes()
     limit, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    stack_bytes = _PYTHON_STACK_BYTES if limit == resource.RLIM_INFINITY else limit
+    stack_bytes = _THREAD_STACK_BYTES if limit == resource.RLIM_INFINITY else limit
     matcher = _in_thread(stack_bytes // 2, lambda: native_matcher(vocabulary, text))
-    _in_thread(_RUST_STACK_BYTES // 2, matcher.compute_bitmask)
+    _in_thread(_THREAD_STACK_BYTES // 2, matcher.compute_bitmask)
     if why := str(matcher.get_error()):
         return why, 0
     size = max(allocated_bytes() - before, 0) or _BYTES_PER_CHARACTER * len(text)
@@ -163,8 +159,8 @@ class _MallocInfo(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_uint32)
         for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"),
+            *("uordblks", "fordblks", "keepcost"),
         )
     ]
 

@@ -14,7 +14,7 @@ from opweave_engine.errors import SamplingParamsError
 # Limits of the constraints that clients may send, checked before a native parser reads them.
 
 
-MAX_BYTES = 2**20  # of a schema, a list of choices, or a composed grammar
+MAX_BYTES = 2**20  # limit for a schema, a list of choices, or a composed grammar
 MAX_GRAMMAR_BYTES = 2**17
 MAX_REGEX_BYTES = 2**16
 MAX_CHOICES = 50_000
@@ -25,7 +25,7 @@ MAX_REFERENCES = 2000
 MAX_REFERENCE_CHAIN = 60
 MAX_RULES = 1000
 
-_CONTAINERS = (dict, list, tuple)  # that JSON text can be written of
+_CONTAINERS = (dict, list, tuple)  # the types that become JSON arrays and objects
 
 # A rule starts a line in Lark (``?a{b}[c].1: ...``) and in GBNF (``a ::= ...``).
 _RULE = re.compile(
@@ -240,19 +240,22 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        given = self._given
-        if len(given) != 1:
-            found = " and ".join(given) if given else "none of them"
-            raise _error(f"needs exactly one of {', '.join(_KINDS)}; got {found}")
+        kinds = self._kinds
+        if len(kinds) != 1:
+            names = " and ".join(kinds) or "none of them"
+            raise _error(f"needs exactly one of {', '.join(_KINDS)}; got {names}")
         for name in ("regex", "grammar", "whitespace_pattern"):
-            if (value := getattr(self, name)) is not None and not (
-                isinstance(value, str) and value
-            ):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
                 raise _error(f"{name}={value!r} must be a string that is not empty")
         for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
             if getattr(self, name) not in (None, True, False):
                 raise _error(f"{name}={getattr(self, name)!r} must be True or False")
-        self._check_choice()
+        if (choice := self.choice) is not None:
+            is_list = isinstance(choice, list | tuple) and choice
+            if not is_list or not all(isinstance(text, str) for text in choice):
+                raise _error(f"{choice=} must be a list of one or more strings")
+            object.__setattr__(self, "choice", tuple(choice))
         schema = None if self.json is None else self._checked_schema()
         try:
             check_limits({**vars(self), "json": schema})
@@ -264,31 +267,22 @@ class StructuredOutputsParams:
     @property
     def kind(self) -> str:
         """The name of the field that is set."""
-        return self._given[0]
+        return self._kinds[0]
 
     @property
-    def _given(self) -> list[str]:
-        absent = {"json_object": (None, False)}  # False is a JSON schema, which nothing satisfies
-        return [name for name in _KINDS if getattr(self, name) not in absent.get(name, (None,))]
+    def _kinds(self) -> list[str]:
+        # json=False is a schema, which nothing satisfies, but json_object=False is the default.
+        unset = {"json_object": (None, False)}
+        return [name for name in _KINDS if getattr(self, name) not in unset.get(name, (None,))]
 
     @property
     def schema(self) -> Mapping[str, Any] | bool:
         """The JSON schema as an object."""
-        found: Mapping[str, Any] | bool = (
-            json.loads(self.json) if isinstance(self.json, str) else self.json  # type: ignore[assignment]
-        )
-        return found
-
-    def _check_choice(self) -> None:
-        if self.choice is None:
-            return
-        if (
-            not isinstance(self.choice, list | tuple)
-            or not self.choice
-            or not all(isinstance(text, str) for text in self.choice)
-        ):
-            raise _error(f"choice={self.choice!r} must be a list of one or more strings")
-        object.__setattr__(self, "choice", tuple(self.choice))
+        assert self.json is not None
+        if not isinstance(self.json, str):
+            return self.json
+        schema: Mapping[str, Any] | bool = json.loads(self.json)
+        return schema
 
     def _checked_schema(self) -> Mapping[str, Any] | bool:
         if isinstance(self.json, str) and len(self.json) > MAX_BYTES:

@@ -12,21 +12,12 @@ from libcst import matchers as m
 from libcst.helpers import get_full_name_for_node
 
 from opweave import layers as own_layers
+from opweave_vllm.migrate import trees
 from opweave_vllm.migrate.declare import PLATFORM_METHODS, OpPlan
 from opweave_vllm.migrate.plan import LayerPlan, own_class
 from opweave_vllm.migrate.registrations import unregister
 from opweave_vllm.migrate.source import KINDS, NATIVE, LayerClass, SourceModule
-from opweave_vllm.migrate.trees import (
-    Statement,
-    attribute_of_self,
-    imports_of,
-    methods_of,
-    moved,
-    spaced,
-    statement,
-    target_name,
-    without,
-)
+from opweave_vllm.migrate.trees import Statement
 
 # Functions made from methods: ops, implementations and helpers.
 
@@ -46,7 +37,7 @@ def functions(
         ir: the name of ``opweave.ir`` in the module.
         indent: the indentation of one level.
     """
-    op, methods = plan.op, methods_of(node)
+    op, methods = plan.op, trees.methods_of(node)
     if op is None:
         return
     native = [op.native] if op.native else []
@@ -60,9 +51,9 @@ def functions(
         yield _function(decorator, f"_{op.name}", op, methods[op.native.method], body)
     for impl in plan.impls:
         tensors = [a.name for a in op.arguments if "Tensor" in a.annotation]
-        named = impl.device in ("cpu", "cuda")
-        rule, given = (impl.device, tensors) if named else ("device", [impl.device, *tensors])
-        quoted = ", ".join(f'"{each}"' for each in given)
+        has_rule = impl.device in ("cpu", "cuda")
+        rule, names = (impl.device, tensors) if has_rule else ("device", [impl.device, *tensors])
+        quoted = ", ".join(f'"{name}"' for name in names)
         decorator = (
             f"@{ir}.ops.{op.name}.register_impl("
             f'"{impl.provider}", supports_args=rules.{rule}({quoted}))'
@@ -92,22 +83,19 @@ def _function(
     if len(signature) > _WIDTH:
         lines = "".join(f"    {parameter},\n" for parameter in parameters)
         signature = f"def {name}(\n{lines}) -> {op.returns}:"
-    node = cst.ensure_type(statement(f"{decorator}\n{signature}\n    pass\n"), cst.FunctionDef)
-    return spaced(node.with_changes(body=body), 2, method.leading_lines)
+    node = cst.ensure_type(
+        trees.statement(f"{decorator}\n{signature}\n    pass\n"), cst.FunctionDef
+    )
+    return trees.spaced(node.with_changes(body=body), 2, method.leading_lines)
 
 
 def _helper(name: str, method: cst.FunctionDef, indent: str) -> cst.FunctionDef:
     decorators = [
-        each
-        for each in method.decorators
-        if not (isinstance(each.decorator, cst.Name) and each.decorator.value == "staticmethod")
+        d for d in method.decorators if not m.matches(d.decorator, m.Name("staticmethod"))
     ]
-    return spaced(
-        method.with_changes(
-            name=cst.Name(name), decorators=decorators, body=_body(method, {}, indent)
-        ),
-        2,
-    )
+    body = _body(method, {}, indent)
+    helper = method.with_changes(name=cst.Name(name), decorators=decorators, body=body)
+    return trees.spaced(helper, 2)
 
 
 def _body(method: cst.FunctionDef, replacements: Mapping[str, str], indent: str) -> cst.BaseSuite:
@@ -140,10 +128,8 @@ class _SelfReplacer(cst.CSTTransformer):
     def leave_Attribute(  # noqa: N802 (libcst's name)
         self, original_node: cst.Attribute, updated_node: cst.Attribute
     ) -> cst.BaseExpression:
-        name, value = updated_node.attr.value, updated_node.value
-        if not (isinstance(value, cst.Name) and value.value == "self"):
-            return updated_node
-        if name not in self.replacements:
+        name = updated_node.attr.value
+        if name not in self.replacements or not m.matches(updated_node.value, m.Name("self")):
             return updated_node
         replacement = cst.parse_expression(self.replacements[name])
         return replacement.with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)
@@ -168,47 +154,56 @@ def thin_layer(plan: LayerPlan, node: cst.ClassDef, ir: str) -> cst.ClassDef:
     if op is None or op.native is None:
         return node
     functions = {method.name: name for name, method in op.native.helpers.items()}
-    replaced = PLATFORM_METHODS.keys() - plan.kept
+    replaced = PLATFORM_METHODS.keys() - plan.unchanged
     body: list[Statement] = []
-    for each in node.body.body:
-        if isinstance(each, cst.FunctionDef):
-            name = each.name.value
+    for part in node.body.body:
+        if isinstance(part, cst.FunctionDef):
+            name = part.name.value
             if name == NATIVE:
-                body += _methods(plan, op, each, ir)
+                body += _methods(plan, op, part, ir)
             elif name in functions:
-                body.append(spaced(statement(f"{name} = staticmethod({functions[name]})"), 1))
+                body.append(
+                    trees.spaced(trees.statement(f"{name} = staticmethod({functions[name]})"), 1)
+                )
             elif name not in replaced:
-                body.append(each)
-        elif (kept := _without_aliases(each, replaced)) is not None:
-            body.append(kept)
+                body.append(part)
+        elif (remaining := _without_aliases(part, replaced)) is not None:
+            body.append(remaining)
     thin = node.with_changes(body=node.body.with_changes(body=body))
-    needless = _needless_kernels(plan.layer, thin)
-    return without(thin, lambda each: _assigns(each, needless))
+    needless = {f"self.{name}" for name in _needless_kernels(plan.layer, thin)}
+
+    def is_needless(node: cst.CSTNode) -> bool:
+        return isinstance(node, cst.Assign) and any(
+            trees.target_name(target) in needless for target in node.targets
+        )
+
+    return trees.without(thin, is_needless)
 
 
 def _methods(plan: LayerPlan, op: OpPlan, native: cst.FunctionDef, ir: str) -> Iterator[Statement]:
-    given = ", ".join(f"self.{a.attribute}" if a.attribute else a.name for a in op.arguments)
-    native = spaced(native, 1, [])
-    yield native.with_changes(body=_block(f"return {ir}.ops.{op.name}.native({given})"))
-    callers = [name for name in _CALLERS if name not in plan.kept]
-    if "forward_cuda" in plan.kept and "forward_hip" not in plan.kept:
-        own = {*plan.layer.methods, *plan.layer.aliases}
-        callers += ["forward_hip"] if "forward_hip" in own else []
-    for first, *others in [callers] if callers else []:
-        body = _block(f"return {ir}.ops.{op.name}({given})")
+    arguments = ", ".join(f"self.{a.attribute}" if a.attribute else a.name for a in op.arguments)
+    native = trees.spaced(native, 1, [])
+    yield native.with_changes(body=_block(f"return {ir}.ops.{op.name}.native({arguments})"))
+    callers = [name for name in _CALLERS if name not in plan.unchanged]
+    if "forward_cuda" in plan.unchanged and "forward_hip" not in plan.unchanged:
+        methods = {*plan.layer.methods, *plan.layer.aliases}
+        callers += ["forward_hip"] if "forward_hip" in methods else []
+    if callers:
+        first, *others = callers
+        body = _block(f"return {ir}.ops.{op.name}({arguments})")
         yield native.with_changes(name=cst.Name(first), body=body)
         if others:
-            yield spaced(statement(" = ".join([*others, first])), 1)
+            yield trees.spaced(trees.statement(" = ".join([*others, first])), 1)
 
 
 def _block(text: str) -> cst.IndentedBlock:
-    return cst.IndentedBlock([statement(text)])
+    return cst.IndentedBlock([trees.statement(text)])
 
 
 def _needless_kernels(layer: LayerClass, node: cst.ClassDef) -> set[str]:
     """Return the attributes with kernels that the methods no longer call."""
     read = {
-        attribute_of_self(part)
+        trees.attribute_of_self(part)
         for part in ast.walk(ast.parse(cst.Module([node]).code))
         if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Load)
     }
@@ -219,23 +214,16 @@ def _without_aliases(node: Any, replaced: Set[str]) -> Any:
     """Return a statement without assignments of *replaced* methods, or None if none is left."""
     if not isinstance(node, cst.SimpleStatementLine):
         return node
-    left = []
-    for each in node.body:
-        targets = each.targets if isinstance(each, cst.Assign) else ()
-        kept = [target for target in targets if target_name(target) not in replaced]
-        if kept or not targets:
-            left.append(each.with_changes(targets=kept) if targets else each)
-    return node.with_changes(body=left) if left else None
+    remaining = []
+    for part in node.body:
+        targets = part.targets if isinstance(part, cst.Assign) else ()
+        others = [target for target in targets if trees.target_name(target) not in replaced]
+        if others or not targets:
+            remaining.append(part.with_changes(targets=others) if targets else part)
+    return node.with_changes(body=remaining) if remaining else None
 
 
-def _assigns(node: cst.CSTNode, attributes: Set[str]) -> bool:
-    """Return whether a statement assigns one of these attributes of ``self``."""
-    return isinstance(node, cst.Assign) and any(
-        target_name(target) in {f"self.{name}" for name in attributes} for target in node.targets
-    )
-
-
-# The codemod: replaces each layer by its op, its implementations and the layer that is left.
+# The new module.
 
 
 _CODING = re.compile(r"#.*?coding[:=]")  # PEP 263
@@ -256,15 +244,15 @@ def migrated(source: SourceModule, plans: Sequence[LayerPlan]) -> str:
             body += _migrated_class(plan, node, helpers, ir, tree.default_indent)
         else:
             body.append(node)
-    used = _used_names([each for each in body if not _is_import(each)])
+    used = _used_names([node for node in body if not _is_import(node)])
     body = list(_with_moved_imports(body, used))
-    header = [  # the text is UTF-8 now
+    header = [  # without a declaration of the encoding, since the text is UTF-8 now
         line
         for i, line in enumerate(tree.header)
         if not (i < 2 and line.comment and _CODING.match(line.comment.value))
     ]
-    own = _own_imports(plans, source, used, ir)
-    text: str = tree.with_changes(body=_with_own_imports(body, own), header=header).code
+    imports = _new_imports(plans, source, used, ir)
+    text: str = tree.with_changes(body=_with_imports(body, imports), header=header).code
     return text
 
 
@@ -273,14 +261,13 @@ def _migrated_class(
 ) -> Iterator[Statement]:
     parts = list(functions(plan, node, helpers, ir, indent))
     if plan.is_unregistered:
-        kept = [each for each in node.decorators if not _registers(each)]
-        node = node.with_changes(decorators=kept)
+        node = node.with_changes(decorators=[d for d in node.decorators if not _registers(d)])
     if plan.stays:
         yield from parts
-        yield spaced(thin_layer(plan, node, ir), 2) if parts else node
+        yield trees.spaced(thin_layer(plan, node, ir), 2) if parts else node
     elif parts:  # the first has the class's comments and docstring
-        comments = [*node.leading_lines, *spaced(parts[0], 0).leading_lines]
-        yield spaced(documented(parts[0], node), 2, comments)
+        comments = [*node.leading_lines, *trees.spaced(parts[0], 0).leading_lines]
+        yield trees.spaced(documented(parts[0], node), 2, comments)
         yield from parts[1:]
 
 
@@ -291,17 +278,17 @@ def _registers(node: cst.Decorator) -> bool:
 
 def _with_moved_imports(body: Sequence[Statement], used: Set[str]) -> Iterator[Statement]:
     comments: list[cst.EmptyLine] = []  # of removed imports
-    for each in body:
-        line = each.with_changes(leading_lines=[*comments, *each.leading_lines])
+    for node in body:
+        line = node.with_changes(leading_lines=[*comments, *node.leading_lines])
         comments = []
         if not isinstance(line, cst.SimpleStatementLine):
             yield line
             continue
-        parts = [part for statement in line.body for part in moved(statement, used)]
+        parts = [part for small in line.body for part in trees.moved(small, used)]
         if len(parts) == len(line.body):
             yield line.with_changes(body=parts)
             continue
-        comments = [] if parts else [each for each in line.leading_lines if each.comment]
+        comments = [] if parts else [above for above in line.leading_lines if above.comment]
         for part in parts:
             is_first, is_last = part is parts[0], part is parts[-1]
             yield cst.SimpleStatementLine(
@@ -311,22 +298,24 @@ def _with_moved_imports(body: Sequence[Statement], used: Set[str]) -> Iterator[S
             )
 
 
-def _with_own_imports(body: Sequence[Statement], own: Sequence[str]) -> list[Statement]:
-    """Return *body* with opweave's imports after its first imports."""
+def _with_imports(body: Sequence[Statement], lines: Sequence[str]) -> list[Statement]:
+    """Return *body* with the new imports *lines* after its first imports."""
     start = 1 if body and _is_docstring(body[0]) else 0
     end = next((i for i in range(start, len(body)) if not _is_import(body[i])), len(body))
     present = _bindings(cst.Module(body[start:end]).code)
-    future, *others = [[statement(line)] if not _bindings(line) <= present else [] for line in own]
-    imports = [*body[start:end], *(node for each in others for node in each)]
+    future, *others = [
+        [] if _bindings(line) <= present else [trees.statement(line)] for line in lines
+    ]
+    imports = [*body[start:end], *(node for nodes in others for node in nodes)]
     if future:  # blank lines around it
-        imports = [spaced(node, 1) if i == 0 else node for i, node in enumerate(imports)]
-        future = [spaced(future[0], 1)] if start else future
+        imports = [trees.spaced(node, 1) if i == 0 else node for i, node in enumerate(imports)]
+        future = [trees.spaced(future[0], 1)] if start else future
     elif start == end and start:
-        imports = [spaced(node, 1) if i == 0 else node for i, node in enumerate(imports)]
+        imports = [trees.spaced(node, 1) if i == 0 else node for i, node in enumerate(imports)]
     return [*body[:start], *future, *imports, *body[end:]]
 
 
-def _own_imports(
+def _new_imports(
     plans: Sequence[LayerPlan], source: SourceModule, used: Set[str], ir: str
 ) -> list[str]:
     imports = ["from __future__ import annotations"]
@@ -354,7 +343,7 @@ def _used_names(body: Sequence[Statement]) -> set[str]:
 
 
 def _bindings(text: str) -> Set[tuple[str, str]]:
-    return imports_of(ast.parse(text)).items()
+    return trees.imports_of(ast.parse(text)).items()
 
 
 def _is_import(node: Statement) -> bool:

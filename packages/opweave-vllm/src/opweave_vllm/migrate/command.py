@@ -47,16 +47,16 @@ def migrate(file: Path, /, *, json: Flag = False) -> None:
         print_json(
             {
                 "file": str(file),
-                "classes": [_describe(each) for each in plans],
+                "classes": [_describe(layer_plan) for layer_plan in plans],
                 "notes": source.notes,
                 "imports_left": left,
                 "sketch": text,
             }
         )
         return
-    for each in plans:
-        described = _describe(each)
-        out.print(f"{each.layer.name}, line {each.layer.node.lineno}", markup=False)
+    for layer_plan in plans:
+        described = _describe(layer_plan)
+        out.print(f"{described['class']}, line {described['line']}", markup=False)
         for item in described["becomes"]:
             out.print(f"  {item['what']}: {item['name']} ({item['why']})", markup=False)
         for note in described["notes"]:
@@ -74,24 +74,20 @@ def _describe(plan: LayerPlan) -> dict[str, Any]:
     becomes = []
     if op is not None:
         if op.native is not None:
-            becomes.append(_item("op", op.name, "forward_native, with its attributes as arguments"))
+            becomes.append(("op", op.name, "forward_native, with its attributes as arguments"))
         for impl in plan.impls:
             why = f"{impl.method}, an implementation of {op.name}"
-            becomes.append(_item("register_impl", impl.provider, why))
+            becomes.append(("register_impl", impl.provider, why))
     if plan.stays:
         name = layer.registered or layer.replaces or layer.name
         why = "its methods call the op" if op is not None and op.native else "as it is"
-        becomes.append(_item("replacement" if layer.replaces else "layer", name, why))
+        becomes.append(("replacement" if layer.replaces else "layer", name, why))
     return {
         "class": layer.name,
         "line": layer.node.lineno,
         "kind": layer.kind,
         "registered": layer.registered,
         "replaces": layer.replaces,
-        "becomes": becomes,
+        "becomes": [{"what": kind, "name": name, "why": why} for kind, name, why in becomes],
         "notes": plan.notes,
     }
-
-
-def _item(what: str, name: str, why: str) -> dict[str, str]:
-    return {"what": what, "name": name, "why": why}

@@ -13,20 +13,9 @@ from pathlib import Path
 from opweave.ir import current_registry
 from opweave.ir.errors import InvalidNameError
 from opweave.ir.schema import OWN_PROVIDERS, RESERVED_PROVIDERS, check_op_name
+from opweave_vllm.migrate import trees
 from opweave_vllm.migrate.source import NATIVE, LayerClass
-from opweave_vllm.migrate.trees import (
-    Function,
-    annotation_text,
-    assignment,
-    attribute_of_self,
-    dotted,
-    is_static,
-    is_torch_op,
-    last_name,
-    only_call,
-    own_nodes,
-    own_parameters,
-)
+from opweave_vllm.migrate.trees import Function
 
 # Valid names for ops and providers.
 
@@ -78,19 +67,21 @@ def changed_or_returned(function: Function) -> str | None:
     arguments = {arg.arg for arg in function.args.args[1:]} - set(assigned)
     values = {
         name: value
-        for node in own_nodes(function)
+        for node in trees.own_nodes(function)
         for name, value in _assigned(node)
         if assigned[name] == 1 and value is not None
     }
-    given_back = (value for node in own_nodes(function) for value in _given_back(node))
-    owners = (name for value in given_back for name in _owners(value, values))
+    outputs = (value for node in trees.own_nodes(function) for value in _outputs(node))
+    owners = (name for value in outputs for name in _owners(value, values))
     return next((name for name in owners if name in arguments), None)
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
     """Yield the names that a statement assigns, and the value that each is a part of."""
     if isinstance(node, (ast.Assign, ast.For)):
-        targets, value = ([node.target], None) if isinstance(node, ast.For) else assignment(node)
+        targets, value = (
+            ([node.target], None) if isinstance(node, ast.For) else trees.assignment(node)
+        )
         for target in targets:
             items = target.elts if isinstance(target, ast.Tuple) else [target]
             whole = None if isinstance(value, ast.Tuple) and len(items) > 1 else value
@@ -99,16 +90,16 @@ def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
         yield from ((name, node.value) for name in _names(node.target))
 
 
-def _given_back(node: ast.AST) -> Iterator[ast.expr]:
+def _outputs(node: ast.AST) -> Iterator[ast.expr]:
     """Yield the expressions that a statement writes to or returns."""
     if isinstance(node, ast.Return) and node.value is not None:
         yield node.value
     elif isinstance(node, ast.AugAssign):
-        yield _whole(node.target)
+        yield _indexed(node.target)
     elif isinstance(node, ast.Assign):
-        yield from (_whole(each) for each in node.targets if isinstance(each, ast.Subscript))
+        yield from (_indexed(part) for part in node.targets if isinstance(part, ast.Subscript))
     elif isinstance(node, ast.Call):
-        options = {each.arg: each.value for each in node.keywords}
+        options = {keyword.arg: keyword.value for keyword in node.keywords}
         if "out" in options:
             yield options["out"]
         if "inplace" in options and ast.unparse(options["inplace"]) != "False":
@@ -124,13 +115,13 @@ def _is_in_place(method: str) -> bool:
 def _holder(call: ast.Call) -> ast.expr:
     """Return ``x`` for ``x.t()`` and ``torch.t(x)``."""
     assert isinstance(call.func, ast.Attribute)
-    function = dotted(call.func.value) in _FUNCTIONS and call.args
-    return call.args[0] if function else call.func.value
+    is_function = trees.dotted(call.func.value) in _FUNCTIONS and call.args
+    return call.args[0] if is_function else call.func.value
 
 
-def _whole(target: ast.expr) -> ast.expr:
+def _indexed(target: ast.expr) -> ast.expr:
     """Return ``x`` for ``x[0][1]``."""
-    return _whole(target.value) if isinstance(target, ast.Subscript) else target
+    return _indexed(target.value) if isinstance(target, ast.Subscript) else target
 
 
 def _owners(value: ast.expr, values: dict[str, ast.expr]) -> Iterator[str]:
@@ -138,7 +129,7 @@ def _owners(value: ast.expr, values: dict[str, ast.expr]) -> Iterator[str]:
     if isinstance(value, ast.Name):
         yield value.id
         if value.id in values:
-            rest = {name: each for name, each in values.items() if name != value.id}
+            rest = {name: other for name, other in values.items() if name != value.id}
             yield from _owners(values[value.id], rest)
     for part in _sharing(value):
         yield from _owners(part, values)
@@ -215,7 +206,7 @@ class Argument:
 def annotation_of(argument: ast.arg, default: ast.expr | None) -> str:
     """Return the annotation of a parameter, or a guess from its default."""
     if argument.annotation is not None:
-        return annotation_text(argument.annotation)
+        return trees.annotation_text(argument.annotation)
     if default is None:
         return TENSOR
     if isinstance(default, ast.Constant) and default.value is None:
@@ -237,20 +228,16 @@ def attribute_type(name: str, layer: LayerClass) -> str | None:
 def guessed_type(name: str, layer: LayerClass) -> str:
     """Return a guess for an attribute with an ambiguous type."""
     types = _Values(layer).of_attribute(name)
-    kind = TENSOR if types == {"None"} else _kind_by_name(name)
+    kind = "int" if _COUNT.search(name) else "bool" if _FLAG.match(name) else "float"
+    if types == {"None"}:
+        kind = TENSOR
     return f"{kind} | None" if "None" in types else kind
-
-
-def _kind_by_name(name: str) -> str:
-    if _COUNT.search(name):
-        return "int"
-    return "bool" if _FLAG.match(name) else "float"
 
 
 def returned(function: Function) -> str:
     """Return the return annotation of a method, or a guess from its return statements."""
     if function.returns is not None:
-        return annotation_text(function.returns)
+        return trees.annotation_text(function.returns)
     (size,) = _sizes(function)
     return TENSOR if size == 1 else f"tuple[{', '.join([TENSOR] * size)}]"
 
@@ -258,12 +245,12 @@ def returned(function: Function) -> str:
 def output_problem(function: Function) -> str:
     """Return why the results of a method cannot be outputs of an op, or ""."""
     sizes = _sizes(function)
-    given = annotation_text(function.returns) if function.returns else ""
-    if sizes <= {0} or given == "None":
+    annotation = trees.annotation_text(function.returns) if function.returns else ""
+    if sizes <= {0} or annotation == "None":
         return "it returns nothing"
-    if 0 in sizes or re.search(r"\b(None|Optional)\b", given):
+    if 0 in sizes or re.search(r"\b(None|Optional)\b", annotation):
         return "one of its outputs may be None"
-    if len(sizes) > 1 or "|" in given or "Union" in given:
+    if len(sizes) > 1 or "|" in annotation or "Union" in annotation:
         return "it returns a tensor or a tuple"
     return ""
 
@@ -282,35 +269,35 @@ class _Values:
         if name in self.open:
             return {None}
         self.open.add(name)
-        found = {self.type(value) for value in self.layer.attributes[name]}
+        types = {self.type(value) for value in self.layer.attributes[name]}
         self.open.remove(name)
-        return found
+        return types
 
     def type(self, value: ast.expr) -> str | None:
         """Return the type of an expression, or None if it is unknown."""
-        if isinstance(value, ast.Name):
-            return self.parameters.get(value.id)
-        if isinstance(value, ast.Constant):
-            return type(value.value).__name__ if value.value is not None else "None"
-        if isinstance(value, ast.Compare):
-            return "bool"
-        if isinstance(value, ast.BoolOp):
-            return _joined({self.type(each) for each in value.values})
-        if isinstance(value, ast.IfExp):
-            return _joined({self.type(value.body), self.type(value.orelse)})
-        if isinstance(value, ast.UnaryOp):
-            return "bool" if isinstance(value.op, ast.Not) else self.type(value.operand)
-        if isinstance(value, ast.BinOp):
-            return self._result(value)
-        if isinstance(value, ast.Call):
-            return self._returned(value)
-        if isinstance(value, ast.Subscript):  # x.shape[0]
-            return "int" if last_name(value.value) == "shape" else None
-        name = attribute_of_self(value)
-        known = self.layer.annotations.get(name)
-        return known or (
-            _joined(self.of_attribute(name)) if name in self.layer.attributes else None
-        )
+        match value:
+            case ast.Name(id=name):
+                return self.parameters.get(name)
+            case ast.Constant(value=constant):
+                return "None" if constant is None else type(constant).__name__
+            case ast.Compare() | ast.UnaryOp(op=ast.Not()):
+                return "bool"
+            case ast.UnaryOp():
+                return self.type(value.operand)
+            case ast.BoolOp():
+                return _joined({self.type(operand) for operand in value.values})
+            case ast.IfExp():
+                return _joined({self.type(value.body), self.type(value.orelse)})
+            case ast.BinOp():
+                return self._result(value)
+            case ast.Call():
+                return self._returned(value)
+            case ast.Subscript():  # x.shape[0]
+                return "int" if trees.last_name(value.value) == "shape" else None
+        name = trees.attribute_of_self(value)
+        if name not in self.layer.attributes:
+            return self.layer.annotations.get(name)
+        return self.layer.annotations.get(name) or _joined(self.of_attribute(name))
 
     def _result(self, value: ast.BinOp) -> str | None:
         sides = {self.type(value.left), self.type(value.right)}
@@ -321,20 +308,20 @@ class _Values:
         return "float" if "float" in sides else "int"
 
     def _returned(self, value: ast.Call) -> str | None:
-        called = last_name(value.func)
-        if called in _TENSOR_MAKERS or is_torch_op(value.func):
+        called = trees.last_name(value.func)
+        if called in _TENSOR_MAKERS or trees.is_torch_op(value.func):
             return TENSOR
         if called in ("max", "min", "abs") and isinstance(value.func, ast.Name):
-            return _joined({self.type(each) for each in value.args})
+            return _joined({self.type(argument) for argument in value.args})
         return _RETURNS.get(called)
 
 
 def _parameter_types(init: Function) -> dict[str, str]:
     """Return the types of parameters by their annotations, else by their defaults."""
     types: dict[str, str] = {}
-    for argument, default in own_parameters(init, keywords=True):
+    for argument, default in trees.own_parameters(init, keywords=True):
         if argument.annotation is not None:
-            types[argument.arg] = annotation_text(argument.annotation)
+            types[argument.arg] = trees.annotation_text(argument.annotation)
         elif isinstance(default, ast.Constant) and default.value is not None:
             types[argument.arg] = type(default.value).__name__
     return types
@@ -344,7 +331,7 @@ def _joined(types: set[str | None]) -> str | None:
     """Return the union of types, or None if it is ambiguous."""
     if len(types) == 1 and types != {"None"}:
         return next(iter(types))
-    parts = {part for each in types if each is not None for part in each.split(" | ")}
+    parts = {part for kind in types if kind is not None for part in kind.split(" | ")}
     if None in types or len(parts - {"None"}) != 1:
         return None
     (kind,) = parts - {"None"}
@@ -353,14 +340,16 @@ def _joined(types: set[str | None]) -> str | None:
 
 def _sizes(function: Function) -> set[int]:
     """Return the possible numbers of results of a method; 0 stands for None."""
-    returns = [node for node in own_nodes(function) if isinstance(node, ast.Return)]
-    return {_size(node.value) for node in returns}
-
-
-def _size(value: ast.expr | None) -> int:
-    if value is None or (isinstance(value, ast.Constant) and value.value is None):
-        return 0
-    return len(value.elts) if isinstance(value, ast.Tuple) else 1
+    sizes = set()
+    for node in trees.own_nodes(function):
+        match node:
+            case ast.Return(value=None | ast.Constant(value=None)):
+                sizes.add(0)
+            case ast.Return(value=ast.Tuple(elts=parts)):
+                sizes.add(len(parts))
+            case ast.Return():
+                sizes.add(1)
+    return sizes
 
 
 # Turns a method into a function: attributes of ``self`` become arguments.
@@ -426,13 +415,13 @@ class _BodyReader(ast.NodeVisitor):
         self.replaced: set[str] = set()  # the arguments that are used
 
     def visit_Call(self, node: ast.Call) -> None:
-        name = attribute_of_self(node.func)
+        name = trees.attribute_of_self(node.func)
         if name and not self._is_function(name):
             self._problem(f"it calls self.{name}")
         self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        name = attribute_of_self(node)
+        name = trees.attribute_of_self(node)
         if not name:
             self.generic_visit(node)
         elif isinstance(node.ctx, ast.Store):
@@ -456,7 +445,9 @@ class _BodyReader(ast.NodeVisitor):
     def _is_function(self, name: str) -> bool:
         """Return whether an attribute can be called without the object."""
         method = self.layer.methods.get(name)
-        return self.layer.kernel(name) is not None or (method is not None and is_static(method))
+        return self.layer.kernel(name) is not None or (
+            method is not None and trees.is_static(method)
+        )
 
     def _problem(self, text: str) -> None:
         self.rewritten.problems.append(text)
@@ -499,8 +490,10 @@ def declare(layer: LayerClass, path: Path, notes: list[str]) -> OpPlan | None:
     if native is None:
         notes.append("It does not define forward_native, so there is no op to declare.")
         return None
-    if done := _op_called(native):
-        notes.append(f"Its op is ir.ops.{done} already.")
+    call = trees.only_call(native)
+    called_op = re.search(r"\bops\.(\w+)\.native$", trees.dotted(call.func) if call else "")
+    if called_op:  # it was migrated before
+        notes.append(f"Its op is ir.ops.{called_op[1]} already.")
         return None
     if problem := _no_function(native):
         notes.append(
@@ -512,26 +505,26 @@ def declare(layer: LayerClass, path: Path, notes: list[str]) -> OpPlan | None:
     arguments = _arguments(native, layer, guesses)
     body = rewrite(native, layer, {a.attribute: a.name for a in arguments if a.attribute})
     problems = [*_unsupported(arguments), *body.problems]
-    if (given := changed_or_returned(native)) is not None:
-        problems.append(f"it writes to its argument {given}, or returns it")
+    if (argument := changed_or_returned(native)) is not None:
+        problems.append(f"it writes to its argument {argument}, or returns it")
     if problems:
         notes.append(f"forward_native is not an op: {'; '.join(problems)}.")
         return None
     notes += guesses
     if native.returns is None:
         notes.append(f"The return type is a guess: {returned(native)}.")
-    wanted = layer.registered or snake(layer.name)
-    name = op_name(wanted)
-    if name != wanted:
-        notes.append(f"Its op is called {name}: {wanted!r} is not a valid op name.")
-    known = declared(name)
-    if known is not None:
-        if {a.name for a in known.arguments if not a.default} <= {a.name for a in arguments}:
+    layer_name = layer.registered or snake(layer.name)
+    name = op_name(layer_name)
+    if name != layer_name:
+        notes.append(f"Its op is called {name}: {layer_name!r} is not a valid op name.")
+    existing = declared(name)
+    if existing is not None:
+        if {a.name for a in existing.arguments if not a.default} <= {a.name for a in arguments}:
             notes.append(f"opweave has this op: ir.ops.{name}.")
-            return known
+            return existing
         notes.append(
             f"opweave has another op of this name, ir.ops.{name}"
-            f"({', '.join(a.name for a in known.arguments)}). Use it if it is the same function."
+            f"({', '.join(a.name for a in existing.arguments)}). Use it if it is the same function."
         )
         name = op_name(f"{snake(path.stem)}_{name}")
     return OpPlan(name, arguments, returned(native), body)
@@ -551,32 +544,25 @@ def declared(name: str | None) -> OpPlan | None:
     return OpPlan(name, arguments, source_text(signature.return_annotation), None)
 
 
-def _op_called(native: Function) -> str:
-    """Return the name of the op that a method only calls, because it was migrated before, or ""."""
-    call = only_call(native)
-    match = re.search(r"\bops\.(\w+)\.native$", dotted(call.func) if call else "")
-    return match[1] if match else ""
-
-
 def _no_function(native: Function) -> str:
     if native.args.vararg or native.args.kwarg:
         return "it takes *args or **kwargs"
     if native.args.kwonlyargs or native.args.posonlyargs:
         return "it has keyword-only or positional-only parameters"
-    if native.decorator_list and not is_static(native):
+    if native.decorator_list and not trees.is_static(native):
         return "it is decorated"
     return output_problem(native)
 
 
 def _arguments(native: Function, layer: LayerClass, notes: list[str]) -> list[Argument]:
     """Return the op's arguments: the method's, with the attributes after the required ones."""
-    own = [
+    parameters = [
         Argument(arg.arg, annotation_of(arg, default), ast.unparse(default) if default else None)
-        for arg, default in own_parameters(native)
+        for arg, default in trees.own_parameters(native)
     ]
     methods = [layer.methods[name] for name in PLATFORM_METHODS if name in layer.methods]
     names = set().union(*map(used_names, [native, *methods]))
-    used = []
+    attributes = []
     for name in _used_attributes(native, layer):
         kind = attribute_type(name, layer)
         if kind is None:
@@ -585,16 +571,17 @@ def _arguments(native: Function, layer: LayerClass, notes: list[str]) -> list[Ar
         argument = name
         while argument in names:
             argument += "_"
-        used.append(Argument(argument, kind, None, name))
-    required = [argument for argument in own if argument.default is None]
-    return [*required, *used, *(argument for argument in own if argument.default is not None)]
+        attributes.append(Argument(argument, kind, None, name))
+    required = [parameter for parameter in parameters if parameter.default is None]
+    optional = [parameter for parameter in parameters if parameter.default is not None]
+    return [*required, *attributes, *optional]
 
 
 def _unsupported(arguments: Sequence[Argument]) -> Iterator[str]:
     """Yield why arguments have types that torch ops do not have."""
-    for each in arguments:
-        if not set(re.findall(r"\w+", each.annotation)) <= _TYPES:
-            yield f"the type of {each.name} is {each.annotation}"
+    for argument in arguments:
+        if not set(re.findall(r"\w+", argument.annotation)) <= _TYPES:
+            yield f"the type of {argument.name} is {argument.annotation}"
 
 
 def _used_attributes(native: Function, layer: LayerClass) -> list[str]:
@@ -604,11 +591,11 @@ def _used_attributes(native: Function, layer: LayerClass) -> list[str]:
     tensors.
     """
     opened = {
-        attribute_of_self(node.func if isinstance(node, ast.Call) else node.value)
+        trees.attribute_of_self(node.func if isinstance(node, ast.Call) else node.value)
         for node in ast.walk(native)
         if isinstance(node, (ast.Call, ast.Attribute, ast.Subscript))
     }
-    read = dict.fromkeys(map(attribute_of_self, ast.walk(native)))
+    read = dict.fromkeys(map(trees.attribute_of_self, ast.walk(native)))
     return [
         name
         for name in read

@@ -8,6 +8,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 
 from opweave import layers as own_layers
+from opweave_vllm.migrate import trees
 from opweave_vllm.migrate.declare import (
     PLATFORM_METHODS,
     OpPlan,
@@ -19,15 +20,7 @@ from opweave_vllm.migrate.declare import (
 )
 from opweave_vllm.migrate.registrations import mentions
 from opweave_vllm.migrate.source import NATIVE, OOT, LayerClass, SourceModule, last_part
-from opweave_vllm.migrate.trees import (
-    Function,
-    attribute_of_self,
-    dotted,
-    imports_of,
-    names_in,
-    only_call,
-    own_parameters,
-)
+from opweave_vllm.migrate.trees import Function
 
 # The provider and the device of the kernel that a method calls.
 
@@ -59,10 +52,10 @@ def guess_provider(
 
 
 def _packages(function: Function, source: SourceModule) -> list[str]:
-    used = set(names_in(function))
-    imports = source.imports | imports_of(function)
-    found = dict.fromkeys(_provider_of(full) for name, full in imports.items() if name in used)
-    return [name for name in found if name and name not in _NO_PROVIDER]
+    used = set(trees.names_in(function))
+    imports = source.imports | trees.imports_of(function)
+    providers = dict.fromkeys(_provider_of(full) for name, full in imports.items() if name in used)
+    return [name for name in providers if name and name not in _NO_PROVIDER]
 
 
 def _provider_of(module: str) -> str:
@@ -74,14 +67,14 @@ def _provider_of(module: str) -> str:
 
 def _namespaces(function: Function, body: Rewritten) -> list[str]:
     """Return the namespaces of torch's ops that a method calls, itself or through ``self``."""
-    found: dict[str, None] = {}
+    namespaces: dict[str, None] = {}
     for node in ast.walk(function):
-        kernel = body.replacements.get(attribute_of_self(node), "")
-        text = kernel or (dotted(node) if isinstance(node, ast.Attribute) else "")
+        kernel = body.replacements.get(trees.attribute_of_self(node), "")
+        text = kernel or (trees.dotted(node) if isinstance(node, ast.Attribute) else "")
         if text.startswith("torch.ops.") and text.count(".") == 3:
             namespace = text.split(".")[2]
-            found["vllm_c" if namespace == "_C" else namespace.strip("_").lower()] = None
-    return list(found)
+            namespaces["vllm_c" if namespace == "_C" else namespace.strip("_").lower()] = None
+    return list(namespaces)
 
 
 # The plan for each layer of a module: an op, its implementations, and the remaining layer.
@@ -103,7 +96,7 @@ class LayerPlan:
 
     Attributes:
         stays: whether the layer is still needed.
-        kept: platform methods that are not changed.
+        unchanged: platform methods that are not changed.
         is_unregistered: whether its registered name is that of a layer of opweave.
         notes: remarks for the user.
     """
@@ -112,7 +105,7 @@ class LayerPlan:
     op: OpPlan | None = None
     impls: list[ImplPlan] = field(default_factory=list)
     stays: bool = True
-    kept: list[str] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
     is_unregistered: bool = False
     notes: list[str] = field(default_factory=list)
 
@@ -122,81 +115,81 @@ def plan(source: SourceModule) -> list[LayerPlan]:
     plans: dict[str, LayerPlan] = {}
     used = mentions(source.module, source.registrations)
     for layer in source.layers.values():
-        made = LayerPlan(layer)
-        plans[layer.name] = made
+        layer_plan = LayerPlan(layer)
+        plans[layer.name] = layer_plan
         if layer.replaces is not None:
-            _replacement(made, plans, source, used)
+            _replacement(layer_plan, plans, source, used)
         elif layer.kind == "CustomOp":
-            _custom_op(made, source)
-        if made.stays and layer.registered in own_layers.op_registry:
-            made.is_unregistered = True
-            made.notes.append(
+            _custom_op(layer_plan, source)
+        if layer_plan.stays and layer.registered in own_layers.op_registry:
+            layer_plan.is_unregistered = True
+            layer_plan.notes.append(
                 f"opweave registers {own_class(layer.registered)} as {layer.registered!r}, so this "
                 "class is not registered. To replace it, derive from it and use register_oot."
             )
     return list(plans.values())
 
 
-def _custom_op(made: LayerPlan, source: SourceModule) -> None:
-    layer = made.layer
+def _custom_op(plan: LayerPlan, source: SourceModule) -> None:
+    layer = plan.layer
     if layer.registered is None:
-        made.notes.append(
+        plan.notes.append(
             "It has no registered name, so custom_ops cannot select it. Register it, unless it "
             "uses its parent's name."
         )
     elif not layer.registered.isidentifier():
-        made.notes.append(
+        plan.notes.append(
             f"{layer.registered!r} cannot name a layer: it should be an identifier, such as "
             "'rms_norm'. Rename it, so that custom_ops can select it."
         )
-    made.op = declare(layer, source.path, made.notes)
-    if made.op is not None:
-        _implementations(made, source)
+    plan.op = declare(layer, source.path, plan.notes)
+    if plan.op is not None:
+        _implementations(plan, source)
     if layer.registered in own_layers.op_registry:
-        made.stays = False
-        made.notes.append(
+        plan.stays = False
+        plan.notes.append(
             f"opweave has a layer of this name: {own_class(layer.registered)}. If it computes the "
             "same, use it; to change it, derive from it and register the class with register_oot. "
             "If not, keep this class under another name."
         )
-        if made.kept:
-            made.notes.append(f"Not in the new module: {', '.join(made.kept)}.")
+        if plan.unchanged:
+            plan.notes.append(f"Not in the new module: {', '.join(plan.unchanged)}.")
 
 
 def _replacement(
-    made: LayerPlan, plans: dict[str, LayerPlan], source: SourceModule, used: Counter[str]
+    plan: LayerPlan, plans: dict[str, LayerPlan], source: SourceModule, used: Counter[str]
 ) -> None:
-    layer = made.layer
+    layer = plan.layer
     replaced = plans.get(layer.base)
     if layer.registered_in is not None:
-        made.notes.append(f"{layer.registered_in} registers it: adapt that file.")
+        plan.notes.append(f"{layer.registered_in} registers it: adapt that file.")
     if layer.methods.keys() == layer.aliases.keys() == {OOT} and layer.target(OOT) != OOT:
-        made.stays = bool(used[layer.name])
-        made.notes.append(f"It only calls {layer.target(OOT)}, which opweave does without it.")
+        plan.stays = bool(used[layer.name])
+        plan.notes.append(f"It only calls {layer.target(OOT)}, which opweave does without it.")
         return
     base = last_part(layer.base)
     name = replaced.layer.registered if replaced else _own_name(base, layer.replaces)
     op = replaced.op if replaced else declared(name)
     if op is None:
-        made.notes.append(
+        plan.notes.append(
             f"It stays a replacement: {layer.replaces!r}, which it replaces, is not a single op."
         )
         return
-    made.op = OpPlan(op.name, op.arguments, op.returns, None)
-    _implementations(made, source)
+    plan.op = OpPlan(op.name, op.arguments, op.returns, None)
+    _implementations(plan, source)
     others = [m for m in layer.methods if m not in PLATFORM_METHODS and not _only_super(layer, m)]
     if others:
-        made.notes.append(
+        plan.notes.append(
             f"It also stays a replacement, for its other changes: {', '.join(others)}."
         )
-    elif made.impls and used[layer.name]:
-        made.notes.append("It also stays a replacement, since the file uses the class.")
-    made.stays = bool(others or made.kept or used[layer.name] or not made.impls)
+    elif plan.impls and used[layer.name]:
+        plan.notes.append("It also stays a replacement, since the file uses the class.")
+    plan.stays = bool(others or plan.unchanged or used[layer.name] or not plan.impls)
 
 
-def _implementations(made: LayerPlan, source: SourceModule) -> None:
+def _implementations(plan: LayerPlan, source: SourceModule) -> None:
     """Plan an implementation for each platform method, or note why it cannot be one."""
-    layer = made.layer
+    layer = plan.layer
     defined = [name for name in PLATFORM_METHODS if name in layer.methods or name in layer.aliases]
     bodies: dict[str, Rewritten] = {}
     for method in sorted(defined, key=layer.aliases.__contains__):
@@ -205,52 +198,39 @@ def _implementations(made: LayerPlan, source: SourceModule) -> None:
         if function is None or target == NATIVE:
             continue
         if target not in bodies:
-            bodies[target] = _body(made, function)
+            bodies[target] = _body(plan, function)
             if problems := bodies[target].problems:
-                made.notes.append(f"{target} needs manual work: {'; '.join(problems)}.")
+                plan.notes.append(f"{target} needs manual work: {'; '.join(problems)}.")
         device = PLATFORM_METHODS[method]
         if bodies[target].problems:
-            made.kept.append(method)
+            plan.unchanged.append(method)
         elif method == target or PLATFORM_METHODS.get(target) != device:
-            _implement(made, source, method, function, bodies[target])
-    strange = sorted(layer.assigned & PLATFORM_METHODS.keys())
-    made.notes += [
-        f"{name} needs manual work: it is not a method of the class." for name in strange
-    ]
-    made.kept += strange
+            body, taken = bodies[target], {impl.provider for impl in plan.impls}
+            provider, device = guess_provider(method, function, body, source, device, taken)
+            plan.impls.append(ImplPlan(provider, method, device, body))
+    for name in sorted(layer.assigned & PLATFORM_METHODS.keys()):
+        plan.notes.append(f"{name} needs manual work: it is not a method of the class.")
+        plan.unchanged.append(name)
 
 
-def _implement(
-    made: LayerPlan, source: SourceModule, method: str, function: Function, body: Rewritten
-) -> None:
-    taken = {impl.provider for impl in made.impls}
-    device = PLATFORM_METHODS[method]
-    provider, device = guess_provider(method, function, body, source, device, taken)
-    made.impls.append(ImplPlan(provider, method, device, body))
-
-
-def _body(made: LayerPlan, function: Function) -> Rewritten:
+def _body(plan: LayerPlan, function: Function) -> Rewritten:
     """Return the body of an implementation of the op, with its problems."""
-    assert made.op is not None
-    body = rewrite(function, made.layer, {a.attribute or a.name: a.name for a in made.op.arguments})
-    known = {argument.name: argument for argument in made.op.arguments}
-    for name, default in _parameters(function).items():
-        if name not in known:
-            body.problems.append(f"{name} is not an argument of ir.ops.{made.op.name}")
-        elif default is not None and default != known[name].default:
+    assert plan.op is not None
+    body = rewrite(function, plan.layer, {a.attribute or a.name: a.name for a in plan.op.arguments})
+    arguments = {argument.name: argument for argument in plan.op.arguments}
+    pairs = trees.own_parameters(function, keywords=True)
+    rest = (function.args.vararg, function.args.kwarg)
+    pairs += [(parameter, None) for parameter in rest if parameter is not None]
+    for parameter, default in pairs:
+        name = parameter.arg
+        if name not in arguments:
+            body.problems.append(f"{name} is not an argument of ir.ops.{plan.op.name}")
+        elif default is not None and ast.unparse(default) != arguments[name].default:
             body.problems.append(
-                f"its default of {name} is {default}, but that of ir.ops.{made.op.name} "
-                f"{known[name].default or 'missing'}"
+                f"its default of {name} is {ast.unparse(default)}, but that of "
+                f"ir.ops.{plan.op.name} {arguments[name].default or 'missing'}"
             )
     return body
-
-
-def _parameters(function: Function) -> dict[str, str | None]:
-    """Return the parameters of a method without ``self``, and their defaults as source text."""
-    pairs = own_parameters(function, keywords=True)
-    rest = (function.args.vararg, function.args.kwarg)
-    pairs += [(each, None) for each in rest if each is not None]
-    return {arg.arg: ast.unparse(default) if default else None for arg, default in pairs}
 
 
 def _own_name(*keys: str | None) -> str | None:
@@ -270,10 +250,10 @@ def own_class(name: str) -> str:
 
 def _only_super(layer: LayerClass, method: str) -> bool:
     """Return whether *method* is an ``__init__`` that only forwards its arguments to its parent."""
-    call = only_call(layer.methods[method], ast.Expr)
+    call = trees.only_call(layer.methods[method], ast.Expr)
     if method != "__init__" or call is None:
         return False
-    given = [*call.args, *(each.value for each in call.keywords)]
-    plain = [each.value if isinstance(each, ast.Starred) else each for each in given]
-    is_forwarding = all(isinstance(each, ast.Name) for each in plain)
+    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+    values = [arg.value if isinstance(arg, ast.Starred) else arg for arg in arguments]
+    is_forwarding = all(isinstance(value, ast.Name) for value in values)
     return is_forwarding and ast.unparse(call.func) == "super().__init__"

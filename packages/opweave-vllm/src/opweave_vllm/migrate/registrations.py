@@ -13,16 +13,8 @@ from pathlib import Path
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
-from opweave_vllm.migrate.trees import (
-    Position,
-    Remover,
-    dotted,
-    imports_of,
-    last_name,
-    names_in,
-    position,
-    positions_of,
-)
+from opweave_vllm.migrate import trees
+from opweave_vllm.migrate.trees import Position, Remover
 
 # Calls of ``register_oot``, for one class or in a loop over a dict of classes.
 
@@ -68,7 +60,7 @@ def mentions(module: ast.Module, registrations: Iterable[Registration]) -> Count
         for registration in registrations
         for statement in registration.statements
     }
-    return Counter(names_in(module)) - Counter(names_in(*statements.values()))
+    return Counter(trees.names_in(module)) - Counter(trees.names_in(*statements.values()))
 
 
 def unregister(
@@ -79,18 +71,19 @@ def unregister(
     used = mentions(module, registrations)
     dropped: list[ast.stmt] = []
     for registration in registrations:
-        needed = any(
-            used[_name(table)] or _left(_dict(table), gone) for table in registration.tables
+        is_needed = any(
+            used[_name(table)] or any(trees.last_name(v) not in gone for v in _dict(table).values)
+            for table in registration.tables
         )
-        if registration.classes and registration.classes.keys() <= gone and not needed:
+        if registration.classes and registration.classes.keys() <= gone and not is_needed:
             dropped += registration.statements
     tables = [_dict(table) for registration in registrations for table in registration.tables]
     lines = tree.code.splitlines()
     return tree.visit(
         _Unregister(
-            positions_of(tree),
-            {position(each, lines) for each in dropped},
-            {position(each, lines) for each in tables},
+            trees.positions_of(tree),
+            {trees.position(statement, lines) for statement in dropped},
+            {trees.position(table, lines) for table in tables},
             gone,
         )
     )
@@ -113,7 +106,7 @@ class _Unregister(Remover):
         """Return the table without the classes that are gone."""
         if self.positions[original_node] not in self.tables:
             return updated_node
-        return _without(updated_node, lambda each: _class_name(each.value) in self.gone)
+        return _without(updated_node, lambda entry: _class_name(entry.value) in self.gone)
 
 
 def _without(table: cst.Dict, is_gone: Callable[[cst.BaseDictElement], bool]) -> cst.Dict:
@@ -157,8 +150,8 @@ def _joined(
 
 
 def _class_name(node: cst.BaseExpression) -> str:
-    found = isinstance(node, (cst.Name, cst.Attribute)) and get_full_name_for_node(node)
-    return found.rpartition(".")[2] if found else ""
+    name = isinstance(node, (cst.Name, cst.Attribute)) and get_full_name_for_node(node)
+    return name.rpartition(".")[2] if name else ""
 
 
 def string(node: ast.expr, strings: Strings) -> str | None:
@@ -170,8 +163,8 @@ def string(node: ast.expr, strings: Strings) -> str | None:
 
 def name_argument(call: ast.Call, strings: Strings) -> str | None:
     """Return the name argument of ``register`` or ``register_oot``, if it is known."""
-    given = [*call.args, *(each.value for each in call.keywords if each.arg in ("name", None))]
-    return next(filter(None, (string(each, strings) for each in given)), None)
+    values = [*call.args, *(k.value for k in call.keywords if k.arg in ("name", None))]
+    return next(filter(None, (string(value, strings) for value in values)), None)
 
 
 def _find(
@@ -188,35 +181,33 @@ def _find(
 
 def _registered(statement: ast.AST) -> str:
     """Return the name of the class in ``X.register_oot(cls, name=...)``, or ""."""
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
-        return ""
-    if call.func.attr != "register_oot":
-        return ""
-    classes = [*call.args, *(each.value for each in call.keywords if each.arg != "name")]
-    return next(filter(None, map(last_name, classes)), "")
+    match statement:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr="register_oot")) as call):
+            classes = [*call.args, *(k.value for k in call.keywords if k.arg != "name")]
+            return next(filter(None, map(trees.last_name, classes)), "")
+    return ""
 
 
 def _replaced(call: ast.Call, strings: Strings) -> str:
     """Return the name that the call replaces, or "" if it is computed."""
-    if len(call.args) > 1 or any(each.arg == "name" for each in call.keywords):
+    if len(call.args) > 1 or any(keyword.arg == "name" for keyword in call.keywords):
         return name_argument(call, strings) or ""
-    return dotted(call.func).split(".")[-2]
+    return trees.dotted(call.func).split(".")[-2]
 
 
 def _is_loop(node: ast.For) -> bool:
     """Return whether a loop registers the classes that it iterates over."""
-    targets = set(names_in(node.target))
-    return any(_registered(each) in targets for each in ast.walk(node))
+    targets = set(trees.names_in(node.target))
+    return any(_registered(part) in targets for part in ast.walk(node))
 
 
 def _loop(node: ast.For, tables: Mapping[str, list[ast.Assign]], strings: Strings) -> Registration:
-    found = Registration(node)
-    for name in names_in(node.iter):
+    registration = Registration(node)
+    for name in trees.names_in(node.iter):
         for table in tables.get(name, ()):
-            found.tables.append(table)
-            found.classes |= classes_of(_dict(table), strings)
-    return found
+            registration.tables.append(table)
+            registration.classes |= classes_of(_dict(table), strings)
+    return registration
 
 
 def _dict(table: ast.Assign) -> ast.Dict:
@@ -227,17 +218,12 @@ def _dict(table: ast.Assign) -> ast.Dict:
 def classes_of(table: ast.Dict, strings: Strings) -> dict[str, str]:
     """Return the classes in a table of replacements, and what each replaces."""
     pairs = zip(table.keys, table.values, strict=True)
-    named = ((last_name(value), key and string(key, strings)) for key, value in pairs)
+    named = ((trees.last_name(value), key and string(key, strings)) for key, value in pairs)
     return {name: replaced for name, replaced in named if name and replaced}
 
 
-def _left(table: ast.Dict, gone: Set[str]) -> bool:
-    """Return whether a table holds more than the classes that are *gone*."""
-    return any(last_name(value) not in gone for value in table.values)
-
-
 def _name(table: ast.Assign) -> str:
-    return last_name(table.targets[0])
+    return trees.last_name(table.targets[0])
 
 
 # Registrations of a module's classes in the other modules of its package.
@@ -264,36 +250,37 @@ def registered_elsewhere(path: Path) -> dict[str, Elsewhere]:
     parts = path.resolve().with_suffix("").relative_to(top).parts
     if len(parts) == 1:  # not in a package
         return {}
-    found: dict[str, Elsewhere] = {}
+    classes: dict[str, Elsewhere] = {}
     for other, module in _registering(top / parts[0]):
         if other == path.resolve():
             continue
         package = other.relative_to(top).parent.parts
         for name, replaces in _elsewhere_registered(module, package, ".".join(parts)):
-            found.setdefault(name, Elsewhere(replaces, str(other.relative_to(top))))
-    return found
+            classes.setdefault(name, Elsewhere(replaces, str(other.relative_to(top))))
+    return classes
 
 
 @cache
 def _registering(folder: Path) -> list[tuple[Path, ast.Module]]:
     """Return the modules below *folder* that register replacements."""
-    found = []
+    modules = []
     for path in sorted(folder.rglob("*.py")):
         content = path.read_bytes()
         if b"register_oot" in content:
             with suppress(SyntaxError, ValueError):
-                found.append((path, ast.parse(content)))
-    return found
+                modules.append((path, ast.parse(content)))
+    return modules
 
 
 def _elsewhere_registered(
     module: ast.Module, package: tuple[str, ...], target: str
 ) -> Iterator[tuple[str, str]]:
     """Yield the classes of the module *target* that *module* registers, and what they replace."""
-    imported = {name: _absolute(full, package) for name, full in imports_of(module).items()}
-    for found in find_registrations(module, {}):
-        tables = {last_name(table.targets[0]) for table in found.tables}
-        classes = found.classes | {k: v for name in tables for k, v in _added(module, name)}
+    imported = {name: _absolute(full, package) for name, full in trees.imports_of(module).items()}
+    for registration in find_registrations(module, {}):
+        tables = map(_name, registration.tables)
+        added = {name: replaced for table in tables for name, replaced in _added(module, table)}
+        classes = registration.classes | added
         for name, replaces in classes.items():
             home, _, original = imported.get(name, "").rpartition(".")
             if home == target and replaces:
@@ -303,16 +290,17 @@ def _elsewhere_registered(
 def _added(module: ast.Module, table: str) -> Iterator[tuple[str, str]]:
     """Yield the classes that are added to a table after its creation."""
     for node in ast.walk(module):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr == "update" and last_name(node.func.value) == table:
-                for each in node.args:
-                    if isinstance(each, ast.Dict):
-                        yield from classes_of(each, {}).items()
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-            target = node.targets[0]
-            if last_name(target.value) == table:
-                entry = ast.Dict([target.slice], [node.value])
-                yield from classes_of(entry, {}).items()
+        match node:
+            case ast.Call(func=ast.Attribute(attr="update", value=owner), args=entries):
+                pass
+            case ast.Assign(targets=[ast.Subscript(value=owner, slice=key), *_], value=value):
+                entries = [ast.Dict([key], [value])]
+            case _:
+                continue
+        if trees.last_name(owner) == table:
+            for entry in entries:
+                if isinstance(entry, ast.Dict):
+                    yield from classes_of(entry, {}).items()
 
 
 def _absolute(full: str, package: tuple[str, ...]) -> str:

@@ -11,6 +11,7 @@ import libcst as cst
 
 from opweave import layers as own_layers
 from opweave.cli.output import CliError
+from opweave_vllm.migrate import trees
 from opweave_vllm.migrate.registrations import (
     Elsewhere,
     Registration,
@@ -19,69 +20,53 @@ from opweave_vllm.migrate.registrations import (
     registered_elsewhere,
     string,
 )
-from opweave_vllm.migrate.trees import (
-    Function,
-    annotation_text,
-    assignment,
-    attribute_of_self,
-    dotted,
-    full_name,
-    imports_of,
-    is_torch_op,
-    last_name,
-    only_call,
-    own_parameters,
-)
+from opweave_vllm.migrate.trees import Function
 
 # Names that a class binds: aliases of its methods, and annotated attributes.
 
 
 def assigned_names(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     """Yield the names that a class assigns, with the value if it is a dotted name, else ""."""
-    for each in node.body:
-        if isinstance(each, ast.Assign):
-            yield from ((dotted(target), dotted(each.value)) for target in each.targets)
+    for statement in node.body:
+        if isinstance(statement, ast.Assign):
+            value = trees.dotted(statement.value)
+            yield from ((trees.dotted(target), value) for target in statement.targets)
 
 
 def annotated_attributes(node: ast.ClassDef, init: Function | None) -> Iterator[tuple[str, str]]:
     """Yield the attributes that a class or its ``__init__`` annotates, with their types."""
-    for each in [*node.body, *(ast.walk(init) if init else ())]:
-        if isinstance(each, ast.AnnAssign):
-            is_member = each in node.body and isinstance(each.target, ast.Name)
-            if name := dotted(each.target) if is_member else attribute_of_self(each.target):
-                yield name, annotation_text(each.annotation)
-
-
-def delegates(methods: Mapping[str, Function]) -> Iterator[tuple[str, str]]:
-    """Yield methods that only forward their arguments to a ``forward_...``, and its name."""
-    for name, function in methods.items():
-        if called := _delegate(function, methods):
-            yield name, called
+    for part in [*node.body, *(ast.walk(init) if init else ())]:
+        if isinstance(part, ast.AnnAssign):
+            name = trees.attribute_of_self(part.target)
+            if part in node.body and isinstance(part.target, ast.Name):
+                name = part.target.id
+            if name:
+                yield name, trees.annotation_text(part.annotation)
 
 
 def _delegate(function: Function, methods: Mapping[str, Function]) -> str:
     """Return the ``forward_...`` to which a method only forwards its arguments, or ""."""
-    call = only_call(function)
-    called = attribute_of_self(call.func) if call else ""
+    call = trees.only_call(function)
+    called = trees.attribute_of_self(call.func) if call else ""
     if call is None or not called.startswith("forward_"):
         return ""
     target = methods.get(called, function)
-    same = _given(call) == _taken(function) and _defaults(function) == _defaults(target)
-    return called if same else ""
+    is_forwarding = _call_arguments(call) == _forwarding_arguments(function)
+    return called if is_forwarding and _defaults(function) == _defaults(target) else ""
 
 
-def _given(call: ast.Call) -> list[str]:
+def _call_arguments(call: ast.Call) -> list[str]:
     """Return the arguments of a call, with ``k`` for ``k=k``."""
     positional = list(map(ast.unparse, call.args))
-    return positional + [ast.unparse(each).removeprefix(f"{each.arg}=") for each in call.keywords]
+    return positional + [ast.unparse(k).removeprefix(f"{k.arg}=") for k in call.keywords]
 
 
-def _taken(function: Function) -> list[str]:
+def _forwarding_arguments(function: Function) -> list[str]:
     """Return the parameters of a method, as arguments that forward them."""
     arguments = function.args
-    names = [each.arg for each, _ in own_parameters(function)]
+    names = [parameter.arg for parameter, _ in trees.own_parameters(function)]
     names += [f"*{arguments.vararg.arg}"] if arguments.vararg else []
-    names += [each.arg for each in arguments.kwonlyargs]
+    names += [parameter.arg for parameter in arguments.kwonlyargs]
     return names + ([f"**{arguments.kwarg.arg}"] if arguments.kwarg else [])
 
 
@@ -89,7 +74,7 @@ def _defaults(function: Function) -> list[str]:
     return list(map(ast.unparse, function.args.defaults))
 
 
-# Reads the layers of a module from its syntax tree, without importing it.
+# The layers of a module.
 
 
 KINDS = ("CustomOp", "PluggableLayer")
@@ -131,9 +116,9 @@ class LayerClass:
     def kernel(self, attribute: str) -> ast.expr | None:
         """Return the torch op that an attribute always holds, or None."""
         values = self.attributes.get(attribute, ())
-        ops = [each for each in values if not _is_none(each)]
-        names = set(map(dotted, ops))
-        return ops[0] if len(names) == 1 and is_torch_op(ops[0]) else None
+        ops = [v for v in values if not (isinstance(v, ast.Constant) and v.value is None)]
+        names = set(map(trees.dotted, ops))
+        return ops[0] if len(names) == 1 and trees.is_torch_op(ops[0]) else None
 
     def target(self, method: str) -> str:
         """Return the method that runs when *method* is called, following aliases."""
@@ -170,19 +155,19 @@ def read(path: Path) -> SourceModule:
         CliError: the file cannot be read, is not Python, or defines no layer or two of one name.
     """
     module, tree = _parsed(path)
-    imports = imports_of(module)
+    imports = trees.imports_of(module)
     strings = dict(_strings(module))
     registrations = find_registrations(module, strings)
     reader = _ClassReader(imports, strings, registrations, registered_elsewhere(path))
     for node in module.body:
-        if isinstance(node, ast.ClassDef) and (found := reader.layer(node)):
-            if found.name in reader.layers:
+        if isinstance(node, ast.ClassDef) and (layer := reader.layer(node)):
+            if layer.name in reader.layers:
                 raise CliError(
-                    f"{str(path)!r} defines two layers called {found.name}, in lines "
-                    f"{reader.layers[found.name].node.lineno} and {node.lineno}. Rename one of "
+                    f"{str(path)!r} defines two layers called {layer.name}, in lines "
+                    f"{reader.layers[layer.name].node.lineno} and {node.lineno}. Rename one of "
                     "them."
                 )
-            reader.layers[found.name] = found
+            reader.layers[layer.name] = layer
     layers = reader.layers
     if not layers:
         raise CliError(
@@ -224,7 +209,7 @@ class _ClassReader:
     ) -> None:
         self.imports, self.strings, self.elsewhere = imports, strings, elsewhere
         self.replaced = {
-            cls: name for found in registrations for cls, name in found.classes.items() if name
+            cls: name for entry in registrations for cls, name in entry.classes.items() if name
         }
         self.layers: dict[str, LayerClass] = {}
 
@@ -237,7 +222,7 @@ class _ClassReader:
         if not (is_registered or kind or base in self.layers):
             return None
         layer = LayerClass(node, base, kind, registered, replaces)
-        layer.methods = {each.name: each for each in node.body if isinstance(each, Function)}
+        layer.methods = {part.name: part for part in node.body if isinstance(part, Function)}
         if node.name in self.elsewhere and node.name not in self.replaced:
             layer.registered_in = self.elsewhere[node.name].file
         elif not is_registered and base not in self.layers and _only_computes(layer):
@@ -250,7 +235,9 @@ class _ClassReader:
                 layer.aliases[assigned] = method
             else:
                 layer.assigned.add(assigned)
-        layer.aliases |= dict(delegates(layer.methods))
+        for name, function in layer.methods.items():
+            if called := _delegate(function, layer.methods):
+                layer.aliases[name] = called
         return layer
 
     def _names(self, node: ast.ClassDef) -> tuple[str | None, str | None]:
@@ -267,7 +254,7 @@ class _ClassReader:
             if target.attr == "register":
                 registered = name
             else:
-                replaces = name or last_name(target.value)
+                replaces = name or trees.last_name(target.value)
         return registered, replaces
 
     def _is_registration(self, decorator: ast.expr) -> bool:
@@ -283,8 +270,8 @@ class _ClassReader:
         return target.attr == "register_oot" or (target.attr == "register" and is_layer)
 
     def _base(self, node: ast.expr) -> str:
-        name = dotted(node)
-        return name if name in self.layers else full_name(node, self.imports)
+        name = trees.dotted(node)
+        return name if name in self.layers else trees.full_name(node, self.imports)
 
 
 def _kind(base: str) -> str | None:
@@ -311,36 +298,31 @@ def last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _is_none(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and value.value is None
-
-
 def _strings(module: ast.Module) -> Iterator[tuple[str, str]]:
     """Yield name and value of every string constant of the module."""
     for node in module.body:
-        targets, value = assignment(node)
+        targets, value = trees.assignment(node)
         if value is not None and (text := string(value, {})) is not None:
             yield from ((t.id, text) for t in targets if isinstance(t, ast.Name))
 
 
 def _attributes(init: Function | None) -> Iterator[tuple[str, ast.expr]]:
     for node in ast.walk(init) if init else ():
-        targets, value = assignment(node)
+        targets, value = trees.assignment(node)
         if value is not None:
-            yield from ((name, value) for name in map(attribute_of_self, targets) if name)
+            yield from ((name, value) for name in map(trees.attribute_of_self, targets) if name)
 
 
 def _strangers(
     registrations: list[Registration], layers: Mapping[str, LayerClass]
 ) -> Iterator[str]:
     """Note the registrations of classes that the file does not define."""
-    for found in registrations:
-        others = [name for name in found.classes if name not in layers]
-        if others or not found.classes:
-            what = ", ".join(others) or "classes"
+    for registration in registrations:
+        others = [name for name in registration.classes if name not in layers]
+        if others or not registration.classes:
             yield (
-                f"Line {found.node.lineno} registers {what}, not defined here at the top level. It "
-                "stays as it is: migrate that module too."
+                f"Line {registration.node.lineno} registers {', '.join(others) or 'classes'}, not "
+                "defined here at the top level. It stays as it is: migrate that module too."
             )
 
 

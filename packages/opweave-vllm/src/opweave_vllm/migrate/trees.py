@@ -37,8 +37,10 @@ def last_name(node: ast.expr) -> str:
 
 def attribute_of_self(node: ast.AST) -> str:
     """Return ``a`` for ``self.a``, or "" for other expressions."""
-    is_it = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    return node.attr if is_it and node.value.id == "self" else ""  # type: ignore[attr-defined]
+    match node:
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return name
+    return ""
 
 
 def is_torch_op(value: ast.expr) -> bool:
@@ -132,8 +134,8 @@ _Statement = TypeVar("_Statement", bound=Statement)
 
 def positions_of(module: cst.Module) -> Mapping[cst.CSTNode, Position]:
     """Return where each node of *module* starts."""
-    found = MetadataWrapper(module, unsafe_skip_copy=True).resolve(PositionProvider)
-    return {node: (at.start.line, at.start.column) for node, at in found.items()}
+    ranges = MetadataWrapper(module, unsafe_skip_copy=True).resolve(PositionProvider)
+    return {node: (at.start.line, at.start.column) for node, at in ranges.items()}
 
 
 def position(node: ast.stmt | ast.expr, lines: Sequence[str]) -> Position:
@@ -144,7 +146,7 @@ def position(node: ast.stmt | ast.expr, lines: Sequence[str]) -> Position:
 
 def methods_of(node: cst.ClassDef) -> dict[str, cst.FunctionDef]:
     """Return the functions that a class defines, by name."""
-    return {each.name.value: each for each in node.body.body if isinstance(each, cst.FunctionDef)}
+    return {part.name.value: part for part in node.body.body if isinstance(part, cst.FunctionDef)}
 
 
 def target_name(target: cst.AssignTarget) -> str:
@@ -207,17 +209,17 @@ _VLLM_API = "opweave_vllm.vllm_api"
 
 def imports_of(node: ast.AST) -> dict[str, str]:
     """Return the full name of every name that imports in *node* bind."""
-    found = {}
+    full_names = {}
     for part in ast.walk(node):
         if isinstance(part, ast.Import):
             for alias in part.names:
                 name = alias.name if alias.asname else alias.name.partition(".")[0]
-                found[alias.asname or name] = name
+                full_names[alias.asname or name] = name
         elif isinstance(part, ast.ImportFrom):
             for alias in part.names:
                 full = f"{'.' * part.level}{part.module or ''}.{alias.name}"
-                found[alias.asname or alias.name] = full
-    return found
+                full_names[alias.asname or alias.name] = full
+    return full_names
 
 
 def full_name(node: ast.expr, imports: Mapping[str, str]) -> str:
@@ -244,7 +246,7 @@ def moved(node: cst.BaseSmallStatement, used: Set[str]) -> Sequence[cst.BaseSmal
             homes.setdefault(_home(module, alias.evaluated_name), []).append(alias)
     if len(node.names) == sum(map(len, homes.values())) and len(homes) == 1:
         return [node.with_changes(module=cst.parse_expression(next(iter(homes))))]
-    return [_from(*each) for each in homes.items()]
+    return [_from(home, names) for home, names in homes.items()]
 
 
 def _from(module: str, names: Sequence[cst.ImportAlias]) -> cst.ImportFrom:

@@ -88,12 +88,12 @@ def scaled_fp8_quant(
     unsupported = {"num_token_padding": num_token_padding, "group_shape": group_shape}
     _refuse("scaled_fp8_quant", unsupported)
     if scale is not None:
-        found = ir.ops.static_quant_fp8(input, scale), scale
+        quantized = ir.ops.static_quant_fp8(input, scale)
     elif use_per_token_if_dynamic:
-        found = ir.ops.dynamic_per_token_quant_fp8(input, scale_ub)
+        quantized, scale = ir.ops.dynamic_per_token_quant_fp8(input, scale_ub)
     else:
-        found = ir.ops.dynamic_per_tensor_quant_fp8(input)
-    return found if output is None else (output.copy_(found[0]), found[1])
+        quantized, scale = ir.ops.dynamic_per_tensor_quant_fp8(input)
+    return quantized if output is None else output.copy_(quantized), scale
 
 
 def scaled_int8_quant(
@@ -115,9 +115,9 @@ def scaled_int8_quant(
 
 def _refuse(function: str, options: dict[str, Any]) -> None:
     # Not "in", which would compare tensors.
-    given = [name for name, value in options.items() if isinstance(value, Tensor) or value]
-    if given:
-        raise NotImplementedError(f"opweave's {function} does not support {', '.join(given)}")
+    names = [name for name, value in options.items() if isinstance(value, Tensor) or value]
+    if names:
+        raise NotImplementedError(f"opweave's {function} does not support {', '.join(names)}")
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from opweave import config
 from opweave.config import (
@@ -65,16 +65,15 @@ class PassConfig:
 
     def options(self) -> dict[str, bool]:
         """Return the options of opweave's compiler that differ from their defaults."""
-        found = {
+        options = {
             "noop_elimination": self.eliminate_noops,
             "fusion": all(self._fusions().values()),
         }
-        return {name: value for name, value in found.items() if not value}
+        return {name: value for name, value in options.items() if not value}
 
     def _fusions(self) -> dict[str, bool]:
-        names = [each.name for each in fields(self) if each.name.startswith("fuse_")]
-        given = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in given.items() if value is not None}
+        switches = {n: value for n, value in vars(self).items() if n.startswith("fuse_")}
+        return {name: value for name, value in switches.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,8 @@ class CompilationConfig(config.CompilationConfig):
     pass_config: PassConfig = field(default_factory=PassConfig)
 
     def __post_init__(self) -> None:
-        given = read_object("options", self.options)
-        object.__setattr__(self, "options", {**self.pass_config.options(), **given})
+        options = {**self.pass_config.options(), **read_object("options", self.options)}
+        object.__setattr__(self, "options", options)
         super().__post_init__()
 
 
@@ -101,7 +100,7 @@ class _CurrentCompilation:
 
 get_cached_compilation_config = _CurrentCompilation()
 
-_given: ContextVar[EngineConfig | None] = ContextVar("opweave_vllm_api_config", default=None)
+_current: ContextVar[EngineConfig | None] = ContextVar("opweave_vllm_api_config", default=None)
 
 
 @contextmanager
@@ -115,21 +114,21 @@ def set_current_vllm_config(vllm_config: EngineConfig) -> Iterator[None]:
     """
     priorities = vllm_config.kernel_config.ir_op_priority
     with compilation_config(vllm_config.compilation), priority(priorities):
-        token = _given.set(vllm_config)
+        token = _current.set(vllm_config)
         try:
             yield
         finally:
-            _given.reset(token)
+            _current.reset(token)
 
 
 def get_current_vllm_config() -> EngineConfig:
     """Return the configuration of the innermost block, or else one from the current settings."""
-    given, compilation = _given.get(), current_compilation_config()
-    if given is not None and given.compilation is compilation:
-        return given
+    vllm_config, compilation = _current.get(), current_compilation_config()
+    if vllm_config is not None and vllm_config.compilation is compilation:
+        return vllm_config
     return EngineConfig(compilation_config=compilation)  # no block, or opweave's own is innermost
 
 
 def get_current_vllm_config_or_none() -> EngineConfig | None:
     """Return the configuration of the innermost block, or None outside a block."""
-    return None if _given.get() is None else get_current_vllm_config()
+    return None if _current.get() is None else get_current_vllm_config()

@@ -51,13 +51,13 @@ def get_forward_context() -> ForwardContext:
     Raises:
         AssertionError: no forward pass is running.
     """
-    found = _current.get()
-    if found is None:
+    context = _current.get()
+    if context is None:
         raise AssertionError(
             "forward context is not set; run the layer inside set_forward_context(...). opweave's "
             "engine has opweave_engine.models.forward_context.current_forward_context instead."
         )
-    return found
+    return context
 
 
 @contextmanager

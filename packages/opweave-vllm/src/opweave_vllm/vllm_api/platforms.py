@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ __all__ = ["CurrentPlatform", "current_platform", "resolve_current_platform_cls_
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "xla": "XLA"}
 
 
+def _is_one_of(*names: str) -> Callable[[Any], bool]:
+    """Return a method that tells whether the current platform has one of these names."""
+    return lambda _: platforms.current_platform.name in names
+
+
 class CurrentPlatform:
     """opweave's current platform with vLLM's methods; resolved on first use."""
 
@@ -25,29 +31,12 @@ class CurrentPlatform:
     def __repr__(self) -> str:
         return repr(platforms.current_platform)
 
-    def is_cuda(self) -> bool:
-        """Whether this is an NVIDIA GPU."""
-        return self._is("cuda")
-
-    def is_rocm(self) -> bool:
-        """Whether this is an AMD GPU."""
-        return self._is("rocm")
-
-    def is_cuda_alike(self) -> bool:
-        """Whether this is an NVIDIA or AMD GPU."""
-        return self._is("cuda", "rocm")
-
-    def is_cpu(self) -> bool:
-        """Whether this is the CPU."""
-        return self._is("cpu")
-
-    def is_xpu(self) -> bool:
-        """Whether this is an Intel GPU."""
-        return self._is("xpu")
-
-    def is_tpu(self) -> bool:
-        """Whether this is a Google TPU."""
-        return self._is("tpu")
+    is_cuda = _is_one_of("cuda")
+    is_rocm = _is_one_of("rocm")
+    is_cuda_alike = _is_one_of("cuda", "rocm")
+    is_cpu = _is_one_of("cpu")
+    is_xpu = _is_one_of("xpu")
+    is_tpu = _is_one_of("tpu")
 
     def is_out_of_tree(self) -> bool:
         """Whether a plugin provides the platform."""
@@ -60,9 +49,9 @@ class CurrentPlatform:
 
     def has_device_capability(self, capability: tuple[int, int] | int, device_id: int = 0) -> bool:
         """Whether the device's architecture is at least this version, ``(9, 0)`` or 90."""
-        found = platforms.current_platform.get_device_capability(device_id)
-        asked = divmod(capability, 10) if isinstance(capability, int) else capability
-        return found is not None and tuple(found) >= tuple(asked)
+        device = platforms.current_platform.get_device_capability(device_id)
+        minimum = divmod(capability, 10) if isinstance(capability, int) else capability
+        return device is not None and tuple(device) >= tuple(minimum)
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
         """Return the total memory of a device in bytes."""
@@ -103,9 +92,6 @@ class CurrentPlatform:
     def manual_seed_all(self, seed: int) -> None:
         """Seed every random number generator of the platform."""
         platforms.current_platform.seed_all(seed)
-
-    def _is(self, *names: str) -> bool:
-        return platforms.current_platform.name in names
 
 
 current_platform = CurrentPlatform()

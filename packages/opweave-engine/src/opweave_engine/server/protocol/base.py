@@ -270,6 +270,15 @@ class ResponseBody(BaseModel):
         return f"data: {self.model_dump_json(**options)}\n\n"
 
 
+class GeneratedBody(ResponseBody):
+    """A response, or an event of one, with an id."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+
 # Token usage of a request.
 
 

@@ -18,6 +18,7 @@ from pydantic import (
 from opweave_engine import FinishReason, SamplingParams, SamplingParamsError
 from opweave_engine.server.errors import ApiError
 from opweave_engine.server.protocol.base import (
+    GeneratedBody,
     Int,
     Items,
     PromptLogprobs,
@@ -312,13 +313,10 @@ class ChatChoice(ResponseBody):
     token_ids: list[int] | None = None
 
 
-class ChatResponse(ResponseBody):
+class ChatResponse(GeneratedBody):
     """All answers."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
@@ -336,13 +334,10 @@ class ChatChunkChoice(ResponseBody):
     token_ids: list[int] | None = None
 
 
-class ChatChunk(ResponseBody):
+class ChatChunk(GeneratedBody):
     """An event of a stream."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None

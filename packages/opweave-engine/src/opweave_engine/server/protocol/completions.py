@@ -12,6 +12,7 @@ from opweave_engine import FinishReason, SamplingParams, SamplingParamsError
 from opweave_engine.server.errors import unsupported
 from opweave_engine.server.protocol.base import (
     ErrorDetail,
+    GeneratedBody,
     Input,
     Int,
     PromptLogprobs,
@@ -95,12 +96,9 @@ class CompletionChoice(ResponseBody):
     error: ErrorDetail | None = None
 
 
-class CompletionResponse(ResponseBody):
+class CompletionResponse(GeneratedBody):
     """All answers or, in a stream, a delta of one answer."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from opweave_engine.server.protocol.base import (
+    GeneratedBody,
     Items,
     RequestBody,
     ResponseBody,
@@ -28,13 +29,10 @@ class ProcessRequest(RequestBody):
     cache_salt: CacheSalt | None = supported(SALT_NOTE)
 
 
-class ProcessResponse(ResponseBody):
+class ProcessResponse(GeneratedBody):
     """The result of the I/O processor."""
 
-    id: str
     object: Literal["process"] = "process"
-    created: int
-    model: str
     data: Any
 
 

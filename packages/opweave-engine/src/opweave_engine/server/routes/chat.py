@@ -9,8 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from opweave_engine import CompletionOutput, FinishReason, RequestOutput
-from opweave_engine.server.answer_plan import AnswerPlan
-from opweave_engine.server.generation import Deltas, GenerationJob, chat_generation
+from opweave_engine.server.generation import AnswerPlan, Deltas, GenerationJob, chat_generation
 from opweave_engine.server.logprobs import chat_logprobs, prompt_logprobs
 from opweave_engine.server.output_parser import (
     AnswerParser,

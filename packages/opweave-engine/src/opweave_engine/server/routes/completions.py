@@ -37,7 +37,8 @@ async def completions(body: CompletionRequest, request: Request, server: Server)
     """Continue one or more prompts."""
     call, defaults = server.accept(body, request, "prompt"), server.engine.sampling_defaults
     params = body.params(defaults)
-    reading = Reading.of(params, server, add_special_tokens=body.add_special_tokens is not False)
+    max_prompt_length = params.prompt_limit(server.engine.max_model_len)
+    reading = Reading(body.add_special_tokens is not False, max_prompt_length)
     prompts = await call.unless_gone(
         read_prompts(body.prompt, call, n=params.n, reading=reading, cache_salt=body.cache_salt)
     )
@@ -53,18 +54,21 @@ async def completions(body: CompletionRequest, request: Request, server: Server)
     return json_response(writer.response(outputs))
 
 
+@dataclass
 class _Choice:
     """The state of one output while it is written.
 
-    Args:
+    Attributes:
         first: the first delta of its prompt.
         echo: the prompt's text, if the response repeats it.
         offsets: finds the text offsets of its tokens.
+        is_new: whether nothing of it has been written.
     """
 
-    def __init__(self, first: RequestOutput, echo: str, offsets: Offsets) -> None:
-        self.first, self.echo, self.offsets = first, echo, offsets
-        self.is_new = True
+    first: RequestOutput
+    echo: str
+    offsets: Offsets
+    is_new: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,10 @@ class _CompletionsWriter:
     choices: dict[int, _Choice] = field(default_factory=dict)  # by the index of the choice
 
     def response(self, outputs: list[RequestOutput]) -> CompletionResponse:
-        counter, choices = self._counter(), []
+        counter, choices = self._counter(), list[CompletionChoice]()
         for number, output in enumerate(outputs):
             counter.add(output, number)
-            found = (self._choice(number, output, each) for each in output.outputs)
-            choices += [choice for choice in found if choice is not None]
+            choices += filter(None, (self._choice(number, output, out) for out in output.outputs))
         return self._body(choices, counter.usage())
 
     async def events(self, deltas: Deltas) -> AsyncGenerator[str, None]:
@@ -100,8 +103,10 @@ class _CompletionsWriter:
         """Return the choice for a delta of an output, or None if there is nothing to send."""
         index = number * self.generation.params.n + output.index
         if index not in self.choices:
+            tokenizer, params = self.generation.server.engine.tokenizer, self.generation.params
             echo = self._prompt_text(number) if self.body.echo else ""
-            self.choices[index] = _Choice(delta, echo, self._offsets(delta, len(echo)))
+            decoder = IncrementalDecoder.of(tokenizer, delta.prompt_token_ids, params)
+            self.choices[index] = _Choice(delta, echo, Offsets(decoder, len(echo)))
         state = self.choices[index]
         ids = output.token_ids if self.body.return_token_ids else None
         has_news = output.text or output.finish_reason or output.logprobs or ids
@@ -136,12 +141,12 @@ class _CompletionsWriter:
     def _logprobs(self, output: CompletionOutput, state: _Choice) -> CompletionLogprobs | None:
         if (count := self.body.logprobs) is None:
             return None
-        known = None if self.body.writes_nothing else output.logprobs
+        logprobs = None if self.body.writes_nothing else output.logprobs
         offsets = state.offsets.add(output.token_ids)
         tokenizer, ids = self.generation.server.engine.tokenizer, state.first.prompt_token_ids
         as_ids = bool(self.body.return_tokens_as_token_ids)
         generated = completion_logprobs(
-            output.token_ids, known, count, offsets, tokenizer, as_ids=as_ids
+            output.token_ids, logprobs, count, offsets, tokenizer, as_ids=as_ids
         )
         if not (self.body.echo and state.is_new):
             return generated
@@ -151,10 +156,6 @@ class _CompletionsWriter:
             ids, state.first.prompt_logprobs, count, offsets, tokenizer, first=first, as_ids=as_ids
         )
         return joined(prompt, generated)
-
-    def _offsets(self, first: RequestOutput, start: int) -> Offsets:
-        tokenizer, params = self.generation.server.engine.tokenizer, self.generation.params
-        return Offsets(IncrementalDecoder.of(tokenizer, first.prompt_token_ids, params), start)
 
     def _prompt_text(self, number: int) -> str:
         prompt = self.generation.prompts[number]
@@ -171,5 +172,5 @@ class _CompletionsWriter:
 
 def _error(output: RequestOutput) -> ErrorDetail | None:
     """Return the error of a prompt that failed while others did not."""
-    found = None if output.error is None else engine_error(output.error)
-    return None if found is None else ErrorDetail.model_validate(found.body["error"])
+    error = None if output.error is None else engine_error(output.error)
+    return None if error is None else ErrorDetail.model_validate(error.body["error"])

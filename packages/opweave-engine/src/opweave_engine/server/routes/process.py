@@ -14,20 +14,17 @@ from fastapi import APIRouter, Request, Response
 
 from opweave.ir.errors import OpweaveError
 from opweave_engine import EmbeddingOutput, RequestOutput, SamplingParams
-from opweave_engine.prompts import IOProcessor, as_list, split_prompt
-from opweave_engine.prompts import Prompt as Given
+from opweave_engine.prompts import IOProcessor, Prompt, as_list, split_prompt
 from opweave_engine.server.errors import ApiError, ServerError
 from opweave_engine.server.generation import GenerationJob
 from opweave_engine.server.prompts import check_context, read_prompts
 from opweave_engine.server.protocol.base import Input
 from opweave_engine.server.protocol.tokens import ProcessRequest, ProcessResponse
-from opweave_engine.server.routes.embeddings import embed
+from opweave_engine.server.routes.encoders import embed
 from opweave_engine.server.state import Server, ServerCall, ServerState
 from opweave_engine.server.streaming import ERRORS
 
 router = APIRouter(responses=ERRORS, tags=["Server"])
-
-_Outputs = Sequence[RequestOutput] | Sequence[EmbeddingOutput]
 
 
 @router.post("/v1/process", response_model=ProcessResponse)
@@ -46,14 +43,14 @@ async def process(body: ProcessRequest, request: Request, server: Server) -> Res
 
 async def _result(processor: IOProcessor, body: ProcessRequest, call: ServerCall) -> Any:
     with call.places(1):
-        prompts, params = await call.as_guest(partial(_asked, processor, body.data, call.server))
-    outputs = await _answered(processor, prompts, params, body, call)
+        prompts, params = await call.as_guest(partial(_prompts, processor, body.data, call.server))
+    outputs = await _outputs(processor, prompts, params, body, call)
     return await call.as_guest(partial(processor.result, body.data, outputs))
 
 
-def _asked(
+def _prompts(
     processor: IOProcessor, data: Any, server: ServerState
-) -> tuple[list[Given], SamplingParams]:
+) -> tuple[list[Prompt], SamplingParams]:
     try:
         prompts = as_list(processor.prompts(data))
         params = processor.sampling_params(data)
@@ -62,25 +59,25 @@ def _asked(
         raise ApiError(str(error), param="data") from error
 
 
-async def _answered(
+async def _outputs(
     processor: IOProcessor,
-    given: list[Given],
+    prompts: list[Prompt],
     params: SamplingParams,
     body: ProcessRequest,
     call: ServerCall,
-) -> _Outputs:
-    contents, salts = zip(*map(split_prompt, given), strict=True) if given else ((), ())
-    read = await read_prompts(cast(Input, list(contents)), call)
-    prompts = [
+) -> Sequence[RequestOutput] | Sequence[EmbeddingOutput]:
+    contents, salts = zip(*map(split_prompt, prompts), strict=True) if prompts else ((), ())
+    tokenized = await read_prompts(cast(Input, list(contents)), call)
+    salted = [
         replace(prompt, cache_salt=salt or body.cache_salt)
-        for prompt, salt in zip(read, salts, strict=True)
+        for prompt, salt in zip(tokenized, salts, strict=True)
     ]
     if processor.embeds:
-        return await embed(prompts, call)
+        return await embed(salted, call)
     # The processor's choice, or the checkpoint's default, which is only a limit.
     asks = params.max_tokens != call.server.engine.sampling_defaults.get("max_tokens")
-    check_context(prompts, params, call, limit="data", asks=asks)
-    return await GenerationJob(call, "proc", prompts, params, body.priority or 0).outputs()
+    check_context(salted, params, call, limit="data", asks=asks)
+    return await GenerationJob(call, "proc", salted, params, body.priority or 0).outputs()
 
 
 def _response(result: Any, processor: IOProcessor, server: ServerState) -> Response:

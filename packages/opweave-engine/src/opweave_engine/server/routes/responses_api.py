@@ -14,9 +14,8 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from opweave_engine import EngineError, FinishReason, RequestOutput
-from opweave_engine.server.answer_plan import AnswerPlan
 from opweave_engine.server.errors import ApiError, api_error
-from opweave_engine.server.generation import Deltas, GenerationJob, chat_generation
+from opweave_engine.server.generation import AnswerPlan, Deltas, GenerationJob, chat_generation
 from opweave_engine.server.output_parser import (
     ArgumentsDelta,
     CallStart,
@@ -130,8 +129,8 @@ def _copy(item: Item) -> Item:
 
 router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 
-# Fields of the chat completion, and what they are called here.
-_NAMES = {
+# Fields of the chat completion, and their names in this endpoint.
+_NAMES: dict[str | None, str] = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -165,16 +164,10 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
 
 
 def _renamed(error: ApiError) -> ApiError:
-    name = _NAMES.get(error.param or "")
-    if name is None:
-        return error
-    return ApiError(
-        error.message.replace(error.param or "", name),
-        status=error.status,
-        param=name,
-        code=error.code,
-        headers=error.headers,
-    )
+    """Return *error* with this endpoint's name of the field."""
+    if (param := error.param) in _NAMES:
+        error.message, error.param = error.message.replace(param, _NAMES[param]), _NAMES[param]
+    return error
 
 
 @dataclass
@@ -193,7 +186,7 @@ class _ResponsesWriter:
 
     def response(self, output: RequestOutput) -> Item:
         for _ in self._new(output):
-            pass  # the items are kept
+            pass  # self.items collects the items
         return self._response(has_started=True)
 
     async def events(self, deltas: Deltas) -> AsyncGenerator[str, None]:

@@ -81,29 +81,19 @@ def get_tp_group() -> GroupCoordinator:
     return GroupCoordinator(parallel)
 
 
-def get_ep_group() -> GroupCoordinator:
-    """Return the ranks that share the experts: those of :func:`get_tp_group`."""
-    return get_tp_group()
+get_ep_group = get_tp_group  # the same ranks share the experts
 
 
-def get_dp_group() -> GroupCoordinator:
-    """Return this rank alone: opweave's replicas do not communicate."""
+def _get_own_group() -> GroupCoordinator:
+    """Return this rank alone.
+
+    opweave's replicas do not communicate. It has no pipeline parallelism, and no context
+    parallelism of prompts (``pcp``) or decode steps (``dcp``).
+    """
     return GroupCoordinator(TensorParallel())
 
 
-def get_pp_group() -> GroupCoordinator:
-    """Return this rank alone: opweave has no pipeline parallelism."""
-    return GroupCoordinator(TensorParallel())
-
-
-def get_pcp_group() -> GroupCoordinator:
-    """Return this rank alone: opweave has no context parallelism of prompts."""
-    return GroupCoordinator(TensorParallel())
-
-
-def get_dcp_group() -> GroupCoordinator:
-    """Return this rank alone: opweave has no context parallelism of decode steps."""
-    return GroupCoordinator(TensorParallel())
+get_dp_group = get_pp_group = get_pcp_group = get_dcp_group = _get_own_group
 
 
 def get_tensor_model_parallel_world_size() -> int:

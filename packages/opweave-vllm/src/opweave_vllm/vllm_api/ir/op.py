@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
+from operator import attrgetter
 from typing import Any, ClassVar, overload
 
 import torch
@@ -26,7 +27,7 @@ __all__ = ["RESERVED_PROVIDERS", "IrOp", "IrOpImpl", "IrOpInplaceOverload", "reg
 REGISTERS_FOR_CALLER = True  # see opweave.registration
 
 _log = logging.getLogger(__name__)
-_alone = itertools.count()
+_unregistered = itertools.count()  # numbers of ops outside the registry
 
 Function = Callable[..., Any]
 
@@ -59,6 +60,11 @@ def as_in_vllm() -> Iterator[None]:
         raise _ERROR_TYPES[type(error)](*error.args) from error
 
 
+def _delegated(name: str, doc: str) -> Any:
+    """Return a property that reads *name* of the wrapped object."""
+    return property(attrgetter(f"wrapped.{name}"), doc=doc)
+
+
 class Registry(Mapping[str, "IrOp"]):
     """The ops of opweave's current registry, by name."""
 
@@ -88,12 +94,16 @@ class IrOp:
         activations: Sequence[str] | None = None,
         allow_inplace: bool = False,
     ) -> None:
-        own = ir.Registry(f"opweave_vllm_api_{next(_alone)}")
+        registry = ir.Registry(f"opweave_vllm_api_{next(_unregistered)}")
         with as_in_vllm():
             op = ir.IrOp(
-                native_impl, own, name=name, activations=activations, allow_inplace=allow_inplace
+                native_impl,
+                registry,
+                name=name,
+                activations=activations,
+                allow_inplace=allow_inplace,
             )
-            self._wrap(own.add(op))
+            self._wrap(registry.add(op))
 
     def _wrap(self, wrapped: ir.IrOp) -> None:
         self.wrapped, self.name = wrapped, wrapped.name
@@ -108,8 +118,8 @@ class IrOp:
         return f"IrOp({self.name!r})"
 
     def __str__(self) -> str:
-        _, found, summary = str(self.wrapped).partition(": ")
-        return f"{self!r}: {summary}" if found else repr(self)
+        _, separator, summary = str(self.wrapped).partition(": ")
+        return f"{self!r}: {summary}" if separator else repr(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return wrapper_of, (self.wrapped,)
@@ -129,34 +139,21 @@ class IrOp:
             return self.wrapped(*args, **kwargs)
         return functional(self.dispatch(*args, **kwargs).wrapped)(*args, **kwargs)
 
-    @property
-    def torch_op(self) -> Function:
-        """The torch op that represents the op in graphs."""
-        return self.wrapped.torch_op
-
-    @property
-    def allow_inplace(self) -> bool:
-        """Whether the op has ``maybe_inplace``."""
-        return self.wrapped.allow_inplace
+    torch_op = _delegated("torch_op", "The torch op that represents the op in graphs.")
+    native_fn = _delegated("native", "The function that the op was declared with.")
+    allow_inplace = _delegated("allow_inplace", "Whether the op has ``maybe_inplace``.")
+    activation_indices = _delegated(
+        "activation_indices", "The positions of the activations among the parameters."
+    )
+    has_input_generator = _delegated(
+        "has_input_generator", "Whether an input generator is registered."
+    )
+    _schema_str = _delegated("schema.torch", "The schema in torch's notation.")
 
     @property
     def activations(self) -> list[str]:
         """The parameters that ``maybe_inplace`` donates."""
         return list(self.wrapped.activations)
-
-    @property
-    def activation_indices(self) -> list[int]:
-        """The positions of the activations among the parameters."""
-        return self.wrapped.activation_indices
-
-    @property
-    def native_fn(self) -> Function:
-        """The function that the op was declared with."""
-        return self.wrapped.native
-
-    @property
-    def _schema_str(self) -> str:
-        return self.wrapped.schema.torch
 
     @property
     def _registration_stack(self) -> list[str]:
@@ -168,31 +165,6 @@ class IrOp:
     def impls(self) -> Implementations:
         """Every registered implementation by provider, native first; ``del`` removes one."""
         return Implementations(self)
-
-    def _check_whole_signature(self, predicate: object) -> None:
-        """Raise unless *predicate* has all parameters of the op, as in vLLM."""
-        what = f"{self.name}: supports_args"
-        if not callable(predicate):
-            raise errors.PredicateSignatureError(f"{what} must be a callable, not {predicate!r}.")
-        found = list(signature(predicate).parameters.values())
-        wanted = list(signature(self.wrapped.native).parameters.values())
-        if any(parameter.kind is parameter.KEYWORD_ONLY for parameter in found):
-            raise errors.PredicateSignatureError(f"{what} must not have keyword-only parameters.")
-        if len(found) != len(wanted):
-            raise errors.PredicateSignatureError(
-                f"{what}: the number of parameters is {len(found)}; it must take all parameters "
-                f"of the op, {[parameter.name for parameter in wanted]}."
-            )
-        for own, native in zip(found, wanted, strict=True):
-            if own.name != native.name:
-                raise errors.PredicateSignatureError(
-                    f"{what}: {own.name!r} does not match native parameter {native.name!r}."
-                )
-            if own.default is not own.empty and (own.default,) != (native.default,):
-                raise errors.PredicateSignatureError(
-                    f"{what}: {own.name}={own.default!r} does not match native default "
-                    f"{native.default!r}."
-                )
 
     def register_impl(
         self,
@@ -217,7 +189,7 @@ class IrOp:
         def register(function: Function) -> IrOpImpl:
             with as_in_vllm():
                 if supports_args is not None:
-                    self._check_whole_signature(supports_args)
+                    _check_signature(self, supports_args)
                 decorate(function)
             # Not self.impls, which loads all kernels; plugins register before that.
             return self._impl(self.wrapped._impls[provider])
@@ -241,8 +213,8 @@ class IrOp:
     def get_priority(self) -> list[str]:
         """Return the providers that can be selected, in order; [] if no priority is set."""
         entries = ir.policy_for(self.wrapped).priority
-        asked = [entry for entry in entries if entry.origin != ALWAYS_LAST]
-        return self._complete(asked) if asked else []
+        chosen = [entry for entry in entries if entry.origin != ALWAYS_LAST]
+        return self._complete(chosen) if chosen else []
 
     def set_priority(self, priority: Sequence[str]) -> AbstractContextManager[None]:
         """Prefer these providers inside a ``with`` block, before those of enclosing blocks.
@@ -276,14 +248,14 @@ class IrOp:
 
     def _complete(self, entries: Sequence[PriorityEntry]) -> list[str]:
         """Return the reachable providers: up to the first that supports all arguments."""
-        found: list[str] = []
+        providers: list[str] = []
         for entry in entries:
             impl = self.wrapped.impls[entry.provider]
             if impl.supported or entry.strict:
-                found.append(str(entry))
+                providers.append(str(entry))
             if impl.supported and impl.supports_all_args:
-                return found
-        return [*found, NATIVE]
+                return providers
+        return [*providers, NATIVE]
 
     def _warn_if_unset(self) -> None:
         if not self.get_priority():
@@ -303,11 +275,6 @@ class IrOp:
     def register_input_generator(self, fn: Callable[..., tuple[Any, ...]]) -> Any:
         """Register a function that makes arguments for tests."""
         return self.wrapped.register_input_generator(fn)
-
-    @property
-    def has_input_generator(self) -> bool:
-        """Whether an input generator is registered."""
-        return self.wrapped.has_input_generator
 
     def generate_inputs(self, **kwargs: Any) -> tuple[Any, ...]:
         """Make arguments; raise RuntimeError without a generator."""
@@ -333,30 +300,11 @@ class IrOpImpl:
     def __repr__(self) -> str:
         return f"IrOpImpl({self.op.name!r}, {self.provider!r})"
 
-    @property
-    def provider(self) -> str:
-        """The provider of the kernel."""
-        return self.wrapped.provider
-
-    @property
-    def impl_fn(self) -> Callable[..., Any]:
-        """The registered function."""
-        return self.wrapped.impl_fn
-
-    @property
-    def supported(self) -> bool:
-        """Whether it can run on this system."""
-        return self.wrapped.supported
-
-    @property
-    def inplace(self) -> bool:
-        """Whether it may write into the op's activations."""
-        return self.wrapped.inplace
-
-    @property
-    def supports_all_args(self) -> bool:
-        """Whether there is no predicate."""
-        return self.wrapped.supports_all_args
+    provider = _delegated("provider", "The provider of the kernel.")
+    impl_fn = _delegated("impl_fn", "The registered function.")
+    supported = _delegated("supported", "Whether it can run on this system.")
+    inplace = _delegated("inplace", "Whether it may write into the op's activations.")
+    supports_all_args = _delegated("supports_all_args", "Whether there is no predicate.")
 
     def supports_args(self, *args: Any, **kwargs: Any) -> bool:
         """Whether the predicate accepts these arguments."""
@@ -433,6 +381,33 @@ def _registration_stack(site: Site) -> list[str]:
     return traceback.format_list([traceback.FrameSummary(site.file, site.line, "<registration>")])
 
 
+def _check_signature(op: IrOp, predicate: Callable[..., bool]) -> None:
+    """Raise PredicateSignatureError unless *predicate* has all parameters of the op, as in vLLM."""
+    if problem := _signature_problem(predicate, op.native_fn):
+        raise errors.PredicateSignatureError(f"{op.name}: supports_args{problem}.")
+
+
+def _signature_problem(predicate: Callable[..., bool], native: Function) -> str:
+    if not callable(predicate):
+        return f" must be a callable, not {predicate!r}"
+    parameters = list(signature(predicate).parameters.values())
+    expected = list(signature(native).parameters.values())
+    if any(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters):
+        return " must not have keyword-only parameters"
+    if len(parameters) != len(expected):
+        return (
+            f": the number of parameters is {len(parameters)}; it must take all parameters of the "
+            f"op, {[parameter.name for parameter in expected]}"
+        )
+    for parameter, other in zip(parameters, expected, strict=True):
+        name, default = parameter.name, parameter.default
+        if name != other.name:
+            return f": {name!r} does not match native parameter {other.name!r}"
+        if default is not parameter.empty and (default,) != (other.default,):
+            return f": {name}={default!r} does not match native default {other.default!r}"
+    return ""
+
+
 def _must_copy(op: ir.IrOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a donating call must not write to its activations (gradients, shared memory)."""
     values = op.bind(*args, **kwargs)
@@ -441,11 +416,11 @@ def _must_copy(op: ir.IrOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 def wrapper_of(op: ir.IrOp) -> IrOp:
     """Return the unique ``IrOp`` that wraps opweave's *op*."""
-    found = vars(op).get("vllm_api")
-    if found is None:
-        found = IrOp.__new__(IrOp)
-        found._wrap(op)
-    return found
+    wrapper: IrOp | None = vars(op).get("vllm_api")
+    if wrapper is None:
+        wrapper = IrOp.__new__(IrOp)
+        wrapper._wrap(op)
+    return wrapper
 
 
 @overload

@@ -39,7 +39,7 @@ class MoEActivation(Enum):
     def without_mul(self) -> MoEActivation:
         """Return the activation without a gate, or this one if opweave does not have it."""
         name = self.value + _NO_MUL
-        return next((each for each in MoEActivation if each.value == name), self)
+        return next((activation for activation in MoEActivation if activation.value == name), self)
 
     @classmethod
     def from_str(cls, s: str) -> MoEActivation:
@@ -62,7 +62,8 @@ def apply_moe_activation(
     Raises:
         ValueError: the activation does not have one of the constants.
     """
-    given = {name: constants.pop(name, None) for name in ("alpha", "beta", "limit")}
-    if constants:
-        raise ValueError(f"unknown constants {sorted(constants)}; accepted: {', '.join(given)}")
-    return output.copy_(bound_activation(activation.value, **given)(input))
+    names = ("alpha", "beta", "limit")
+    if unknown := constants.keys() - names:
+        raise ValueError(f"unknown constants {sorted(unknown)}; accepted: {', '.join(names)}")
+    values = {name: constants.get(name) for name in names}
+    return output.copy_(bound_activation(activation.value, **values)(input))

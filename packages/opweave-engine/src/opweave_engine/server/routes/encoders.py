@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings``."""
+"""Requests to encoders: ``/v1/embeddings``, ``/v1/rerank`` and ``/v1/score``."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ import asyncio
 import base64
 import math
 import struct
+import time
 import uuid
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
 from opweave_engine import EmbeddingOutput, PoolingParams, PromptError
+from opweave_engine.prompts import as_pairs
 from opweave_engine.server.disconnect import cancelled
 from opweave_engine.server.errors import ApiError
-from opweave_engine.server.prompts import Prompt, Reading, read_prompts, render
-from opweave_engine.server.protocol.embeddings import (
-    Embedding,
-    EmbeddingBody,
-    EmbeddingRequest,
-    EmbeddingResponse,
-    EmbeddingUsage,
-)
+from opweave_engine.server.prompts import Prompt, Reading, read_pairs, read_prompts, render
+from opweave_engine.server.protocol import encoders as protocol
 from opweave_engine.server.state import Server, ServerCall, ServerState
 from opweave_engine.server.streaming import ERRORS, json_response
 
@@ -85,7 +81,7 @@ def check_finite(outputs: Sequence[EmbeddingOutput], *, code: str) -> None:
         )
 
 
-# The route.
+# ``POST /v1/embeddings``.
 
 
 _MAX_INPUTS = 2048  # as in OpenAI's API
@@ -93,10 +89,10 @@ _MAX_INPUTS = 2048  # as in OpenAI's API
 router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 
 
-@router.post("/v1/embeddings", response_model=EmbeddingResponse)
-async def embeddings(body: EmbeddingBody, request: Request, server: Server) -> Response:
+@router.post("/v1/embeddings", response_model=protocol.EmbeddingResponse)
+async def embeddings(body: protocol.EmbeddingBody, request: Request, server: Server) -> Response:
     """Embed texts or a conversation."""
-    is_text = isinstance(body, EmbeddingRequest)
+    is_text = isinstance(body, protocol.EmbeddingRequest)
     call = server.accept(body, request, "input" if is_text else "messages")
     params, special = body.params(), body.add_special_tokens
     reading = Reading(
@@ -104,7 +100,7 @@ async def embeddings(body: EmbeddingBody, request: Request, server: Server) -> R
         body.kept_tokens(server.engine.max_model_len),
         body.truncation_side or "right",
     )
-    if isinstance(body, EmbeddingRequest):
+    if isinstance(body, protocol.EmbeddingRequest):
         texts = body.input
         if isinstance(texts, list) and len(texts) > _MAX_INPUTS and not isinstance(texts[0], int):
             raise ApiError(
@@ -121,23 +117,95 @@ async def embeddings(body: EmbeddingBody, request: Request, server: Server) -> R
     _check_dimensions(body.dimensions, outputs)
     check_finite(outputs, code="non_finite_embedding")
     data = [
-        Embedding(index=index, embedding=_encoded(output.embedding, body.encoding_format))
+        protocol.Embedding(index=index, embedding=_encoded(output.embedding, body.encoding_format))
         for index, output in enumerate(outputs)
     ]
-    usage = EmbeddingUsage.of(outputs)
-    return json_response(EmbeddingResponse(model=server.model_names[0], data=data, usage=usage))
+    usage = protocol.EmbeddingUsage.of(outputs)
+    return json_response(
+        protocol.EmbeddingResponse(model=server.model_names[0], data=data, usage=usage)
+    )
 
 
-def _check_dimensions(wanted: int | None, outputs: list[EmbeddingOutput]) -> None:
+def _check_dimensions(dimensions: int | None, outputs: list[EmbeddingOutput]) -> None:
     size = len(outputs[0].embedding)
-    if wanted not in (None, size):
+    if dimensions not in (None, size):
         raise ApiError(
-            f"dimensions={wanted} is not possible: the model's vectors have {size} numbers.",
+            f"{dimensions=} is not possible: the model's vectors have {size} numbers.",
             param="dimensions",
         )
 
 
-def _encoded(vector: list[float], form: str | None) -> list[float] | str:
-    if form != "base64":
+def _encoded(vector: list[float], encoding: str | None) -> list[float] | str:
+    if encoding != "base64":
         return vector
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")
+
+
+# ``POST /v1/rerank`` and ``POST /v1/score``, with and without the version in the path.
+
+
+scoring_router = APIRouter(responses=ERRORS, tags=["Scoring"])
+
+
+@scoring_router.post("/rerank", response_model=protocol.RerankResponse)
+@scoring_router.post("/v1/rerank", response_model=protocol.RerankResponse)
+async def rerank(body: protocol.RerankRequest, request: Request, server: Server) -> Response:
+    """Sort documents by their score for a query, with a cross-encoder."""
+    call = server.accept(body, request, "documents")
+    texts = body.texts()
+    outputs = await _outputs(body, [(body.query, text) for text in texts], call)
+    documents = [protocol.RankedText(text=text) for text in texts]
+    results = [
+        protocol.RerankResult(
+            index=index,
+            document=None if body.return_documents is False else document,
+            relevance_score=output.embedding[0],
+        )
+        for index, (document, output) in enumerate(zip(documents, outputs, strict=True))
+    ]
+    results.sort(key=lambda result: -result.relevance_score)
+    response = protocol.RerankResponse(
+        id=f"rerank-{uuid.uuid4().hex}",
+        model=server.model_names[0],
+        results=results[: body.top_n or None],
+        usage=protocol.EmbeddingUsage.of(outputs),
+    )
+    return json_response(response, exclude_none=True)
+
+
+@scoring_router.post("/score", response_model=protocol.ScoreResponse)
+@scoring_router.post("/v1/score", response_model=protocol.ScoreResponse)
+async def score(body: protocol.ScoreRequest, request: Request, server: Server) -> Response:
+    """Score pairs of texts, with a cross-encoder."""
+    call = server.accept(body, request, "text_2")
+    try:
+        pairs = as_pairs(body.text_1, body.text_2)
+    except PromptError as error:
+        raise ApiError(str(error), param="text_2") from error
+    outputs = await _outputs(body, pairs, call)
+    data = [
+        protocol.Score(index=index, score=out.embedding[0]) for index, out in enumerate(outputs)
+    ]
+    response = protocol.ScoreResponse(
+        id=f"score-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=server.model_names[0],
+        data=data,
+        usage=protocol.EmbeddingUsage.of(outputs),
+    )
+    return json_response(response)
+
+
+async def _outputs(
+    body: protocol.EncoderFields, pairs: list[tuple[str, str]], call: ServerCall
+) -> list[EmbeddingOutput]:
+    """Return the output of each pair; its vector is the score."""
+    keep = body.kept_tokens(call.server.engine.max_model_len)
+    reading = Reading(True, keep, body.truncation_side or "right")
+    at_once = embeddings_at_once(len(pairs), call.server)
+    prompts, params = await call.unless_gone(
+        read_pairs(pairs, call, reading=reading, at_once=at_once)
+    )
+    outputs = await call.unless_gone(embed(prompts, call, params))
+    check_finite(outputs, code="non_finite_score")
+    return outputs
