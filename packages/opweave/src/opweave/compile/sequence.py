@@ -125,7 +125,7 @@ aten = torch.ops.aten
 Size = int | SymInt
 
 # The position of the ``dim`` argument.
-ALONG = {
+ALONG: dict[Any, int] = {
     aten._log_softmax.default: 1,
     aten._softmax.default: 1,
     aten.all.dim: 1,
@@ -144,7 +144,7 @@ ALONG = {
     aten.var.correction: 1,
     aten.var_mean.correction: 1,
 }
-PARTS = {
+PARTS: dict[Any, int] = {
     aten.cat.default: 1,
     aten.select.int: 1,
     aten.slice.Tensor: 1,
@@ -155,12 +155,7 @@ PARTS = {
     aten.unbind.int: 1,
 }
 # Operators that take the sizes of their result.
-RESHAPES = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.expand.default,
-}
+RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
 # Pointwise operators that torch does not tag as pointwise.
 POINTWISE = {
     aten._to_copy.default,
@@ -183,16 +178,23 @@ def row_operands(node: Node, tokens: Size, tracer: Tracer) -> set[Node] | None:
     Returns:
         The operands, or None if *node* is not row-wise. All rows of every other operand are needed.
     """
-    results, known = tensors_of(node), all(map(has_fake, node.all_input_nodes))
-    if not results or not known or not all(_has_rows(result, tokens) for result in results):
+    results = tensors_of(node)
+    if not results or not all(_has_rows(result, tokens) for result in results):
+        return None
+    if not all(map(has_fake, node.all_input_nodes)):
         return None
     if node.target is operator.getitem:
         return set(node.all_input_nodes)
     call = ir_call(node)
     if call is not None:
-        return _of_op(call, tokens, tracer)
-    rule = _rule(node)
-    return rule(node, tokens) if rule else None
+        rows = _rows_of_arguments(call, tokens)
+        rowwise = ROWWISE in call.op.impls[NATIVE].traits
+        if rows is None or rowwise or _is_rowwise_inside(call, rows, tokens, tracer):
+            return rows
+        return None
+    if node.target in _KEEPS_ROWS:
+        return _all_rows(node, tokens) if _KEEPS_ROWS[node.target](node) else None
+    return _pointwise(node, tokens) if _is_pointwise(node) else None
 
 
 def keeps_rows(node: Node) -> bool:
@@ -200,7 +202,7 @@ def keeps_rows(node: Node) -> bool:
     call = ir_call(node)
     if call is not None:
         return ROWWISE in call.op.impls[NATIVE].traits
-    return node.target is operator.getitem or _rule(node) is not None
+    return node.target is operator.getitem or node.target in _KEEPS_ROWS or _is_pointwise(node)
 
 
 def is_view(node: Node) -> bool:
@@ -213,38 +215,36 @@ def known_equal(a: Size, b: Size) -> bool:
     return a is b or bool(statically_known_true(a == b))
 
 
-def _along(node: Node, tokens: Size) -> set[Node] | None:
-    position = ALONG[node.target] if node.target in ALONG else PARTS[node.target]  # type: ignore[index]
-    dims = operands(node)[position]
+def _along(node: Node) -> bool:
+    dims = operands(node)[{**ALONG, **PARTS}[node.target]]
     dims = [dims] if isinstance(dims, int) else list(dims or ())
-    if not dims or any(dim in (0, -_tensors(node)[0].ndim) for dim in dims):
-        return None
-    return _all_rows(node, tokens)
+    return bool(dims) and not any(dim in (0, -_tensors(node)[0].ndim) for dim in dims)
 
 
-def _unsqueeze(node: Node, tokens: Size) -> set[Node] | None:
-    return None if node.args[1] in (0, -fake_of(node).ndim) else _all_rows(node, tokens)
+def _unsqueeze(node: Node) -> bool:
+    return node.args[1] not in (0, -fake_of(node).ndim)
 
 
-def _permutation(node: Node, tokens: Size) -> set[Node] | None:
-    dims: Any = node.args[1] if node.target is aten.permute.default else node.args[1:]
-    count = fake_of(node).ndim
-    moved = [dim % count for dim in dims]
-    stays = moved[0] == 0 if node.target is aten.permute.default else 0 not in moved
-    return _all_rows(node, tokens) if stays else None
+def _permute(node: Node) -> bool:
+    dims: Any = node.args[1]
+    return dims[0] in (0, -len(dims))
 
 
-def _padding(node: Node, tokens: Size) -> set[Node] | None:
+def _transpose(node: Node) -> bool:
+    return not {0, -fake_of(node).ndim}.intersection(node.args[1:])
+
+
+def _padding(node: Node) -> bool:
     amounts: Any = node.args[1]
-    return _all_rows(node, tokens) if len(amounts) < 2 * fake_of(node).ndim else None
+    ndim: int = fake_of(node).ndim
+    return len(amounts) < 2 * ndim
 
 
-def _reshape(node: Node, tokens: Size) -> set[Node] | None:
-    result, given = fake_of(node), _tensors(node)[0]
-    if node.target is aten.expand.default and given.ndim != result.ndim:
-        return None
-    known = all(isinstance(size, int) for size in result.shape[1:])
-    return _all_rows(node, tokens) if known else None
+def _reshape(node: Node) -> bool:
+    result = fake_of(node)
+    if node.target is aten.expand.default and _tensors(node)[0].ndim != result.ndim:
+        return False
+    return all(isinstance(size, int) for size in result.shape[1:])
 
 
 def _pointwise(node: Node, tokens: Size) -> set[Node] | None:
@@ -263,13 +263,6 @@ def _pointwise(node: Node, tokens: Size) -> set[Node] | None:
 def _all_rows(node: Node, tokens: Size) -> set[Node] | None:
     nodes = {n for n in node.all_input_nodes if isinstance(fake_of(n), Tensor)}
     return nodes if all(_has_rows(fake_of(n), tokens) for n in nodes) else None
-
-
-def _of_op(call: IrCall, tokens: Size, tracer: Tracer) -> set[Node] | None:
-    rows = _rows_of_arguments(call, tokens)
-    if rows is None or ROWWISE in call.op.impls[NATIVE].traits:
-        return rows
-    return rows if _is_rowwise_inside(call, rows, tokens, tracer) else None
 
 
 def _rows_of_arguments(call: IrCall, tokens: Size) -> set[Node] | None:
@@ -298,12 +291,12 @@ def _is_rowwise_inside(call: IrCall, rows: set[Node], tokens: Size, tracer: Trac
     trace = tracer.trace(call.op.impls[NATIVE], call.fakes)
     if trace.failure or trace.mutates:
         return False
-    given = iter(arguments(call))
+    operands_of_call = iter(arguments(call))
     inside: set[Node] = set()
     for node in trace.info.nodes:
         sharded = inside.intersection(node.all_input_nodes)
         if node.op == "placeholder":
-            inside |= {node} if next(given) in rows else set()
+            inside |= {node} if next(operands_of_call) in rows else set()
         elif node.op == "output":
             return sharded == set(node.all_input_nodes)
         elif sharded:
@@ -314,21 +307,20 @@ def _is_rowwise_inside(call: IrCall, rows: set[Node], tokens: Size, tracer: Trac
     return False
 
 
-def _rule(node: Node) -> Callable[[Node, Size], set[Node] | None] | None:
-    if node.op != "call_function" or not isinstance(node.target, compat.OpOverload):
-        return None
-    tags = node.target.tags
-    if node.target in _RULES:
-        return _RULES[node.target]
-    if torch.Tag.nondeterministic_seeded in tags or compat.is_mutable(node.target):
-        return None
-    return _pointwise if node.target in POINTWISE or torch.Tag.pointwise in tags else None
+def _is_pointwise(node: Node) -> bool:
+    target = node.target
+    if not isinstance(target, compat.OpOverload) or compat.is_mutable(target):
+        return False
+    is_pointwise = target in POINTWISE or torch.Tag.pointwise in target.tags
+    return is_pointwise and not compat.draws_random_numbers(target)
 
 
-_RULES: dict[object, Callable[[Node, Size], set[Node] | None]] = {
+# Whether an operator keeps dimension 0; the operators in POINTWISE always do.
+_KEEPS_ROWS: dict[object, Callable[[Node], bool]] = {
     **dict.fromkeys([*ALONG, *PARTS], _along),
     **dict.fromkeys(RESHAPES, _reshape),
-    **dict.fromkeys([aten.permute.default, aten.transpose.int], _permutation),
+    aten.permute.default: _permute,
+    aten.transpose.int: _transpose,
     aten.constant_pad_nd.default: _padding,
     aten.unsqueeze.default: _unsqueeze,
 }
@@ -445,7 +437,7 @@ class Sharding:
 
     def regions(self) -> list[Region]:
         """Return the connected sets of sharded nodes."""
-        found, left = [], dict(self.shards)
+        connected, left = [], dict(self.shards)
         while left:
             nodes = self._connected(next(iter(left)))
             for node in nodes:
@@ -454,8 +446,8 @@ class Sharding:
             sources = [node for node in nodes if node not in self.rows]
             others = [node for node in nodes if node in self.rows]
             gathered = [node for node in nodes if self.whole_users(node)]
-            found.append(Region(self.shards[nodes[0]], sources, others, gathered))
-        return found
+            connected.append(Region(self.shards[nodes[0]], sources, others, gathered))
+        return connected
 
     def whole_users(self, node: Node) -> list[Node]:
         """Return the users that need all rows of *node*."""
@@ -485,10 +477,10 @@ class Sharding:
 
     def _spread(self, node: Node) -> Shard | None:
         """Return the shard of *node*, from those of its operands."""
-        found = {self.shards[n] for n in node.all_input_nodes if n in self.shards}
-        if len(found) != 1 or node in self._summed or node.op != "call_function":
+        shards_of_operands = {self.shards[n] for n in node.all_input_nodes if n in self.shards}
+        if len(shards_of_operands) != 1 or node in self._summed or node.op != "call_function":
             return None
-        (shard,) = found
+        (shard,) = shards_of_operands
         rows = row_operands(node, shard.tokens, self._tracer)
         if rows is None or _is_used_as_tuple(node):
             return None
@@ -553,16 +545,16 @@ class Sharding:
         return flow
 
     def _connected(self, start: Node) -> list[Node]:
-        found, waiting = {start: None}, [start]
+        nodes, waiting = {start: None}, [start]
         while waiting:
             node = waiting.pop()
             before = self.rows.get(node, set())
             for other in [*before, *node.users]:
                 linked = other in before or node in self.rows.get(other, set())
-                if linked and other in self.shards and other not in found:
-                    found[other] = None
+                if linked and other in self.shards and other not in nodes:
+                    nodes[other] = None
                     waiting.append(other)
-        return list(found)
+        return list(nodes)
 
 
 def _is_used_as_tuple(node: Node) -> bool:
@@ -572,13 +564,13 @@ def _is_used_as_tuple(node: Node) -> bool:
 
 def _summed(info: GraphInfo) -> set[Node]:
     """Return the nodes that lead to a collective through row-wise nodes only."""
-    found: set[Node] = set()
+    summed: set[Node] = set()
     for node in reversed(info.nodes):
         for user in node.users:
             into = collective(user) not in ("", WAIT)
-            if into or (user in found and (keeps_rows(user) or collective(user) == WAIT)):
-                found.add(node)
-    return found
+            if into or (user in summed and (keeps_rows(user) or collective(user) == WAIT)):
+                summed.add(node)
+    return summed
 
 
 def _has_tokens(value: Tensor) -> bool:
