@@ -30,9 +30,9 @@ from opweave.cli.output import (
     write_json,
 )
 from opweave.cli.record import shown_time
-from opweave.conformance import Result, Subject, certificate, subjects, summary, verify
-from opweave.conformance.checks import select_checks
+from opweave.conformance import CHECKS, Result, Subject, certificate, subjects, summary, verify
 from opweave.conformance.find import with_inputs
+from opweave.conformance.subject import select
 from opweave.conformance.subprocess import Verifier, VerifyTask
 from opweave.ir.priority import NATIVE
 from opweave.ir.rules import ROUNDS_LESS
@@ -111,7 +111,7 @@ def verify_command(
         raise CliError("--json and --certificate - cannot both go to standard output.")
     if not timeout > 0:
         raise CliError(f"--timeout {timeout:g} should be a positive number of seconds.")
-    select_checks(check or ())
+    select(CHECKS, check or ())
     import_modules(import_)
     with redirect_stdout(sys.stderr):  # stdout is for results only
         apply_plugins(plugin)
