@@ -115,14 +115,14 @@ def call_arguments(op: IrOp, values: Sequence[Any]) -> tuple[tuple[Any, ...], di
 
     AOTAutograd normalizes calls in the same way, and Inductor expects it.
     """
-    pairs = list(zip(op.schema.params, values, strict=True))
+    pairs = zip(op.schema.params, values, strict=True)
     changed = [not p.has_default or isinstance(v, Node) or v != p.default for p, v in pairs]
     args, kwargs = op.schema.split(values)
-    positional = [c for (p, _), c in zip(pairs, changed, strict=True) if not p.keyword_only]
-    while positional and not positional[-1]:
-        positional.pop()
-    named = {p.name for (p, _), c in zip(pairs, changed, strict=True) if c}
-    return args[: len(positional)], {k: v for k, v in kwargs.items() if k in named}
+    count = max(
+        (i for i, is_changed in enumerate(changed[: len(args)], 1) if is_changed), default=0
+    )
+    named = {name for name, is_changed in zip(op.schema.names, changed, strict=True) if is_changed}
+    return args[:count], {name: value for name, value in kwargs.items() if name in named}
 
 
 def ir_calls(graph: Graph) -> list[IrCall]:

@@ -114,14 +114,11 @@ class MatchReport:
 
 def alike(matches: Iterable[MatchReport]) -> list[list[MatchReport]]:
     """Return the matches, grouped by outcome, op and the reason of a rejection."""
-    return _grouped(
-        sorted(matches, key=lambda match: match.outcome == "rejected"),
-        lambda match: (
-            match.outcome,
-            match.op,
-            match.reason if match.outcome == "rejected" else "",
-        ),
-    )
+
+    def key(match: MatchReport) -> tuple[str, ...]:
+        return match.outcome, match.op, match.reason if match.outcome == "rejected" else ""
+
+    return _grouped(sorted(matches, key=lambda match: match.outcome == "rejected"), key)
 
 
 def _grouped(items: Iterable[_Item], key: Callable[[_Item], Any]) -> list[list[_Item]]:

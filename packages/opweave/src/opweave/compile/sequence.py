@@ -124,47 +124,28 @@ fingerprint.contribute(_groups)
 aten = torch.ops.aten
 Size = int | SymInt
 
-# The position of the ``dim`` argument.
-ALONG: dict[Any, int] = {
-    aten._log_softmax.default: 1,
-    aten._softmax.default: 1,
-    aten.all.dim: 1,
-    aten.amax.default: 1,
-    aten.amin.default: 1,
-    aten.any.dim: 1,
-    aten.argmax.default: 1,
-    aten.argmin.default: 1,
-    aten.cumsum.default: 1,
-    aten.logsumexp.default: 1,
-    aten.mean.dim: 1,
-    aten.sort.default: 1,
-    aten.std.correction: 1,
-    aten.sum.dim_IntList: 1,
-    aten.topk.default: 2,
-    aten.var.correction: 1,
-    aten.var_mean.correction: 1,
-}
-PARTS: dict[Any, int] = {
-    aten.cat.default: 1,
-    aten.select.int: 1,
-    aten.slice.Tensor: 1,
-    aten.split.Tensor: 2,
-    aten.split_with_sizes.default: 2,
-    aten.squeeze.dim: 1,
-    aten.squeeze.dims: 1,
-    aten.unbind.int: 1,
-}
+# Operators that work along the dimensions in their argument ``dim``.
+_REDUCTIONS = {
+    aten._log_softmax.default, aten._softmax.default, aten.all.dim, aten.amax.default,
+    aten.amin.default, aten.any.dim, aten.argmax.default, aten.argmin.default,
+    aten.cumsum.default, aten.logsumexp.default, aten.mean.dim, aten.sort.default,
+    aten.std.correction, aten.sum.dim_IntList, aten.topk.default, aten.var.correction,
+    aten.var_mean.correction,
+}  # fmt: skip
+# Operators that select, split or join parts of tensors along their argument ``dim``.
+_PARTS = {
+    aten.cat.default, aten.select.int, aten.slice.Tensor, aten.split.Tensor,
+    aten.split_with_sizes.default, aten.squeeze.dim, aten.squeeze.dims, aten.unbind.int,
+}  # fmt: skip
 # Operators that take the sizes of their result.
-RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
+_RESHAPES = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default,
+}  # fmt: skip
 # Pointwise operators that torch does not tag as pointwise.
-POINTWISE = {
-    aten._to_copy.default,
-    aten.alias.default,
-    aten.copy.default,
-    aten.full_like.default,
-    aten.ones_like.default,
-    aten.zeros_like.default,
-}
+_POINTWISE = {
+    aten._to_copy.default, aten.alias.default, aten.copy.default, aten.full_like.default,
+    aten.ones_like.default, aten.zeros_like.default,
+}  # fmt: skip
 
 
 def row_operands(node: Node, tokens: Size, tracer: Tracer) -> set[Node] | None:
@@ -216,7 +197,8 @@ def known_equal(a: Size, b: Size) -> bool:
 
 
 def _along(node: Node) -> bool:
-    dims = operands(node)[{**ALONG, **PARTS}[node.target]]
+    names = [a.name for a in cast("compat.OpOverload", node.target)._schema.arguments]
+    dims = operands(node)[names.index("dim")]
     dims = [dims] if isinstance(dims, int) else list(dims or ())
     return bool(dims) and not any(dim in (0, -_tensors(node)[0].ndim) for dim in dims)
 
@@ -311,20 +293,20 @@ def _is_pointwise(node: Node) -> bool:
     target = node.target
     if not isinstance(target, compat.OpOverload) or compat.is_mutable(target):
         return False
-    is_pointwise = target in POINTWISE or torch.Tag.pointwise in target.tags
+    is_pointwise = target in _POINTWISE or torch.Tag.pointwise in target.tags
     return is_pointwise and not compat.draws_random_numbers(target)
 
 
-# Whether an operator keeps dimension 0; the operators in POINTWISE always do.
+# Whether an operator keeps dimension 0; pointwise operators always do.
 _KEEPS_ROWS: dict[object, Callable[[Node], bool]] = {
-    **dict.fromkeys([*ALONG, *PARTS], _along),
-    **dict.fromkeys(RESHAPES, _reshape),
+    **dict.fromkeys(_REDUCTIONS | _PARTS, _along),
+    **dict.fromkeys(_RESHAPES, _reshape),
     aten.permute.default: _permute,
     aten.transpose.int: _transpose,
     aten.constant_pad_nd.default: _padding,
     aten.unsqueeze.default: _unsqueeze,
 }
-_VIEWS: set[object] = {*VIEWS, *PARTS, *RESHAPES, operator.getitem}
+_VIEWS: set[object] = {*VIEWS, *_PARTS, *_RESHAPES, operator.getitem}
 _VIEWS |= {aten.permute.default, aten.transpose.int, aten.copy.default}
 
 
@@ -360,17 +342,10 @@ MIN_ROWS = 3
 _PER_BYTE = 1 << 20  # price per byte; a collective costs 1, so fewer collectives break ties
 _REPLICATING = {"all_reduce", "all_gather", "broadcast"}
 _MADE_OF_INPUTS = {
-    aten.arange.default,
-    aten.arange.start_step,
-    aten.embedding.default,
-    aten.empty.memory_format,
-    aten.full.default,
-    aten.index.Tensor,
-    aten.index_select.default,
-    aten.ones.default,
-    aten.scalar_tensor.default,
-    aten.zeros.default,
-}
+    aten.arange.default, aten.arange.start_step, aten.embedding.default,
+    aten.empty.memory_format, aten.full.default, aten.index.Tensor, aten.index_select.default,
+    aten.ones.default, aten.scalar_tensor.default, aten.zeros.default,
+}  # fmt: skip
 _LOOKUPS = {"embedding"}  # IR ops
 
 
@@ -380,11 +355,6 @@ class Shard:
 
     group: Group
     tokens: Size
-
-    @property
-    def is_even(self) -> bool:
-        """Whether the number of rows is always a multiple of the number of ranks."""
-        return known_equal(self.tokens % self.group.size, 0)
 
 
 @dataclass
@@ -437,17 +407,20 @@ class Sharding:
 
     def regions(self) -> list[Region]:
         """Return the connected sets of sharded nodes."""
-        connected, left = [], dict(self.shards)
-        while left:
-            nodes = self._connected(next(iter(left)))
-            for node in nodes:
-                del left[node]
-            nodes.sort(key=self.order.__getitem__)
+        import networkx  # type: ignore[import-untyped]  # slow to import; a dependency of torch
+
+        graph = networkx.Graph()
+        graph.add_nodes_from(self.shards)
+        rows = [(node, operand) for node in self.shards for operand in self.rows.get(node, ())]
+        graph.add_edges_from(edge for edge in rows if edge[1] in self.shards)
+        regions = []
+        for component in networkx.connected_components(graph):
+            nodes = sorted(component, key=self.order.__getitem__)
             sources = [node for node in nodes if node not in self.rows]
             others = [node for node in nodes if node in self.rows]
             gathered = [node for node in nodes if self.whole_users(node)]
-            connected.append(Region(self.shards[nodes[0]], sources, others, gathered))
-        return connected
+            regions.append(Region(self.shards[nodes[0]], sources, others, gathered))
+        return regions
 
     def whole_users(self, node: Node) -> list[Node]:
         """Return the users that need all rows of *node*."""
@@ -515,7 +488,7 @@ class Sharding:
         On ties, as many nodes as possible stay sharded. Gathering right after the sources is always
         possible, and transfers as many bytes as ``all_reduce``.
         """
-        import networkx  # type: ignore[import-untyped]  # slow to import; a dependency of torch
+        import networkx
 
         flow = self._flow(networkx.DiGraph())
         _, (_, whole) = networkx.minimum_cut(flow, "sharded", "whole")  # "whole" is minimal
@@ -543,18 +516,6 @@ class Sharding:
                 flow.add_edge(after, user)
                 flow.add_edge(user, node)
         return flow
-
-    def _connected(self, start: Node) -> list[Node]:
-        nodes, waiting = {start: None}, [start]
-        while waiting:
-            node = waiting.pop()
-            before = self.rows.get(node, set())
-            for other in [*before, *node.users]:
-                linked = other in before or node in self.rows.get(other, set())
-                if linked and other in self.shards and other not in nodes:
-                    nodes[other] = None
-                    waiting.append(other)
-        return list(nodes)
 
 
 def _is_used_as_tuple(node: Node) -> bool:
@@ -659,7 +620,8 @@ class _Rewriter:
 
     def __init__(self, graph: Graph, region: Region, sharding: Sharding) -> None:
         self._graph, self._region, self._sharding = graph, region, sharding
-        self._group, self._is_even = region.shard.group, region.shard.is_even
+        self._group = region.shard.group
+        self._is_even = known_equal(region.shard.tokens % self._group.size, 0)
         self._mode = fake_of(region.sources[0]).fake_mode
         self._origin = region.sources[0].all_input_nodes[0]
         self._own: dict[Node, Node] = {}
@@ -711,7 +673,7 @@ class _Rewriter:
             for operand in node.all_input_nodes:
                 if operand in whole:
                     node.replace_input_with(operand, self._own_rows(operand))
-        if node.target in RESHAPES:
+        if node.target in _RESHAPES:
             if node.target is not aten.expand.default:
                 node.target = aten.reshape.default  # the shard may have other strides
             node.args = (node.args[0], [self._rows, *fake_of(node).shape[1:]])

@@ -117,16 +117,11 @@ def _dtype_options(subject: Subject) -> list[dict[str, Any]]:
 
 
 def _tokens(subject: Subject, dtype: Mapping[str, Any]) -> Iterator[Case]:
-    if "num_tokens" not in options_of(subject):
-        return
-    for count in TOKENS:
-        start = time.perf_counter()
+    *few, most = TOKENS
+    for count in few:
         yield from _existing(subject, {"num_tokens": count, **dtype})
-    for count in _MANY_TOKENS:
-        if time.perf_counter() - start > _SLOW_SECONDS:  # includes the use of the last case
-            return
-        start = time.perf_counter()
-        yield from _existing(subject, {"num_tokens": count, **dtype})
+    many = ({"num_tokens": count, **dtype} for count in (most, *_MANY_TOKENS))
+    yield from while_fast(case for options in many for case in _existing(subject, options))
 
 
 def _swept(subject: Subject, name: str) -> Iterator[Case]:
@@ -320,17 +315,17 @@ def replaced(case: Case, index: int, name: str, value: Any) -> Case:
 def others(param: Param, value: Any) -> list[Any]:
     """Return alternatives to the usual value."""
     kinds = set(typing.get_args(param.annotation) or (param.annotation,))
-    found: list[Any] = [None] if param.is_optional and value is not None else []
+    candidates: list[Any] = [None] if param.is_optional and value is not None else []
     if bool in kinds:
-        found += [True, False]
+        candidates += [True, False]
     elif float in kinds:
         # Large enough to show where epsilon is added.
-        found += [0.5, 0.1, 1.7] if value is None else [0.1 + 4 * value]
+        candidates += [0.5, 0.1, 1.7] if value is None else [0.1 + 4 * value]
     elif str in kinds:
-        found += _WORDS
+        candidates += _WORDS
     elif int in kinds and param.is_optional:
-        found += [1, 2, 7, 40]
-    return [other for other in found if other is None or other != value]
+        candidates += [1, 2, 7, 40]
+    return [other for other in candidates if other is None or other != value]
 
 
 # Finds the token dimension of each tensor, and selects tokens.
@@ -395,15 +390,15 @@ def tokens_of(subject: Subject, count: int | None = None, **options: Any) -> Tok
     cases = [generated(subject, num_tokens=n, **options) for n in counts]
     if any(case is None or case.refusal for case in cases):
         return None
-    first, second, *_ = made = [case for case in cases if case is not None]
-    asked = made[-1]
+    usable = [case for case in cases if case is not None]
+    first, second, last = usable[0], usable[1], usable[-1]
     if subject.op.name in _SEQUENCES:
-        return _SEQUENCES[subject.op.name](asked)
+        return _SEQUENCES[subject.op.name](last)
     arguments = tuple(map(_axis, first.values, second.values))
     outputs = tuple(map(_axis, first.native, second.native))
     if all(axis is None for axis in arguments) or all(axis is None for axis in outputs):
         return None
-    return Tokens(counts[-1], asked, arguments, outputs)
+    return Tokens(counts[-1], last, arguments, outputs)
 
 
 def _axis(a: Any, b: Any) -> Axis:
@@ -451,15 +446,15 @@ class Packed:
     def some(self, which: Sequence[int]) -> Values:
         """Return the arguments for some of the sequences, in this order."""
         named = self._named
-        made = dict(named)
+        parts = dict(named)
         for name, bounds in self.packed.items():
-            made[name] = taken(named[name], 0, _rows(named[bounds], which))
-        for bounds in set(self.packed.values()):
-            lengths = taken(named[bounds].diff(), 0, which)
-            made[bounds] = torch.cat((named[bounds][:1], lengths.cumsum(0))).to(named[bounds].dtype)
+            parts[name] = taken(named[name], 0, _rows(named[bounds], which))
+        for name in set(self.packed.values()):
+            lengths = taken(named[name].diff(), 0, which)
+            parts[name] = torch.cat((named[name][:1], lengths.cumsum(0))).to(named[name].dtype)
         for name in self.listed:
-            made[name] = taken(named[name], 0, which)
-        return tuple(made.values())
+            parts[name] = taken(named[name], 0, which)
+        return tuple(parts.values())
 
     def of(self, outputs: Outputs, which: Sequence[int]) -> Outputs:
         """Return the part of *outputs* that belongs to some of the sequences."""

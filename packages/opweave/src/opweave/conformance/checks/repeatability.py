@@ -222,15 +222,15 @@ def _invariant(subject: Subject) -> Findings:
     if _is_exact(subject):
         yield None  # the check of the values compares the bits
         return
-    found = False
+    has_batches = False
     for tokens in _batches(subject):
-        found = True
+        has_batches = True
         try:
-            with require(BATCH_INVARIANT):  # what a composite calls must be, too
+            with require(BATCH_INVARIANT):  # also for the ops that a composite calls
                 yield from _in_other_batches(subject, tokens)
         except Exception as error:
             yield f"{raised(error)}: {tokens.case}"
-    if not found and inputs.accepts_any(subject):
+    if not has_batches and inputs.accepts_any(subject):
         yield (
             f"claims {BATCH_INVARIANT}, and no batch shows it: its input generator needs "
             "num_tokens, or the op an entry in opweave.conformance.inputs"
@@ -401,10 +401,8 @@ def _replayed(subject: Subject, modules: list[str], cases: list[Case]) -> list[A
         raise RuntimeError(f"a process without the verifier ended with {code}") from None
     finally:
         process.kill()
-        process.wait(1.0)
-        process.connection.close()
-    results: list[Any] = torch.load(io.BytesIO(answer), weights_only=False)
-    return results
+        process.close()
+    return list(torch.load(io.BytesIO(answer), weights_only=False))
 
 
 UNOBSERVED = Check(

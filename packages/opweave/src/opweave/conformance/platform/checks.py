@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -300,22 +300,21 @@ _MATRIX_SIZE = 32  # a multiple of the tile sizes of matrix units
 def _check_capabilities(subject: PlatformSubject) -> Findings:
     platform = subject.platform
     for dtype in platform.supported_dtypes:
-        yield _false_claim(
-            f"{dtype} is in supported_dtypes", partial(_matmul, dtype=dtype), platform
-        )
+        claim = f"{dtype} is in supported_dtypes, but"
+        yield _prefixed_problem(claim, partial(_matmul, platform, dtype))
     for name, test in _CAPABILITY_CHECKS.items():
         if getattr(platform.capabilities, name):
-            yield _false_claim(f"the capability {name} is claimed", test, platform)
+            claim = f"the capability {name} is claimed, but"
+            yield _prefixed_problem(claim, partial(test, platform))
 
 
-def _false_claim(
-    claim: str, test: Callable[[Platform], str | None], platform: Platform
-) -> str | None:
+def _prefixed_problem(prefix: str, test: Callable[[], str | None]) -> str | None:
+    """Return the problem that *test* returns or raises after *prefix*, or None."""
     try:
-        problem = test(platform)
+        problem = test()
     except Exception as error:
         problem = raised(error)
-    return f"{claim}, but {problem}" if problem else None
+    return f"{prefix} {problem}" if problem else None
 
 
 def _matmul(platform: Platform, dtype: torch.dtype) -> str | None:
@@ -464,51 +463,43 @@ def _check_references(subject: PlatformSubject) -> Findings:
     for member in _CLASSES:
         arguments = _arguments(platform, member)
         name = getattr(platform, member)(*arguments)
-        problems = iter(()) if name is None else _class_problem(name, platform, member, *arguments)
-        yield _reference_problem(member, problems)
+        if name is not None:
+            test = partial(_class_problem, name, platform, member, *arguments)
+            yield _prefixed_problem(f"{member}:", test)
     backend = platform.get_compile_backend(config)
-    yield _reference_problem("get_compile_backend", _backend_problem(backend))
+    yield _prefixed_problem("get_compile_backend:", partial(_backend_problem, backend))
     for name in platform.extra_passes(config):
-        yield _reference_problem("extra_passes", _pass_problem(name))
+        yield _prefixed_problem("extra_passes:", partial(_pass_problem, name))
 
 
-def _reference_problem(member: str, problems: Iterator[str]) -> str | None:
-    try:
-        problem = next(problems, None)
-    except Exception as error:
-        problem = raised(error)
-    return f"{member}: {problem}" if problem else None
-
-
-def _class_problem(name: str, platform: Platform, member: str, *arguments: Any) -> Iterator[str]:
-    """Yield why *name* is not a class that can replace the one of the engine."""
+def _class_problem(name: str, platform: Platform, member: str, *arguments: Any) -> str | None:
+    """Return why *name* is not a class that can replace the one of the engine, or None."""
     part = resolve_obj_by_qualname(name)
     if not isinstance(part, type):
-        yield f"{name!r} is {part!r}, not a class"
-        return
+        return f"{name!r} is {part!r}, not a class"
     default = resolve_obj_by_qualname(_OWN_PART)(platform, member, *arguments)
     methods = [method for method, _ in inspect.getmembers(default, callable) if method[0] != "_"]
     missing = [method for method in methods if not callable(getattr(part, method, None))]
-    if missing and not issubclass(part, default):
-        default_name = f"{default.__module__}.{default.__qualname__}"
-        yield f"{name!r} has no {', '.join(missing)}, as {default_name!r} has"
+    if not missing or issubclass(part, default):
+        return None
+    default_name = f"{default.__module__}.{default.__qualname__}"
+    return f"{name!r} has no {', '.join(missing)}, as {default_name!r} has"
 
 
-def _backend_problem(name: str) -> Iterator[str]:
+def _backend_problem(name: str) -> str | None:
     backend = resolve_obj_by_qualname(name) if ":" in name else torch_compat.lookup_backend(name)
-    if not callable(backend):
-        yield f"{name!r} is {backend!r}, which is not a function"
+    return None if callable(backend) else f"{name!r} is {backend!r}, which is not a function"
 
 
-def _pass_problem(name: str) -> Iterator[str]:
+def _pass_problem(name: str) -> str | None:
     function = resolve_obj_by_qualname(name)
     if not callable(function):
-        yield f"{name!r} is {function!r}, which is not a function"
-        return
+        return f"{name!r} is {function!r}, which is not a function"
     try:
         inspect.signature(function).bind("graph", "context")
     except TypeError as error:
-        yield f"{name!r} cannot be called with a graph and a context: {error}"
+        return f"{name!r} cannot be called with a graph and a context: {error}"
+    return None
 
 
 REFERENCES = PlatformCheck(

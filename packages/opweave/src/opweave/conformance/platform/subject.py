@@ -11,11 +11,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from opweave.config.child_process import inherited_environment
-from opweave.conformance.subject import (
-    Check,
-    UnknownPlatformError,
-    raised,
-)
+from opweave.conformance.subject import Check, UnknownPlatformError, raised
 from opweave.ir.errors import OpweaveError, did_you_mean
 from opweave.platforms import Platform, resolution
 from opweave.platforms.builtin import BUILTIN
