@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from opweave.config import EngineConfig
-from opweave.config.child_process import DaemonThreads
 from opweave_engine import ChatTemplate, SamplingParams
+from opweave_engine.daemon_threads import DaemonThreads
 from opweave_engine.prompts import IOProcessor
 from opweave_engine.server import ServerConfig
 from server.conftest import Running, Start

@@ -30,7 +30,8 @@ def prepare(registry: Registry) -> None:
     with hook(owner, "import_kernels"):
         platform.import_kernels()
     use_plain_check(native.plain_check())
-    _warn_of_refused_isa(native.status().reason_missing)
+    if os.environ.get("OPWEAVE_ISA") and (reason := native.status().reason_missing) is not None:
+        warnings.warn(f"the C++ kernels are not used: {reason}.", SettingWarning, stacklevel=2)
     apply_environment_and_file(registry)
     with hook(owner, "get_default_ir_op_priority"):
         registry.settings.set_priorities(
@@ -42,8 +43,3 @@ def prepare(registry: Registry) -> None:
         from opweave.tuning.tuning_file import apply_tuning_file
 
         apply_tuning_file(registry, *tuned)
-
-
-def _warn_of_refused_isa(reason: str | None) -> None:
-    if os.environ.get("OPWEAVE_ISA") and reason is not None:
-        warnings.warn(f"the C++ kernels are not used: {reason}.", SettingWarning, stacklevel=2)

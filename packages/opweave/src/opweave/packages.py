@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 # The version of opweave, for packages that ``opweave`` itself imports.
@@ -33,5 +34,13 @@ def is_installed(package: str) -> bool:
 
 def folders_of(package: str) -> list[Path]:
     """Return the folders of *package*, a name without dots; none if it is not installed."""
-    found = importlib.util.find_spec(package) if is_installed(package) else None
-    return [Path(each) for each in (found.submodule_search_locations or ())] if found else []
+    spec = importlib.util.find_spec(package) if is_installed(package) else None
+    return [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None if it is missing."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -21,8 +21,7 @@ from opweave.plugins.entry import (
     PluginWarning,
     ReservedPluginNameError,
 )
-from opweave.plugins.loader import Loader
-from opweave.plugins.platform import PlatformCandidate, choose
+from opweave.plugins.loader import Loader, PlatformCandidate, choose
 from opweave.plugins.plugin import State
 
 from .conftest import Install

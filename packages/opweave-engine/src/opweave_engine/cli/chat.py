@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -171,7 +172,7 @@ class _Chat:
                 if is_interrupted():
                     break
         if self._as_json and newest is not None:
-            print_json_line(_to_json(newest))
+            print_text(json.dumps(_to_json(newest), ensure_ascii=False))
         elif not self._as_json:
             print_text("")
         sys.stdout.flush()

@@ -16,9 +16,9 @@ from typing import Annotated, Any, TypeVar, cast
 from cyclopts import Parameter
 from fastapi import Depends, Request
 
-from opweave.config.child_process import DaemonThreads
 from opweave.config.values import api_key_fault
 from opweave_engine import ChatTemplate, EngineClient
+from opweave_engine.daemon_threads import DaemonThreads
 from opweave_engine.prompts import IOProcessor
 from opweave_engine.server.disconnect import ClientGoneError, cancelled, disconnected
 from opweave_engine.server.errors import HANG_UP, RETRY, ApiError, ServerConfigError

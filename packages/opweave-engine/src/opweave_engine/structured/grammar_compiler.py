@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from opweave.config.child_process import ChildWorker, DaemonThreads, ending
+from opweave.config.child_process import ChildWorker, ending
+from opweave_engine.daemon_threads import DaemonThreads
 from opweave_engine.errors import (
     EngineDeadError,
     EngineError,

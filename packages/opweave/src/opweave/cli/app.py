@@ -43,7 +43,7 @@ COMMANDS = {
     "verify": "opweave.cli.verify:verify_command",
     "record": "opweave.cli.record:record",
     "replay": "opweave.cli.record:replay",
-    "tune": "opweave.cli.tune:tune",
+    "tune": "opweave.cli.record:tune",
 }
 for _name, _place in COMMANDS.items():
     app.command(_place, name=_name)

@@ -23,6 +23,7 @@ from opweave.cli.output import (
     CliError,
     PlainTable,
     check_writable,
+    facts,
     out,
     print_json,
     progress_bar,
@@ -86,7 +87,9 @@ def bench_op(
     from opweave.ir import current_registry
     from opweave.tuning import Effort
 
-    _check_plot(plot)
+    check_writable("--plot", plot)
+    if plot is not None and not plot.endswith(".svg"):
+        raise CliError(f"--plot {plot!r} should end in .svg, the only format of charts.")
     import_modules(import_)
     options.apply()
     chosen = current_registry().op(op.replace("-", "_"))
@@ -98,13 +101,8 @@ def bench_op(
         out.print(_table(results, limit))
     if plot is not None:
         write("--plot", plot, _chart(chosen, results))
-    return 1 if any(m.status == "failed" for *_, found in results for m in found) else 0
-
-
-def _check_plot(plot: str | None) -> None:
-    check_writable("--plot", plot)
-    if plot is not None and not plot.endswith(".svg"):
-        raise CliError(f"--plot {plot!r} should end in .svg, the only format of charts.")
+    measurements = [m for *_, of_case in results for m in of_case]
+    return 1 if any(m.status == "failed" for m in measurements) else 0
 
 
 def _cases(
@@ -156,8 +154,10 @@ def _table(results: Results, limit: float) -> Table:
     table = PlainTable("tokens", "provider", "µs", "GB/s", "of limit", "error", "call")
     for column in (0, 2, 3, 4, 5):
         table.columns[column].justify = "right"
-    for sized, default, found in results:
-        for m in sorted(found, key=lambda m: m.time.microseconds if m.time else float("inf")):
+    for sized, default, measurements in results:
+        for m in sorted(
+            measurements, key=lambda m: m.time.microseconds if m.time else float("inf")
+        ):
             speed = m.bytes_per_second
             name = f"{m.provider} (default)" if m.provider == default else m.provider
             reason = f"[red]{m.status}[/]: {escape(m.reason)}"
@@ -176,8 +176,6 @@ def _call(sized: Sized) -> str:
 
 
 def _as_data(op: IrOp, results: Results, limit: float) -> dict[str, Any]:
-    from opweave.cli.output import facts
-
     rows = [
         {
             "tokens": sized.tokens, "call": _call(sized), "provider": m.provider,
@@ -186,19 +184,18 @@ def _as_data(op: IrOp, results: Results, limit: float) -> dict[str, Any]:
             "gb_per_second": speed / 1e9 if (speed := m.bytes_per_second) else None,
             "limit_share": speed / limit if speed else None,
         }
-        for sized, default, found in results
-        for m in found
+        for sized, default, measurements in results
+        for m in measurements
     ]  # fmt: skip
     return {"op": op.name, "machine": facts(), "copy_gb_per_second": limit / 1e9, "rows": rows}
 
 
 def _chart(op: IrOp, results: Results) -> str:
-    from opweave.cli.output import facts
     from opweave.tuning.plot import draw
 
     lines: dict[str, list[tuple[int, float]]] = {}
-    for sized, _, found in results:
-        for m in found:
+    for sized, _, measurements in results:
+        for m in measurements:
             if m.time is not None:
                 lines.setdefault(m.provider, []).append((sized.tokens, m.time.microseconds))
     here = facts()

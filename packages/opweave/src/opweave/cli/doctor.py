@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from typing import Any
 
 from rich.markup import escape
@@ -22,9 +22,10 @@ from opweave.ir import current_registry
 from opweave.ir.errors import OpweaveError, SettingWarning
 from opweave.ir.explain import owner_in_force
 from opweave.native import NativeBuildError, toolchain
+from opweave.packages import installed_version
 from opweave.platforms import Platform, Resolution, resolution
 from opweave.platforms.base import members
-from opweave.platforms.resolution import pass_references
+from opweave.platforms.resolution import PassReference, pass_references
 from opweave.plugins import (
     PluginRecord,
     PluginWarning,
@@ -116,14 +117,6 @@ def _required(package: str) -> Iterator[str]:
             yield name[0]
 
 
-def installed_version(package: str) -> str | None:
-    """Return the version of an installed package, or None if it is missing."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 # The data that ``opweave doctor`` shows. A part that fails does not hide the others.
 
 
@@ -151,7 +144,7 @@ class Diagnostics:
         self._step(environment.check_declared)
         self._check_native()
         self.tools = tools()
-        self.problems += [each.problem for each in self.tools if each.required and not each.found]
+        self.problems += [tool.problem for tool in self.tools if tool.required and not tool.found]
         self.problems += environment.unknown_variables()
 
     def report(self) -> dict[str, Any]:
@@ -159,13 +152,16 @@ class Diagnostics:
         platform = self._platform()
         plugins = self._plugins()  # after the platform's hooks, which may fail
         facts = {
-            "versions": {"python": python_platform.python_version(), **_versions()},
+            "versions": {
+                "python": python_platform.python_version(),
+                **{package: installed_version(package) for package in _PACKAGES},
+            },
             "platform": platform,
             "plugins": plugins,
             "overrides": self._overrides(plugins),
             "plugin_settings": _settings(),
             "native": asdict(native.status()),
-            "tools": [asdict(each) for each in self.tools],
+            "tools": [asdict(tool) for tool in self.tools],
             "config_file": _config_file(),
             "environment": environment.in_use(),
         }
@@ -228,11 +224,13 @@ class Diagnostics:
         return [{**asdict(record), "state": str(record.state)} for record in records]
 
     def _overrides(self, plugins: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        registered = [(what, _owner(plugin)) for plugin in plugins for what in plugin["registered"]]
+        labels = [(label, _owner(plugin)) for plugin in plugins for label in plugin["registered"]]
         if self.found is not None and self.found.owner is not None:
+            passes: list[PassReference] = []
+            self._step(lambda: passes.extend(pass_references(platforms.current_platform)))
+            names = [f"compiler pass {p.qualname}" for p in passes if p.owner == self.found.owner]
             owner = asdict(self.found.owner)
-            passes = [f"compiler pass {each.qualname}" for each in self._passes()]
-            registered += [(what, owner) for what in passes if (what, owner) not in registered]
+            labels += [(name, owner) for name in names if (name, owner) not in labels]
         return [
             {
                 "kind": kind,
@@ -240,14 +238,9 @@ class Diagnostics:
                 "owner": owner,
                 "replaced_by": _replacing(kind, name, owner),
             }
-            for what, owner in registered
-            for kind, _, name in [what.rpartition(" ")]
+            for label, owner in labels
+            for kind, _, name in [label.rpartition(" ")]
         ]
-
-    def _passes(self) -> list[Any]:
-        found: list[Any] = []
-        self._step(lambda: found.extend(pass_references(platforms.current_platform)))
-        return [each for each in found if self.found and each.owner == self.found.owner]
 
 
 def _replacing(kind: str, name: str, owner: dict[str, str]) -> dict[str, str] | None:
@@ -263,8 +256,8 @@ def _replacing(kind: str, name: str, owner: dict[str, str]) -> dict[str, str] | 
 
 def _settings() -> list[dict[str, Any]]:
     return [
-        {**each._asdict(), "owner": None if each.owner is None else asdict(each.owner)}
-        for each in plugin_settings()
+        {**setting._asdict(), "owner": None if setting.owner is None else asdict(setting.owner)}
+        for setting in plugin_settings()
     ]
 
 
@@ -294,10 +287,6 @@ def _owner(plugin: dict[str, Any]) -> dict[str, str]:
         "distribution": plugin["distribution"],
         "version": plugin["version"],
     }
-
-
-def _versions() -> dict[str, str | None]:
-    return {package: installed_version(package) for package in _PACKAGES}
 
 
 def _config_file() -> str | None:
@@ -363,7 +352,7 @@ def _print(report: dict[str, Any]) -> None:
     _print_plugins(report["plugins"], report["overrides"])
     _print_settings(report["plugin_settings"])
     _print_values("native kernels", _native(report["native"]))
-    _print_values("tools", {each["name"]: _tool(each) for each in report["tools"]})
+    _print_values("tools", {tool["name"]: _tool(tool) for tool in report["tools"]})
     _print_values("environment", report["environment"])
     out.print(f"[bold]config file[/]\n  {escape(_show(report['config_file']))}")
     if report["problems"]:
@@ -404,25 +393,20 @@ def _print_platform(platform: dict[str, Any] | None) -> None:
     capabilities = platform.pop("capabilities", {})
     facts = platform.pop("facts", {})
     candidates = [
-        f"{each['name']} ({each['score']}{', ' if each['why'] else ''}{each['why']})"
-        for each in platform.pop("candidates")
+        f"{claim['name']} ({claim['score']}{', ' if claim['why'] else ''}{claim['why']})"
+        for claim in platform.pop("candidates")
     ]
-    asked = _last_frame(platform.pop("first_asked_by"))
+    frames = [part.partition("\n")[0] for part in platform.pop("first_asked_by").split("File ")]
     shown = {
         **platform,
         "owner": owner_text(platform["owner"]),
         "candidates": candidates,
         "capabilities": [name for name, has in capabilities.items() if has],
-        "first asked by": asked,
+        # The innermost frame that is in a file.
+        "first asked by": next((f for f in reversed(frames) if not f.startswith('"<')), "-"),
         **facts,
     }
     _print_values("platform", shown)
-
-
-def _last_frame(trace: str) -> str:
-    """Return the innermost frame of a stack trace that is in a file."""
-    frames = [part.partition("\n")[0] for part in trace.split("File ")]
-    return next((frame for frame in reversed(frames) if not frame.startswith('"<')), "-")
 
 
 def _print_plugins(plugins: list[dict[str, Any]], overrides: list[dict[str, Any]]) -> None:
@@ -431,11 +415,11 @@ def _print_plugins(plugins: list[dict[str, Any]], overrides: list[dict[str, Any]
     if overrides:
         out.print("[bold]registered by plugins[/]")
         table = PlainTable("kind", "name", "owner", "")
-        for each in overrides:
-            by = each["replaced_by"]
+        for row in overrides:
+            by = row["replaced_by"]
             replaced = f"replaced by {owner_text(by)}" if by else ""
             table.add_row(
-                *map(escape, (each["kind"], each["name"], owner_text(each["owner"]))),
+                *map(escape, (row["kind"], row["name"], owner_text(row["owner"]))),
                 f"[yellow]{escape(replaced)}[/]",
             )
         out.print(table)
@@ -446,9 +430,10 @@ def _print_settings(settings: list[dict[str, Any]]) -> None:
         return
     out.print("[bold]settings of plugins[/]")
     table = PlainTable("name", "type", "default", "given", "meaning", "owner")
-    for each in settings:
-        shown = [each["name"], each["kind"], _show(each["default"]), _show(each["given"])]
-        cells = [*shown, each["help"], owner_text(each["owner"])]
+    for setting in settings:
+        values = [_show(setting["default"]), _show(setting["given"])]
+        owner = owner_text(setting["owner"])
+        cells = [setting["name"], setting["kind"], *values, setting["help"], owner]
         table.add_row(*map(escape, cells))
     out.print(table)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,18 +17,13 @@ from torch import Tensor
 
 from opweave import ir
 from opweave.cli.companions import model_runner
-from opweave.cli.options import (
-    Flag,
-    ImportOption,
-    RunOptions,
-    check_utf8,
-    import_modules,
-)
+from opweave.cli.options import Flag, ImportOption, RunOptions, check_utf8, import_modules
 from opweave.cli.output import (
     STDOUT,
     CliError,
     PlainTable,
     check_writable,
+    facts,
     out,
     progress_bar,
     write,
@@ -57,12 +51,9 @@ def selection_table(record: ir.Record) -> Table:
     """Return a table with a row per distinct selection."""
     table = PlainTable("op", "ran", "calls", "because of", "the others")
     for explanation, calls in record.outcomes():
-        others = [
-            f"{verdict.provider}: {verdict.reason}"
-            for verdict in explanation.verdicts
-            if verdict.outcome != "chosen"
-        ]
-        chosen = next(v for v in explanation.verdicts if v.outcome == "chosen")
+        verdicts = explanation.verdicts
+        chosen = next(v for v in verdicts if v.outcome == "chosen")
+        others = [f"{v.provider}: {v.reason}" for v in verdicts if v.outcome != "chosen"]
         table.add_row(
             explanation.op,
             f"[green]{escape(chosen.provider)}[/]",
@@ -120,12 +111,9 @@ def _print_calls(report: Report) -> None:
 def _what_became(node: NodeReport) -> list[str]:
     lines = [f"fused from {', '.join(node.fused_from)}"] if node.fused_from else []
     for reuse in node.reuse:
-        lines.append(
-            f"{reuse.verb} {reuse.activation}" + (f": {reuse.reason}" if reuse.reason else "")
-        )
-    if node.stage.startswith("kept"):
-        lines.append(node.stage)
-    return lines
+        reason = f": {reuse.reason}" if reuse.reason else ""
+        lines.append(f"{reuse.verb} {reuse.activation}{reason}")
+    return [*lines, node.stage] if node.stage.startswith("kept") else lines
 
 
 def _print_matches(kind: str, formed: str, matches: Sequence[MatchReport]) -> None:
@@ -238,36 +226,23 @@ class Profile:
             )
 
 
-@contextmanager
-def profiled() -> Iterator[Profile]:
-    """Record the calls made inside the block."""
-    found = Profile()
-    with entered(Scope(current_scope(), recorder=found.add)):
-        yield found
-
-
 def timing_table(timings: list[Timing]) -> Table:
     """Return a table, sorted by total time, slowest first."""
     table = PlainTable("op", "ran", "shapes", "calls", "µs", "total µs", "GB/s", "of limit")
     for column in table.columns[3:]:
         column.justify = "right"
-    for each in sorted(timings, key=lambda t: -t.microseconds * t.calls):
+    for t in sorted(timings, key=lambda t: -t.microseconds * t.calls):
         table.add_row(
-            each.op,
-            f"[green]{each.provider}[/]",
-            each.shapes.replace("[", r"\["),
-            str(each.calls),
-            f"{each.microseconds:.1f}",
-            f"{each.microseconds * each.calls:.0f}",
-            "-" if each.gb_per_second is None else f"{each.gb_per_second:.1f}",
-            "-" if each.limit_share is None else f"{each.limit_share:.0%}",
+            t.op,
+            f"[green]{t.provider}[/]",
+            t.shapes.replace("[", r"\["),
+            str(t.calls),
+            f"{t.microseconds:.1f}",
+            f"{t.microseconds * t.calls:.0f}",
+            "-" if t.gb_per_second is None else f"{t.gb_per_second:.1f}",
+            "-" if t.limit_share is None else f"{t.limit_share:.0%}",
         )
     return table
-
-
-def as_data(timings: list[Timing]) -> list[dict[str, Any]]:
-    """Return the timings as plain data."""
-    return [asdict(each) for each in timings]
 
 
 def _copied(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -341,7 +316,6 @@ def _check(html: str | None, json: str | None, *, compiles: bool, profiles: bool
 
 
 def _eager(model: Path, prompt: str, dtype: str, json: str | None, *, profiles: bool) -> None:
-
     runner = model_runner("explain")
     with progress_bar("loading") as loading:
         generate = runner.generator(model, dtype=dtype, progress=loading)
@@ -350,7 +324,9 @@ def _eager(model: Path, prompt: str, dtype: str, json: str | None, *, profiles: 
         generate(prompt, 2, running)
     timings: list[Timing] = []
     if profiles:
-        with profiled() as profile, progress_bar("running") as running:
+        profile = Profile()
+        recording = entered(Scope(current_scope(), recorder=profile.add))
+        with recording, progress_bar("running") as running:
             generate(prompt, 2, running)
         with progress_bar("timing") as timing:
             timings = list(profile.timings(timing))
@@ -362,12 +338,11 @@ def _eager(model: Path, prompt: str, dtype: str, json: str | None, *, profiles: 
     if json is not None:
         data = {"model": str(model), "selections": selections(record)}
         if profiles:
-            data["timings"] = as_data(timings)
+            data["timings"] = [asdict(timing) for timing in timings]
         write_json("--json", json, data)
 
 
 def _compiled(model: Path, prompt: str, dtype: str, json: str | None, html: str | None) -> None:
-    from opweave.cli.output import facts
     from opweave.compile.html import render
 
     runner = model_runner("explain")
@@ -386,9 +361,12 @@ def _compiled(model: Path, prompt: str, dtype: str, json: str | None, html: str 
         title = f"{model.resolve().name}, {str(weights).removeprefix('torch.')}"
         write("--html", html, render(reports, title, facts()))
     if json is not None:
-        found = [report.to_dict() for report in reports]
-        data = {"model": str(model), "seconds": seconds, "reports": found}
-        data["inside_opaque_calls"] = selections(inside)
+        data = {
+            "model": str(model),
+            "seconds": seconds,
+            "reports": [report.to_dict() for report in reports],
+            "inside_opaque_calls": selections(inside),
+        }
         write_json("--json", json, data)
 
 
@@ -397,8 +375,6 @@ def _compile(model: torch.nn.Module, tokens: list[int]) -> tuple[list[Report], i
 
     Return the report of each graph, and the record of ops inside opaque calls such as attention.
     """
-    import torch
-
     from opweave.compile import CompiledGraph, backend, report
     from opweave.compile.compat import BackendCompilerFailed
     from opweave.config import current_compilation_config

@@ -9,12 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from opweave.cli.options import (
-    Flag,
-    ImportOption,
-    RunOptions,
-    import_modules,
-)
+from opweave.cli.options import Flag, ImportOption, RunOptions, import_modules
 from opweave.cli.output import CliError, ListTable, PlainTable, out, print_json
 from opweave.ir import IrOp, IrOpImpl, current_registry, policy_for
 from opweave.ir.errors import did_you_mean
@@ -36,40 +31,28 @@ def layers(name: str | None) -> list[dict[str, Any]]:
 
 
 def _describe(name: str, layer: type[nn.Module]) -> dict[str, Any]:
-    found = replacement(layer)
-    is_op = issubclass(layer, CustomOp)
+    actual = replacement(layer)
+    owner = owner_of(actual)
     return {
         "layer": name,
-        "kind": "CustomOp" if is_op else "PluggableLayer",
+        "kind": "CustomOp" if issubclass(layer, CustomOp) else "PluggableLayer",
         "class": full_name(layer),
         "summary": (inspect.getdoc(layer) or "").partition("\n")[0],
-        "enabled": found.enabled() if issubclass(found, CustomOp) else None,
-        "replacement": None if found is layer else full_name(found),
-        "plugin": _plugin(found),
+        "enabled": actual.enabled() if issubclass(actual, CustomOp) else None,
+        "replacement": None if actual is layer else full_name(actual),
+        "plugin": None if owner is None else str(owner),
     }
 
 
-def _plugin(layer: type[nn.Module]) -> str | None:
-    owner = owner_of(layer)
-    return None if owner is None else str(owner)
-
-
-def layer_overview(found: list[dict[str, Any]]) -> Table:
-    """Return a table with one line per layer."""
-    table = ListTable("layer", "kind", "enabled", "replaced by")
-    for layer in found:
-        row = (layer["layer"], layer["kind"], _ENABLED[layer["enabled"]], layer["replacement"])
-        table.add_row(*(escape(cell or "") for cell in row))
-    return table
-
-
-def layer_table(found: list[dict[str, Any]]) -> Table:
-    """Return a table of layers with the class of each."""
-    table = PlainTable("layer", "kind", "enabled", "class", "replaced by")
-    for layer in found:
-        enabled = _ENABLED[layer["enabled"]]
-        row = (layer["layer"], layer["kind"], enabled, layer["class"], layer["replacement"])
-        table.add_row(*(escape(cell or "") for cell in row))
+def _fill(table: Table, rows: list[dict[str, Any]]) -> Table:
+    """Add a row per layer to a table whose columns are keys of :func:`layers`, and return it."""
+    for layer in rows:
+        cells = {
+            **layer,
+            "enabled": _ENABLED[layer["enabled"]],
+            "replaced by": layer["replacement"],
+        }
+        table.add_row(*(escape(cells[str(column.header)] or "") for column in table.columns))
     return table
 
 
@@ -100,34 +83,31 @@ def ops(
     import_modules(import_)
     options.apply()
     name = None if op is None else op.replace("-", "_")
-    found, chosen = layers(name), _ops(name)
-    if name is not None and not found and not chosen:
-        known = {*current_registry().ops, *(layer["layer"] for layer in layers(None))}
-        raise CliError(f"No op or layer is called {name!r}. {did_you_mean(name, known)}")
+    layer_rows = layers(name)
+    chosen = [op for op in current_registry().ops.values() if name in (None, op.name)]
+    if name is not None and not layer_rows and not chosen:
+        names = {*current_registry().ops, *op_registry}
+        raise CliError(f"No op or layer is called {name!r}. {did_you_mean(name, names)}")
     if json:
-        print_json([*map(describe, chosen), *found])
+        print_json([*map(describe, chosen), *layer_rows])
         return
     if name is None:
         out.print(_overview(chosen))
         out.print()
-        out.print(layer_overview(found))
+        out.print(_fill(ListTable("layer", "kind", "enabled", "replaced by"), layer_rows))
         out.print("\n(provider): not available here. For details: opweave ops NAME")
         return
-    for each in chosen:
-        out.print(f"{each.name}{inspect.signature(each.native)}", markup=False)
-        out.print(f"declared at {each.site}\n", markup=False)
-        out.print(f"{inspect.getdoc(each.native) or ''}\n", markup=False)
-        out.print(_details(each))
-        for line in _tuned(each):
+    for ir_op in chosen:
+        out.print(f"{ir_op.name}{inspect.signature(ir_op.native)}", markup=False)
+        out.print(f"declared at {ir_op.site}\n", markup=False)
+        out.print(f"{inspect.getdoc(ir_op.native) or ''}\n", markup=False)
+        out.print(_details(ir_op))
+        for line in _tuned(ir_op):
             out.print(line, markup=False)
-    if chosen and found:
+    if chosen and layer_rows:
         out.print()
-    if found:
-        out.print(layer_table(found))
-
-
-def _ops(name: str | None) -> list[IrOp]:
-    return [op for op in current_registry().ops.values() if name in (None, op.name)]
+    if layer_rows:
+        out.print(_fill(PlainTable("layer", "kind", "enabled", "class", "replaced by"), layer_rows))
 
 
 def _overview(chosen: list[IrOp]) -> Table:

@@ -67,10 +67,10 @@ def by_key(kind: Any, tokens: Mapping[str, Any] | Sequence[Token]) -> dict[str, 
     """
     if not isinstance(tokens, Mapping):
         return read_object("JSON", tokens[0].value)
-    for key, given in tokens.items():
-        if isinstance(given, Mapping):
-            raise CliError(f"{key!r} takes one value, such as JSON, not nested keys: {[*given]}.")
-    return {key: given[0].value for key, given in tokens.items()}
+    for key, value in tokens.items():
+        if isinstance(value, Mapping):
+            raise CliError(f"{key!r} takes one value, such as JSON, not nested keys: {[*value]}.")
+    return {key: texts[0].value for key, texts in tokens.items()}
 
 
 # Validation of prompts from the command line.

@@ -34,14 +34,14 @@ class CliError(Exception):
 # The two consoles, and how a value is printed on them.
 
 
-_WIDE = 240  # for files and pipes, so that lines are not wrapped
-_NARROWEST = 20
+_FILE_COLUMNS = 240  # for files and pipes, so that lines are not wrapped
+_MIN_COLUMNS = 20
 
 
 def _check_width() -> None:
     """Ignore a COLUMNS value that is malformed or too small: rich would loop forever."""
     width = os.environ.get("COLUMNS", "")
-    if not (width.isascii() and width.isdecimal() and int(width) >= _NARROWEST):
+    if not (width.isascii() and width.isdecimal() and int(width) >= _MIN_COLUMNS):
         os.environ.pop("COLUMNS", None)
 
 
@@ -59,7 +59,7 @@ def _console(*, stderr: bool = False) -> Console:
     kind = Console if stderr else Results
     console = kind(stderr=stderr, highlight=False, soft_wrap=True, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _WIDE
+        console.width = _FILE_COLUMNS
     return console
 
 
@@ -105,11 +105,6 @@ def print_json(value: Any) -> None:
     print_text(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def print_json_line(value: Any) -> None:
-    """Write *value* to stdout as JSON in one line."""
-    print_text(json.dumps(value, ensure_ascii=False))
-
-
 def show_error(message: str) -> None:
     """Write *message* as one line to stderr."""
     line = " ".join(message.split())
@@ -130,8 +125,8 @@ def discard_output() -> None:
 # Tables that stay readable in a terminal of 80 columns.
 
 
-_GAP = 2  # between columns
-_LONGEST_WORD = 24  # longer words, such as paths, may be wrapped
+_GAP_CHARACTERS = 2  # between columns
+_MAX_UNWRAPPED_CHARACTERS = 24  # longer words, such as paths, may be wrapped
 
 
 class PlainTable(Table):
@@ -142,7 +137,9 @@ class PlainTable(Table):
     """
 
     def __init__(self, *columns: str, no_wrap: bool = False) -> None:
-        super().__init__(box=None, header_style="bold", padding=(0, _GAP, 0, 0), pad_edge=False)
+        super().__init__(
+            box=None, header_style="bold", padding=(0, _GAP_CHARACTERS, 0, 0), pad_edge=False
+        )
         for column in columns:
             width = self._least_width(column)
             self.add_column(column, overflow="fold", no_wrap=no_wrap, min_width=width)
@@ -155,7 +152,7 @@ class PlainTable(Table):
 
     def _least_width(self, cell: str) -> int:
         words = Text.from_markup(cell).plain.split()
-        return min(max(map(len, words), default=1), _LONGEST_WORD)
+        return min(max(map(len, words), default=1), _MAX_UNWRAPPED_CHARACTERS)
 
 
 class ListTable(PlainTable):
@@ -172,8 +169,8 @@ class ListTable(PlainTable):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         *whole, last = self.columns
-        taken = sum((column.min_width or 0) + _GAP for column in whole)
-        last.max_width = max(options.max_width - taken - _GAP, 1)
+        taken = sum((column.min_width or 0) + _GAP_CHARACTERS for column in whole)
+        last.max_width = max(options.max_width - taken - _GAP_CHARACTERS, 1)
         return super().__rich_console__(console, options)
 
 

@@ -1,8 +1,9 @@
-"""``opweave record`` and ``opweave replay``: the op calls of a model, without the model."""
+"""``opweave record``, ``replay`` and ``tune``: the op calls of a model, without the model."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,9 +16,11 @@ from opweave.cli.explain import PROMPT
 from opweave.cli.options import (
     Flag,
     ImportOption,
+    PluginOption,
     RoundsOption,
     SeedOption,
     SelectionOptions,
+    apply_plugins,
     check_utf8,
     import_modules,
 )
@@ -33,7 +36,7 @@ from opweave.cli.output import (
 from opweave.config.engine import LoadFormat
 
 if TYPE_CHECKING:
-    from opweave.tuning import Effort, Replay, Time, Trace
+    from opweave.tuning import Cell, Effort, Machine, Replay, Time, Trace, Tuned
 
 _OPTIONS = SelectionOptions()
 TokensOption = Annotated[list[int] | None, Parameter(negative=(), consume_multiple=True)]
@@ -122,7 +125,7 @@ def record_model(
     ids = runner.tokens(model, prompt)
     if not ids:
         raise CliError(f"--prompt {prompt!r} has no tokens; give a text.")
-    prompts = [_of_length(ids, length) for length in lengths or [len(ids)]]
+    prompts = [list(islice(cycle(ids), length)) for length in lengths or [len(ids)]]
     # The cache holds one such sequence only: tensors of a trace should not be larger than needed.
     longest = max(map(len, prompts)) + max_tokens
     with progress_bar("loading") as loading:
@@ -130,14 +133,10 @@ def record_model(
             model, dtype=dtype, load_format=load_format, max_length=longest, progress=loading
         )
     with record_calls(data=data) as recorder, progress_bar("recording") as running:
-        for done, each in enumerate(prompts):
+        for done, tokens in enumerate(prompts):
             running(done, len(prompts))
-            generate(each, max_tokens, None)
+            generate(tokens, max_tokens, None)
     return recorder.trace
-
-
-def _of_length(ids: list[int], length: int) -> list[int]:
-    return (ids * (length // len(ids) + 1))[:length]
 
 
 def replay(
@@ -173,16 +172,15 @@ def replay(
 
     import_modules(import_)
     options.apply()
-    found = Trace.load(trace)
-    replays = _replays(found, provider, op or [], Effort(rounds=rounds), seed)
+    replays = _replays(Trace.load(trace), provider, op or [], Effort(rounds=rounds), seed)
     if json:
-        print_json({"trace": str(trace), "replays": [_as_data(each) for each in replays]})
+        print_json({"trace": str(trace), "replays": list(map(_as_data, replays))})
     else:
         out.print(_table(replays))
-        for each in replays:
-            if each.status == "failed":
-                out.print(f"[bold red]✗[/] {escape(f'{each.call.op}: {each.reason}')}")
-    statuses = [each.status for each in replays]
+        for r in replays:
+            if r.status == "failed":
+                out.print(f"[bold red]✗[/] {escape(f'{r.call.op}: {r.reason}')}")
+    statuses = [r.status for r in replays]
     return 1 if "failed" in statuses or "passed" not in statuses else 0
 
 
@@ -199,11 +197,12 @@ def _replays(
         if name not in recorded:
             raise CliError(f"--op {name!r} is not in the trace. {did_you_mean(name, recorded)}")
     chosen = [call for call in trace.calls if not names or call.op in names]
-    known = {p for call in chosen for p in trace.op(call).impls}
-    if provider is not None and provider not in known:
+    providers = {p for call in chosen for p in trace.op(call).impls}
+    if provider is not None and provider not in providers:
         raise CliError(
             f"--provider {provider!r} has no implementation of an op in the trace. "
-            f"{did_you_mean(provider, known)} --import MODULE imports the module that registers it."
+            f"{did_you_mean(provider, providers)} --import MODULE imports the module that "
+            "registers it."
         )
     current_registry().check_settings()
     replays = []
@@ -214,13 +213,12 @@ def _replays(
     return replays
 
 
-def _as_data(each: Replay) -> dict[str, Any]:
+def _as_data(r: Replay) -> dict[str, Any]:
     return {
-        "op": each.call.op, "tokens": each.call.tokens, "calls": each.call.count,
-        "call": each.call.label, "provider": each.provider, "default": each.default,
-        "status": each.status, "reason": each.reason or None,
-        "time": asdict(each.time) if each.time else None,
-        "default_time": asdict(each.default_time) if each.default_time else None,
+        "op": r.call.op, "tokens": r.call.tokens, "calls": r.call.count, "call": r.call.label,
+        "provider": r.provider, "default": r.default, "status": r.status,
+        "reason": r.reason or None, "time": asdict(r.time) if r.time else None,
+        "default_time": asdict(r.default_time) if r.default_time else None,
     }  # fmt: skip
 
 
@@ -229,13 +227,12 @@ def _table(replays: list[Replay]) -> Table:
     for column in (1, 2, 5, 7):
         table.columns[column].justify = "right"
     marks = {"passed": "[green]passed[/]", "failed": "[bold red]failed[/]"}
-    for each in replays:
-        call = each.call
-        rejected = f"rejected: {escape(each.reason)}"
+    for r in replays:
+        call, rejected = r.call, f"rejected: {escape(r.reason)}"
         table.add_row(
-            call.op, str(call.tokens), str(call.count), escape(each.provider),
-            marks.get(each.status, rejected), shown_time(each.time), escape(each.default),
-            shown_time(each.default_time), escape(call.label),
+            call.op, str(call.tokens), str(call.count), escape(r.provider),
+            marks.get(r.status, rejected), shown_time(r.time), escape(r.default),
+            shown_time(r.default_time), escape(call.label),
         )  # fmt: skip
     return table
 
@@ -243,3 +240,160 @@ def _table(replays: list[Replay]) -> Table:
 def shown_time(time: Time | None) -> str:
     """Return a time in µs, with its noise."""
     return "-" if time is None else f"{time.microseconds:.1f} ±{time.noise:.0%}"
+
+
+# ``opweave tune``: measure which implementation is the fastest for the calls of a model.
+
+
+_TUNED_LENGTHS = [16, 128]  # of prompts, by default
+
+
+def tune(
+    source: Path | None = None,
+    /,
+    *,
+    output: Annotated[Path, Parameter(name=("--output", "-o"))],
+    merge: Annotated[list[Path] | None, Parameter(negative=(), consume_multiple=True)] = None,
+    budget: float | None = None,
+    dry_run: Flag = False,
+    tokens: TokensOption = None,
+    dtype: str = "auto",
+    load_format: LoadFormat = "auto",
+    timeout: float = 120.0,
+    seed: SeedOption = 0,
+    rounds: RoundsOption = 15,
+    plugin: PluginOption = None,
+    import_: ImportOption = None,
+    json: Flag = False,
+) -> None:
+    """Measure the implementations of every op that a model calls, and write a tuning file.
+
+    Results are checked against the definition first. Each implementation runs in a subprocess; one
+    that crashes is excluded. If the file exists, only missing measurements are made.
+
+    Parameters
+    ----------
+    source
+        A model directory, or a trace file of opweave record.
+    output
+        The tuning file.
+    merge
+        Merge these tuning files into the output instead of measuring; the last one wins.
+    budget
+        Start no new measurement after this many seconds; run the command again to continue.
+    dry_run
+        Show what would be measured.
+    tokens
+        Prompt lengths, for a model; 16 128 by default. Decode steps are always included.
+    dtype
+        The dtype of a model: auto (the checkpoint's), float32, bfloat16 or float16.
+    load_format
+        auto reads the weights of a model; dummy uses random weights.
+    timeout
+        Timeout in seconds for one step of an implementation, which then counts as crashed.
+    seed
+        Seed of the random tensors.
+    json
+        Print JSON.
+    """
+    check_writable("--output", str(output))
+    if merge:
+        if source is not None:
+            raise CliError(f"--merge combines tuning files. Leave out {str(source)!r}.")
+        _merge(merge, output)
+        return
+    if source is None:
+        raise CliError("Give a model directory or a trace file, or --merge FILE FILE.")
+    for name, value in (("--budget", budget), ("--timeout", timeout)):
+        if value is not None and not value > 0:
+            raise CliError(f"{name} {value:g} should be a positive number of seconds.")
+    from opweave.tuning import Effort, Machine, Task, Trace
+    from opweave.tuning import tune as measure
+
+    import_modules(import_)
+    apply_plugins(plugin)
+    machine = Machine.here()  # before an engine changes the number of threads
+    if source.is_dir():
+        lengths = tokens or _TUNED_LENGTHS
+        trace = record_model(source, PROMPT, lengths, 2, dtype=dtype, load_format=load_format)
+    elif tokens:
+        raise CliError("--tokens is for a model; a trace contains the sizes.")
+    else:
+        trace = Trace.load(source)
+    if dry_run:
+        _show_plan(trace, output, machine, json=json)
+        return
+    task = Task(tuple(import_ or ()), Effort(rounds=rounds), seed)
+    with progress_bar("measuring") as progress:
+        tuned = measure(
+            trace, output, task, machine=machine, budget=budget, timeout=timeout, progress=progress
+        )
+    if json:
+        cells = [cell.to_dict() for cell in tuned.cells]
+        print_json({"cells": cells, "left": tuned.left, "problems": tuned.problems})
+    else:
+        _show_tuned(tuned, output)
+
+
+def _merge(files: list[Path], output: Path) -> None:
+    from opweave.tuning import TuningFile
+    from opweave.tuning.tuning_file import merge
+
+    merged = merge(TuningFile.load(file) for file in files)
+    merged.save(output)
+    cells = sum(map(len, merged.machines.values()))
+    out.print(f"{cells} measurements of {len(merged.machines)} machines: {output}", markup=False)
+
+
+def _show_plan(trace: Trace, output: Path, machine: Machine, *, json: bool) -> None:
+    from opweave.tuning import TuningFile
+    from opweave.tuning.measure import cells_to_measure
+
+    file = TuningFile.load(output) if output.exists() else TuningFile()
+    done = file.machines.get(machine, {})
+    calls = cells_to_measure(trace, done)
+    plan = [(call, trace.op(call).supported_providers()) for call in calls]
+    if json:
+        print_json(
+            [
+                {"op": c.op, "tokens": c.tokens, "calls": c.count, "call": c.label, "providers": p}
+                for c, p in plan
+            ]
+        )
+        return
+    table = PlainTable("op", "tokens", "calls", "providers", "call")
+    for call, providers in plan:
+        names = escape(", ".join(providers))
+        table.add_row(call.op, str(call.tokens), str(call.count), names, escape(call.label))
+    out.print(table)
+    out.print(f"{len(plan)} to measure, {len(done)} in {output}", markup=False)
+
+
+def _show_tuned(tuned: Tuned, output: Path) -> None:
+    faster = [cell for cell in tuned.cells if cell.best != cell.default]
+    if faster:
+        table = PlainTable("op", "tokens", "best", "µs", "default", "µs", "call")
+        for cell in faster:
+            table.add_row(
+                cell.op, str(cell.tokens), escape(cell.best), shown_time(cell.time(cell.best)),
+                escape(cell.default), shown_time(cell.time(cell.default)), escape(cell.family),
+            )  # fmt: skip
+        out.print(table)
+    out.print(
+        f"{len(tuned.cells)} measured, the default is not the fastest in {len(faster)}: {output}",
+        markup=False,
+    )
+    for line in dict.fromkeys(line for cell in tuned.cells for line in _excluded(cell)):
+        out.print(f"[bold red]✗[/] {escape(line)}")
+    for call, reason in tuned.problems.items():
+        err.print(f"not measured: {call}: {reason}", markup=False)
+    if tuned.left:
+        out.print(f"{tuned.left} left when the budget ended. Run the command again to continue.")
+
+
+def _excluded(cell: Cell) -> list[str]:
+    return [
+        f"{cell.op}:{m.provider} {m.status} and is excluded: {m.reason}"
+        for m in cell.results
+        if m.status in ("failed", "crashed")
+    ]

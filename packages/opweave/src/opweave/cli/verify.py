@@ -30,9 +30,9 @@ from opweave.cli.output import (
     write_json,
 )
 from opweave.cli.record import shown_time
-from opweave.conformance import Result, Subject, certificate, subjects, summary, verify
-from opweave.conformance.checks import select_checks
+from opweave.conformance import CHECKS, Result, Subject, certificate, subjects, summary, verify
 from opweave.conformance.find import with_inputs
+from opweave.conformance.subject import select
 from opweave.conformance.subprocess import Verifier, VerifyTask
 from opweave.ir.priority import NATIVE
 from opweave.ir.rules import ROUNDS_LESS
@@ -111,13 +111,17 @@ def verify_command(
         raise CliError("--json and --certificate - cannot both go to standard output.")
     if not timeout > 0:
         raise CliError(f"--timeout {timeout:g} should be a positive number of seconds.")
-    select_checks(check or ())
+    select(CHECKS, check or ())
     import_modules(import_)
     with redirect_stdout(sys.stderr):  # stdout is for results only
         apply_plugins(plugin)
-        found = with_inputs(subjects(op or (), provider or (), platform), input_ or ())
+        selected = with_inputs(subjects(op or (), provider or (), platform), input_ or ())
         task = VerifyTask(tuple(import_ or ()), tuple(check or ()), seed)
-        results = _verify_here(found, task) if in_process else _verify(found, task, timeout)
+        if in_process:
+            results = [verify(subject, task.checks, seed=seed) for subject in _progress(selected)]
+        else:
+            with Verifier(task, timeout) as verifier:
+                results = list(map(verifier.verify, _progress(selected)))
         times = {} if in_process or no_timing else _measure(results, task.modules)
     issued = certificate(results, seed=seed)
     if json:
@@ -129,15 +133,6 @@ def verify_command(
         write_json("--certificate", certificate_, issued)
     counts = summary(results)
     return 1 if counts["failed"] or not counts["passed"] or _excluded(times) else 0
-
-
-def _verify(found: list[Subject], task: VerifyTask, timeout: float) -> list[Result]:
-    with Verifier(task, timeout) as verifier:
-        return [verifier.verify(subject) for subject in _shown(found)]
-
-
-def _verify_here(found: list[Subject], task: VerifyTask) -> list[Result]:
-    return [verify(subject, task.checks, seed=task.seed) for subject in _shown(found)]
 
 
 def _measure(results: list[Result], modules: tuple[str, ...]) -> Times:
@@ -155,10 +150,10 @@ def _measure(results: list[Result], modules: tuple[str, ...]) -> Times:
     ]
     times: Times = {}
     with TuningWorker(Task(modules, Effort(*_TIMING_EFFORT))) as worker:
-        for subject in _shown(subjects, "timing"):
-            found = worker.measure_subject(subject)
-            if not isinstance(found, str):
-                times[subject] = found[subject.provider], found[NATIVE]
+        for subject in _progress(subjects, "timing"):
+            measured = worker.measure_subject(subject)
+            if not isinstance(measured, str):
+                times[subject] = measured[subject.provider], measured[NATIVE]
     return times
 
 
@@ -174,17 +169,17 @@ def _as_data(times: Times, result: Result) -> dict[str, float | None]:
 def _excluded(times: Times) -> list[str]:
     """Return the implementations that are wrong on the larger arguments of the measurement."""
     return [
-        f"{subject} {own.status} with 256 tokens: {own.reason}"
-        for subject, (own, _) in times.items()
-        if own.status in ("failed", "crashed")
+        f"{subject} {m.status} with 256 tokens: {m.reason}"
+        for subject, (m, _) in times.items()
+        if m.status in ("failed", "crashed")
     ]
 
 
-def _shown(found: list[Subject], what: str = "verifying") -> Iterator[Subject]:
+def _progress(subjects: list[Subject], action: str = "verifying") -> Iterator[Subject]:
     """Yield each subject, and show it in the progress bar."""
-    with progress_bar(what) as progress:
-        for i, subject in enumerate(found):
-            progress(i, len(found), str(subject))
+    with progress_bar(action) as progress:
+        for i, subject in enumerate(subjects):
+            progress(i, len(subjects), str(subject))
             yield subject
 
 
@@ -201,8 +196,8 @@ def _print(results: list[Result], times: Times) -> None:
 def _print_findings(result: Result) -> None:
     """Print the first findings, one per check first: one mistake often causes many."""
     failed = [outcome for outcome in result.outcomes if outcome.problems]
-    rounds = zip_longest(*([(o.check, each) for each in o.problems] for o in failed))
-    findings = [finding for each in rounds for finding in each if finding is not None]
+    columns = ([(outcome.check, problem) for problem in outcome.problems] for outcome in failed)
+    findings = [finding for row in zip_longest(*columns) for finding in row if finding is not None]
     for check, problem in findings[:_MAX_FINDINGS]:
         out.print(f"[bold red]✗[/] {escape(f'{result.subject} {check}')}: {escape(problem)}")
     more = len(findings) - _MAX_FINDINGS

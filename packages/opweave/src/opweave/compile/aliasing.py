@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor
+from torch import SymFloat, SymInt, Tensor
 
 from opweave.compile import compat
 from opweave.ir import donation
@@ -28,10 +28,10 @@ def coincide(a: Tensor, b: Tensor) -> bool:
 def overlaps_another(inputs: Sequence[object], positions: Iterable[int]) -> bool:
     """Return whether a tensor at one of *positions* may share elements with another input."""
     return any(
-        other != position and isinstance(value, Tensor) and share_elements(given, value)
+        other != position and isinstance(value, Tensor) and share_elements(donated, value)
         for position in positions
-        for given in (inputs[position],)
-        if isinstance(given, Tensor)
+        for donated in (inputs[position],)
+        if isinstance(donated, Tensor)
         for other, value in enumerate(inputs)
     )
 
@@ -141,6 +141,9 @@ def nested_tensors(value: object) -> Iterable[Tensor]:
     return (leaf for leaf in compat.leaves(value) if isinstance(leaf, Tensor))
 
 
-def expression(size: int | SymInt) -> Any:
-    """Return a size, or its expression if it is dynamic."""
-    return size.node.expr if isinstance(size, SymInt) else size
+def expression(value: Any) -> Any:
+    """Return a symbolic number as its expression, and any other value unchanged.
+
+    Comparing symbolic numbers would add guards.
+    """
+    return value.node.expr if isinstance(value, (SymInt, SymFloat)) else value

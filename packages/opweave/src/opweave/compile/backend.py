@@ -84,10 +84,10 @@ class Precompiled(compat.SerializableCallable):
     def deserialize_compile_artifacts(cls, data: bytes) -> Precompiled:
         """Load the output of :func:`to_bytes`, and register the kernels that it calls by name."""
         current_registry().ensure_ready()
-        code, report, donated, settings = pickle.loads(data)
-        found = Report.from_json(report)
-        found.from_cache = True
-        return cls(compat.deserialize(code), found, donated, settings)
+        code, text, donated, settings = pickle.loads(data)
+        report = Report.from_json(text)
+        report.from_cache = True
+        return cls(compat.deserialize(code), report, donated, settings)
 
 
 def to_bytes(run: Runner, report: Report, donated: list[int], settings: str) -> bytes:
@@ -318,13 +318,12 @@ def report() -> Report:
     Raises:
         LookupError: opweave has not compiled a graph yet.
     """
-    found = _latest.last
-    if found is None:
+    if _latest.last is None:
         raise LookupError(
             "nothing was compiled by opweave yet. Call the compiled function once, with "
             "torch.compile(..., backend='opweave') or after opweave.compile.install()."
         )
-    return found
+    return _latest.last
 
 
 def reports() -> list[Report]:

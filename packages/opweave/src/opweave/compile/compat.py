@@ -205,8 +205,8 @@ def data_dependent(values: Sequence[object]) -> set[Any]:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     kinds = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-    found = (leaf for leaf in leaves(values) if isinstance(leaf, kinds))
-    return {symbol for leaf in found for symbol in free_unbacked_symbols(leaf)}
+    sized = (leaf for leaf in leaves(values) if isinstance(leaf, kinds))
+    return {symbol for leaf in sized for symbol in free_unbacked_symbols(leaf)}
 
 
 @contextmanager
@@ -221,13 +221,13 @@ def no_modes() -> Iterator[None]:
 
 def is_mutable(target: object) -> bool:
     """Return whether *target* is an operator that writes to an argument."""
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
 def draws_random_numbers(target: object) -> bool:
     """Return whether *target* is an operator whose results depend on a random generator."""
     tag = torch.Tag.nondeterministic_seeded
-    return isinstance(target, torch._ops.OpOverload) and tag in target.tags
+    return isinstance(target, OpOverload) and tag in target.tags
 
 
 def let_inductor_call(operator: torch._ops.OpOverload[..., Any]) -> None:
@@ -314,8 +314,8 @@ def serialize(compiled: Callable[..., Any]) -> bytes:
 
 def deserialize(data: bytes) -> Callable[..., Any]:
     """Load a function from the output of :func:`serialize`."""
-    found = BundledAOTAutogradSerializableCallable.deserialize_compile_artifacts(data)
-    return cast("Callable[..., Any]", found.compiled_fn)
+    bundled = BundledAOTAutogradSerializableCallable.deserialize_compile_artifacts(data)
+    return cast("Callable[..., Any]", bundled.compiled_fn)
 
 
 def replace_compile_fx(
@@ -345,9 +345,9 @@ def compile_aot(
         change(module)
 
         def run(inputs: list[Any]) -> Any:
-            given = list(inputs)
+            arguments = list(inputs)
             inputs.clear()  # lets the graph free inputs early, as the boxed convention demands
-            return module(*given)
+            return module(*arguments)
 
         cast("Any", run)._boxed_call = True
         return run
@@ -373,10 +373,10 @@ def configured_passes(name: str) -> list[Any]:
     """Return the custom passes in the Inductor option *name*."""
     from torch._inductor import config
 
-    found = getattr(config, name)
-    if found is None:
+    passes = getattr(config, name)
+    if passes is None:
         return []
-    return list(found) if isinstance(found, (list, tuple)) else [found]
+    return list(passes) if isinstance(passes, (list, tuple)) else [passes]
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:

@@ -48,16 +48,16 @@ def files_of(module: ModuleType) -> Mapping[str, str]:
     they have not run yet. Modules of other installed packages are included without their own
     dependencies; torch, Triton and the standard library are not.
     """
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     waiting = [module.__name__]
     while waiting:
         name = waiting.pop()
-        if name in found or is_versioned(name) or (file := _file_of(name)) is None:
+        if name in files or is_versioned(name) or (file := _file_of(name)) is None:
             continue
-        found[name] = file
+        files[name] = file
         if top_of(name) == top_of(module.__name__) or not _is_in_packages(file):
             waiting += _used_by(name, file, name in sys.modules)
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))
 
 
 def together(module: ModuleType, other: ModuleType) -> bool:
@@ -124,8 +124,8 @@ def _spec_of(name: str) -> ModuleSpec | None:
     path = None
     if parent:
         package: Any = sys.modules.get(parent)
-        known = getattr(package, "__spec__", None) if package else _spec_of(parent)
-        path = getattr(known, "submodule_search_locations", None)
+        parent_spec = getattr(package, "__spec__", None) if package else _spec_of(parent)
+        path = getattr(parent_spec, "submodule_search_locations", None)
         if path is None:
             return None
     try:
@@ -140,14 +140,14 @@ def _spec_of(name: str) -> ModuleSpec | None:
 @cache
 def _used_by(name: str, file: str, is_loaded: bool) -> tuple[str, ...]:
     module = sys.modules[name] if is_loaded else None
-    found = [_origin(value) for value in list(vars(module).values())] if module else []
+    uses = [_origin(value) for value in list(vars(module).values())] if module else []
     spec = getattr(module, "__spec__", None) if module else _spec_of(name)
     package = getattr(module, "__package__", None) or getattr(spec, "parent", None) or ""
     for code in codes_in(_code_of(name, file, spec)):
         # The imports at the top level of a loaded module are among its names already.
         if module is None or code.co_flags & CO_OPTIMIZED:
-            found += imported_by(code, package)
-    return tuple(dict.fromkeys(found))
+            uses += imported_by(code, package)
+    return tuple(dict.fromkeys(uses))
 
 
 def _origin(value: object) -> str:
@@ -206,12 +206,21 @@ class Footprint:
     For torch and the standard library, the version is enough.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Iterable[Any]) -> None:
         self.facts: list[str] = []
         self.modules: dict[str, ModuleType] = {}
         self.installed: dict[str, ModuleType] = {}
         self.has_source = True  # whether every function has a source file
         self._met: dict[object, object] = {}  # by id; holding the values keeps their ids unique
+        for function in functions:
+            self.hold(function)
+
+    @property
+    def digest(self) -> str:
+        """A digest of the facts and of the modules."""
+        modules = [_of_module(module) for _, module in sorted(self.modules.items())]
+        installed = [_of_installed(module) for _, module in sorted(self.installed.items())]
+        return digest_of([*self.facts, *modules, *installed])
 
     def hold(self, value: Any) -> None:
         """Add a value that a function holds, from any package."""
@@ -280,7 +289,7 @@ class Footprint:
             self._all(item for item in held if _is_constant(item[1]) or callable(item[1]))
         if callable(value):
             inner = [getattr(value, name, None) for name in _WRAPPED]
-            self._all(each for each in inner if callable(each))
+            self._all(function for function in inner if callable(function))
 
     def _code(self, code: CodeType, names: Mapping[str, Any], home: ModuleType | None) -> None:
         text = _text_of(code, str(names.get("__package__") or ""))
@@ -326,9 +335,11 @@ class Footprint:
 @lru_cache(maxsize=4096)
 def _text_of(code: CodeType, package: str) -> _Text:
     codes = list(codes_in(code))
-    facts = [(each.co_name, each.co_code, each.co_names, *_constants_of(each)) for each in codes]
-    used = dict.fromkeys(name for each in codes for name in each.co_names)
-    imported = [name for each in codes for name in imported_by(each, package)]
+    facts = [
+        (inner.co_name, inner.co_code, inner.co_names, *_constants_of(inner)) for inner in codes
+    ]
+    used = dict.fromkeys(name for inner in codes for name in inner.co_names)
+    imported = [name for inner in codes for name in imported_by(inner, package)]
     return _Text(repr(facts), tuple(used), tuple(imported))
 
 
@@ -427,16 +438,16 @@ def of_impl(impl: IrOpImpl) -> str:
     predicate = impl.supports_args
     rule = predicate if isinstance(predicate, Rule) else None
     functions = [*custom_functions(rule), *_called_by(rule)] if rule else [predicate]
-    footprint = _footprint([impl.impl_fn, impl.functional_fn, *functions])
+    footprint = Footprint([impl.impl_fn, impl.functional_fn, *functions])
     facts = [impl.provider, str(impl.supported), str(impl.inplace), *sorted(impl.traits)]
     facts += [_rule_text(rule)] if rule else []
     facts += [] if footprint.has_source else [f"registration {impl.edition}"]
-    return digest_of([*facts, _of_footprint(footprint)])
+    return digest_of([*facts, footprint.digest])
 
 
 def of_function(function: Any) -> str:
     """Return a digest of the dependencies of a function, see :class:`Footprint`."""
-    return _of_footprint(_footprint([function]))
+    return Footprint([function]).digest
 
 
 @cache
@@ -475,19 +486,6 @@ def digest_of(parts: Iterable[str]) -> str:
     for part in parts:
         whole.update(f"{len(part)}:".encode() + part.encode("utf-8", "surrogatepass"))
     return whole.hexdigest()
-
-
-def _footprint(functions: Iterable[Any]) -> Footprint:
-    footprint = Footprint()
-    for function in functions:
-        footprint.hold(function)
-    return footprint
-
-
-def _of_footprint(footprint: Footprint) -> str:
-    modules = [_of_module(module) for _, module in sorted(footprint.modules.items())]
-    installed = [_of_installed(module) for _, module in sorted(footprint.installed.items())]
-    return digest_of([*footprint.facts, *modules, *installed])
 
 
 @cache

@@ -238,9 +238,11 @@ def fusion_table(registry: Registry | None = None) -> list[FusionForm]:
     registry.ensure_ready()
     for op in (op for op in registry.ops.values() if op.composite):
         kernels = tuple(p for p in op.supported_providers() if p != NATIVE)
-        found = derivation(op)
-        rows += [FusionForm(op.name, p.variant, _op_names(p), kernels, "") for p in found.patterns]
-        rows += [FusionForm(op.name, "", (), kernels, why) for why in found.failures]
+        derived = derivation(op)
+        rows += [
+            FusionForm(op.name, p.variant, _op_names(p), kernels, "") for p in derived.patterns
+        ]
+        rows += [FusionForm(op.name, "", (), kernels, why) for why in derived.failures]
     return rows
 
 
@@ -252,12 +254,12 @@ def _op_names(pattern: Pattern) -> tuple[str, ...]:
 def _composites(info: GraphInfo, context: Context) -> list[IrOp]:
     """Return the composites that may be selected and whose ops are all in the graph."""
     present = {call.op for call in info.calls.values()}
-    found = []
+    composites = []
     for op in dict.fromkeys(o for p in present for o in p.registry.ops.values() if o.composite):
         if has_kernel(op, context) and _parts_are(present, op):
-            found.append(op)
+            composites.append(op)
             context.notes += derivation(op).failures
-    return found
+    return composites
 
 
 def _parts_are(present: set[IrOp], op: IrOp) -> bool:
@@ -286,9 +288,6 @@ def _check_parts(match: Match, context: Context) -> None:
 
 def _donations(match: Match) -> list[int]:
     """Return the parameters of the composite that were donated to its parts."""
-    given = {
-        donated
-        for call in filter(None, map(ir_call, match.inner))
-        for donated in donated_nodes(call)
-    }
-    return [i for i in match.pattern.op.activation_indices if match.values[i] in given]
+    calls = filter(None, map(ir_call, match.inner))
+    donated = {node for call in calls for node in donated_nodes(call)}
+    return [i for i in match.pattern.op.activation_indices if match.values[i] in donated]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from os.path import dirname, join
 from typing import Any, cast
 
@@ -46,7 +46,7 @@ _ROOT = re.compile(r"^L\.'\w+'(\._modules)?\.?")
 _PACKAGES = tuple(join(folder, "") for name in PROJECT for folder in folders_of(name))
 _OPWEAVE = join(dirname(dirname(ir.__file__)), "")
 # source_line() searches the user's code first, then opweave's models and other callers of layers,
-# then the layers. It always skips torch, the IR and what adapts models of others.
+# then the layers. It always skips torch, the IR and the adapters of other packages' models.
 _NEVER = (
     join(dirname(torch.__file__), ""),
     *(join(_OPWEAVE, name, "") for name in ("ir", "optimization")),
@@ -90,9 +90,8 @@ def ir_call(node: Node) -> IrCall | None:
     target = find_target(node.target) if node.op == "call_function" else None
     if target is None:
         return None
-    kwargs = dict(node.kwargs)
-    using, donate = "", tuple(target.op.activation_indices if target.donates else ())
-    autocast = ""
+    kwargs, using, autocast = dict(node.kwargs), "", ""
+    donate = tuple(target.op.activation_indices if target.donates else ())
     if target.annotated:
         using, autocast = (str(kwargs.pop(name, "")) for name in ("using", "autocast"))
         donate = tuple(cast("Sequence[int]", kwargs.pop("donate", None) or ()))
@@ -105,10 +104,10 @@ def annotate(
 ) -> None:
     """Replace the annotations of *call* with the given ones."""
     args, kwargs = call_arguments(call.op, call.values)
-    given: dict[str, Any] = {"using": using, "donate": list(donate), "autocast": autocast}
+    annotations: dict[str, Any] = {"using": using, "donate": list(donate), "autocast": autocast}
     call.node.target = call.op.torch_ops.annotated
     call.node.args = args
-    call.node.kwargs = {**kwargs, **{name: value for name, value in given.items() if value}}
+    call.node.kwargs = kwargs | {name: value for name, value in annotations.items() if value}
 
 
 def call_arguments(op: IrOp, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -116,14 +115,14 @@ def call_arguments(op: IrOp, values: Sequence[Any]) -> tuple[tuple[Any, ...], di
 
     AOTAutograd normalizes calls in the same way, and Inductor expects it.
     """
-    pairs = list(zip(op.schema.params, values, strict=True))
+    pairs = zip(op.schema.params, values, strict=True)
     changed = [not p.has_default or isinstance(v, Node) or v != p.default for p, v in pairs]
     args, kwargs = op.schema.split(values)
-    positional = [c for (p, _), c in zip(pairs, changed, strict=True) if not p.keyword_only]
-    while positional and not positional[-1]:
-        positional.pop()
-    named = {p.name for (p, _), c in zip(pairs, changed, strict=True) if c}
-    return args[: len(positional)], {k: v for k, v in kwargs.items() if k in named}
+    count = max(
+        (i for i, is_changed in enumerate(changed[: len(args)], 1) if is_changed), default=0
+    )
+    named = {name for name, is_changed in zip(op.schema.names, changed, strict=True) if is_changed}
+    return args[:count], {name: value for name, value in kwargs.items() if name in named}
 
 
 def ir_calls(graph: Graph) -> list[IrCall]:
@@ -226,20 +225,15 @@ def has_fakes(graph: Graph) -> bool:
 
 def all_graphs(graph_module: GraphModule) -> list[GraphModule]:
     """Return *graph_module* and its control-flow subgraphs (cond, while_loop, ...), outer first."""
-    inside = named_graphs(graph_module, graph_module.graph.nodes).values()
-    return [graph_module, *(each for module in inside for each in all_graphs(module))]
-
-
-def inner_graphs(node: Node) -> list[GraphModule]:
-    """Return the subgraphs of a control-flow *node*."""
-    return list(named_graphs(node.graph.owning_module, node.all_input_nodes).values())
+    subgraphs = named_graphs(graph_module, graph_module.graph.nodes).values()
+    return [graph_module, *chain.from_iterable(map(all_graphs, subgraphs))]
 
 
 def named_graphs(owner: GraphModule | None, nodes: Iterable[Node]) -> dict[str, GraphModule]:
     """Return the subgraphs among *nodes* by their attribute names in *owner*."""
     names = sorted({str(node.target) for node in nodes if node.op == "get_attr"})
-    found = {name: getattr(owner, name, None) for name in names}
-    return {name: module for name, module in found.items() if isinstance(module, GraphModule)}
+    values = {name: getattr(owner, name, None) for name in names}
+    return {name: module for name, module in values.items() if isinstance(module, GraphModule)}
 
 
 def graph_text(graph: Graph) -> str:
@@ -285,12 +279,8 @@ def operands(node: Node) -> list[Any]:
     if call is not None:
         return list(call.values)
     if isinstance(node.target, compat.OpOverload):
-        given = dict(node.kwargs)
-        schema = node.target._schema.arguments
-        return [
-            node.args[i] if i < len(node.args) else given.get(a.name, a.default_value)
-            for i, a in enumerate(schema)
-        ]
+        rest = node.target._schema.arguments[len(node.args) :]
+        return [*node.args, *(node.kwargs.get(a.name, a.default_value) for a in rest)]
     return list(node.args)
 
 
@@ -298,9 +288,9 @@ def source_line(node: Node) -> str:
     """Return the innermost line of user code that created *node*: ``file:line: code``."""
     frames = _FRAME.findall(node.stack_trace or "")
     for excluded in _NOT_IN:
-        own = [frame for frame in frames if not frame[0].startswith((*_NEVER, *excluded))]
-        if own:
-            file, number, code = own[-1]
+        user_frames = [frame for frame in frames if not frame[0].startswith((*_NEVER, *excluded))]
+        if user_frames:
+            file, number, code = user_frames[-1]
             return f"{file}:{number}: {code.strip()}" if code else f"{file}:{number}"
     return f"node {node.name} (no source line is known)"
 
@@ -423,11 +413,11 @@ class GraphInfo:
 
     @cached_property
     def _by_storage(self) -> dict[int, dict[Node, None]]:
-        found: dict[int, dict[Node, None]] = {}
+        nodes: dict[int, dict[Node, None]] = {}
         for node, keys in self._storages.items():
             for key in keys:
-                found.setdefault(key, {})[node] = None
-        return found
+                nodes.setdefault(key, {})[node] = None
+        return nodes
 
     def add(self, node: Node, after: Node) -> None:
         """Add a node at the position of *after*."""
@@ -464,12 +454,9 @@ class GraphInfo:
         With *certainly*, return only the nodes that provably share some.
         """
         share = coincide if certainly else share_elements
-        found: dict[Node, None] = {node: None}
-        for tensor in tensors_of(node):
-            for other in self._by_storage.get(_key(tensor), ()):
-                if _any(share, node, other):
-                    found[other] = None
-        return list(found)
+        keys = map(_key, tensors_of(node))
+        others = dict.fromkeys(other for key in keys for other in self._by_storage.get(key, ()))
+        return list(dict.fromkeys([node, *(other for other in others if _any(share, node, other))]))
 
     def readers_after(self, node: Node, position: Node, *, certainly: bool = False) -> list[Node]:
         """Return the nodes that read the memory of *node*, through any alias, after *position*.
@@ -485,10 +472,10 @@ class GraphInfo:
         return sorted(reading, key=self.order.__getitem__)
 
     def _reads_nothing(self, user: Node, node: Node) -> bool:
-        made = tensors_of(user)
-        if not made:
+        results = tensors_of(user)
+        if not results:
             return compat.function_name(user) in _METADATA
-        in_place = all(_key(tensor) in self._storages[node] for tensor in made)
+        in_place = all(_key(tensor) in self._storages[node] for tensor in results)
         return in_place and compat.makes_views(user)
 
     def _enter(self, node: Node) -> None:

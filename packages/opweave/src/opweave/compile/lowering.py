@@ -104,34 +104,32 @@ def check_outputs(call: IrCall, selection: Selection, trace: AtenTrace) -> None:
     Raises:
         CompileError: they differ from the outputs that the graph expects.
     """
-    wanted, returned = tensors_of(call.node), trace.outputs
-    if len(wanted) == len(returned) and all(map(_alike, wanted, returned)):
+    expected, returned = tensors_of(call.node), list(map(fake_of, trace.outputs))
+    if len(expected) == len(returned) and all(map(_alike, expected, returned)):
         return
-    expected, found = (", ".join(map(_described, outputs)) for outputs in (wanted, returned))
-    who = f"{call.op.name}: the implementation {selection.provider!r} ({selection.impl.place})"
+    promise, result = (", ".join(map(_described, outputs)) for outputs in (expected, returned))
+    impl = f"{call.op.name}: the implementation {selection.provider!r} ({selection.impl.place})"
     if not call.autocast:
         raise CompileError(
-            f"{who} returns ({found}), but the op's definition, or its fake implementation, "
-            f"says ({expected}). Fix it, or remove the provider from the priority."
+            f"{impl} returns ({result}), but the op's definition, or its fake implementation, "
+            f"says ({promise}). Fix it, or remove the provider from the priority."
             f"{selection.impl.way_out}"
         )
     raise CompileError(
-        f"{who} returns ({found}) under torch.autocast ({call.autocast}), but its fake "
-        f"implementation says ({expected}). Call it under torch.autocast(..., enabled=False), or "
+        f"{impl} returns ({result}) under torch.autocast ({call.autocast}), but its fake "
+        f"implementation says ({promise}). Call it under torch.autocast(..., enabled=False), or "
         f"check torch.is_autocast_enabled() in the fake implementation.{selection.impl.way_out}"
     )
 
 
-def _alike(wanted: object, returned: object) -> bool:
+def _alike(a: Tensor, b: object) -> bool:
     """Return whether two outputs may have the same shape and dtype.
 
     The trace may come from another call with other symbols, so dynamic sizes are not compared.
     """
-    a, b = map(_fake, (wanted, returned))
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        return False
     return (
-        a.dtype == b.dtype
+        isinstance(b, Tensor)
+        and a.dtype == b.dtype
         and a.ndim == b.ndim
         and not any(
             (type(m) is int or type(n) is int) and statically_known_true(m != n)
@@ -141,14 +139,9 @@ def _alike(wanted: object, returned: object) -> bool:
 
 
 def _described(output: object) -> str:
-    fake = _fake(output)
-    if not isinstance(fake, Tensor):
-        return type(fake).__name__
-    return f"{fake.dtype}[{', '.join(map(str, fake.shape))}]"
-
-
-def _fake(output: object) -> object:
-    return fake_of(output) if isinstance(output, Node) else output
+    if not isinstance(output, Tensor):
+        return type(output).__name__
+    return f"{output.dtype}[{', '.join(map(str, output.shape))}]"
 
 
 # Remove writes to memory that is not read afterwards, as for unused outputs of in-place kernels.
@@ -178,12 +171,13 @@ def _is_dead(node: Node, info: GraphInfo) -> bool:
         and target.namespace == "aten"
         and torch.Tag.nondeterministic_seeded not in target.tags  # advances the generator
         and len(written) == arguments == len(target._schema.returns) > 0
-        and all(_is_intermediate(n, info) and not info.readers_after(n, node) for n in written)
+        and not any(info.readers_after(argument, node) for argument in written)
+        and all(
+            alias.op not in ("placeholder", "get_attr")
+            for argument in written
+            for alias in info.sharing(argument)
+        )
     )
-
-
-def _is_intermediate(node: Node, info: GraphInfo) -> bool:
-    return all(alias.op not in ("placeholder", "get_attr") for alias in info.sharing(node))
 
 
 # Lowering, second part: in-place kernels, and which memory they may overwrite.
@@ -192,17 +186,17 @@ def _is_intermediate(node: Node, info: GraphInfo) -> bool:
 # activation if that cannot be observed, and a copy of it otherwise. The report contains the
 # reason.
 #
-# ============================
-# ==================================================================== the activation is copied
-# because ============================
-# ==================================================================== overlaps itself several
-# indices refer to one element (expanded tensors) overlaps another argument the kernel would read
-# elements that it has overwritten is a constant the next call of the graph would read the new
-# values is an input of the graph the caller did not donate it is used later a node reads it or a
-# view of it, or the graph returns it is viewed as another dtype Inductor cannot write through
-# such a view has another layout the op promises a different layout for the output
-# ============================
-# ====================================================================
+# ============================  ================================================================
+# the activation                is copied because
+# ============================  ================================================================
+# overlaps itself               several indices refer to one element (expanded tensors)
+# overlaps another argument     the kernel would read elements that it has overwritten
+# is a constant                 the next call of the graph would read the new values
+# is an input of the graph      the caller did not donate it
+# is used later                 a node reads it or a view of it, or the graph returns it
+# is viewed as another dtype    Inductor cannot write through such a view
+# has another layout            the op promises a different layout for the output
+# ============================  ================================================================
 #
 # A kernel with a functional form is called in that form instead of with copies.
 
@@ -337,11 +331,9 @@ def _obstacle(call: IrCall, selection: Selection, trace: AtenTrace) -> str:
 
 def _keeps_promise(call: IrCall, trace: AtenTrace) -> bool:
     """Return whether the outputs have the shapes, strides and dtypes that the op promises."""
-    promised = tensors_of(call.node)
-    made = [fake_of(node) for node in trace.outputs]
     return all(
-        p.shape == m.shape and p.dtype == m.dtype and _strides(p) == _strides(m)
-        for p, m in zip(promised, made, strict=True)
+        p.shape == r.shape and p.dtype == r.dtype and _strides(p) == _strides(r)
+        for p, r in zip(tensors_of(call.node), map(fake_of, trace.outputs), strict=True)
     )
 
 

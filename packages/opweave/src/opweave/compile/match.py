@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from opweave.compile import compat
+from opweave.compile.aliasing import expression
 from opweave.compile.graph import (
     GraphInfo,
     fake_of,
@@ -106,7 +107,6 @@ class Pattern:
 class Derivation:
     """The patterns of one composite, and the reasons why others could not be derived."""
 
-    op: IrOp
     patterns: tuple[Pattern, ...]
     failures: tuple[str, ...]
 
@@ -131,7 +131,7 @@ def derive(op: IrOp, spelling: Spelling | None = None, **options: Any) -> Deriva
     """
     generator = spelling.inputs if spelling else None
     if generator is None and not op.has_input_generator:
-        return Derivation(op, (), (f"{op.name} does not have an input generator to trace it with",))
+        return Derivation((), (f"{op.name} does not have an input generator to trace it with",))
     generator = generator or op.input_generator
     tracer = Tracer()
     first = _generated(generator, 1, options)
@@ -141,7 +141,7 @@ def derive(op: IrOp, spelling: Spelling | None = None, **options: Any) -> Deriva
         more, why = _forms(op, a, b, tracer, spelling)
         patterns += more
         failures += why
-    return Derivation(op, tuple(patterns), tuple(failures))
+    return Derivation(tuple(patterns), tuple(failures))
 
 
 def _forms(
@@ -150,11 +150,11 @@ def _forms(
     """Return the patterns for two argument lists, without and with inner composites expanded."""
     forms = (False,) if spelling else (False, True)  # a spelling does not call composites
     try:
-        found = [_pattern(op, first, second, tracer, spelling, expand=e) for e in forms]
+        patterns = [_pattern(op, first, second, tracer, spelling, expand=e) for e in forms]
     except Exception as error:  # a third-party definition may raise anything
         return [], [described(error)[:200]]
-    kinds = [[node.target for node in pattern.info.ops] for pattern in found]
-    return found[: 1 if kinds[0] == kinds[-1] else 2], []
+    kinds = [[node.target for node in pattern.info.ops] for pattern in patterns]
+    return patterns[: 1 if kinds[0] == kinds[-1] else 2], []
 
 
 def _variants(
@@ -239,9 +239,9 @@ def _pattern(
         for place, (x, y) in enumerate(zip(operands(a), operands(b), strict=True)):
             if x is None or isinstance(x, (Node, list, tuple)):
                 continue
-            found = [i for i, p in scalars.items() if p == (x, y) and type(p[0]) is type(x)]
-            if found and (len(found) == 1 or x != y):
-                wildcards[a, place] = found[0]
+            equal = [i for i, p in scalars.items() if p == (x, y) and type(p[0]) is type(x)]
+            if equal and (len(equal) == 1 or x != y):
+                wildcards[a, place] = equal[0]
             elif spelling is not None and type(x) is int:
                 free.add((a, place))
             elif x != y:
@@ -355,8 +355,8 @@ class Match:
     @property
     def inner(self) -> list[Node]:
         """The ops of the graph that the composite replaces."""
-        found = [self.nodes[node] for node in self.pattern.info.ops]
-        return [node for node in found if node is not None]
+        nodes = [self.nodes[node] for node in self.pattern.info.ops]
+        return [node for node in nodes if node is not None]
 
     def outputs(self) -> list[Node | None]:
         """Return the graph's nodes for the outputs of the composite; None for unused outputs."""
@@ -384,13 +384,13 @@ class _Search:
     nodes: dict[Node, Node | None] = field(default_factory=dict)
     scalars: dict[int, Any] = field(default_factory=dict)
 
-    def value(self, wanted: Node, found: object, where: str) -> None:
+    def value(self, expected: Node, actual: object, where: str) -> None:
         """Match a value of the pattern and, recursively, the operands of the op it comes from."""
-        source, part = _value(wanted)
+        source, part = _value(expected)
         if not is_op(source):
-            self._tensor(source, found, where)
+            self._tensor(source, actual, where)
             return
-        node, found_part = _value(found)
+        node, found_part = _value(actual)
         if not isinstance(node, Node) or kind(node) != kind(source):
             self._miss(f"{where} is {_name(node)}, not {_name(source)}")
         if found_part != part:
@@ -400,7 +400,7 @@ class _Search:
         elif self.nodes[source] is not node:
             self._miss(f"{where} is {node.name}, not {self.nodes[source]}")
 
-    def _operands(self, wanted: Node, node: Node) -> None:
+    def _operands(self, expected: Node, node: Node) -> None:
         orders = [operands(node)]
         if _is_commutative(node):
             first, second, *alpha = orders[0]
@@ -408,55 +408,55 @@ class _Search:
         misses: list[NoMatchError] = []
         for order in orders:
             saved = dict(self.nodes), dict(self.scalars)
-            self.nodes[wanted] = node
+            self.nodes[expected] = node
             try:
-                self._each(wanted, node, order)
+                self._match_operands(expected, node, order)
                 return
             except NoMatchError as miss:
                 misses.append(miss)
                 self.nodes, self.scalars = saved
         raise max(misses, key=lambda miss: miss.matched)
 
-    def _each(self, wanted: Node, node: Node, found: list[Any]) -> None:
-        for place, (want, have) in enumerate(zip(operands(wanted), found, strict=True)):
+    def _match_operands(self, expected: Node, node: Node, order: list[Any]) -> None:
+        for place, (want, have) in enumerate(zip(operands(expected), order, strict=True)):
             where = f"operand {place} of {node.name}"
             if isinstance(want, Node):
                 self.value(want, have, where)
             elif isinstance(want, (list, tuple)):
                 self._list(want, have, where)
-            elif (wanted, place) in self.pattern.wildcards:
-                self._scalar(self.pattern.wildcards[wanted, place], have, where)
+            elif (expected, place) in self.pattern.wildcards:
+                self._scalar(self.pattern.wildcards[expected, place], have, where)
             # _mismatch() compares free integers for the actual arguments.
-            elif (wanted, place) not in self.pattern.free and not _equal(want, have):
+            elif (expected, place) not in self.pattern.free and not _equal(want, have):
                 self._miss(f"{where} is {have}, not {want}")
 
-    def _list(self, wanted: Sequence[Any], found: object, where: str) -> None:
+    def _list(self, expected: Sequence[Any], actual: object, where: str) -> None:
         """Match the tensors in a list; _mismatch() compares sizes for the actual arguments."""
-        if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
-            self._miss(f"{where} is {found}, not {list(wanted)}")
-        for want, have in zip(wanted, found, strict=True):
+        if not isinstance(actual, (list, tuple)) or len(actual) != len(expected):
+            self._miss(f"{where} is {actual}, not {list(expected)}")
+        for want, have in zip(expected, actual, strict=True):
             if isinstance(want, Node):
                 self.value(want, have, where)
 
-    def _tensor(self, parameter: Node, found: object, where: str) -> None:
-        if found is None and self._is_optional(parameter):
+    def _tensor(self, parameter: Node, actual: object, where: str) -> None:
+        if actual is None and self._is_optional(parameter):
             if self.nodes.setdefault(parameter, None) is not None:
                 self._miss(f"{where} is None, elsewhere it is {self.nodes[parameter]}")
             return
-        if not isinstance(found, Node) or not isinstance(fake_of(found), Tensor):
-            self._miss(f"{where} is {found}, not a tensor")
-        bound = self.nodes.setdefault(parameter, found)
-        if _value(bound) != _value(found):
-            self._miss(f"{where} is {found}, not {bound}")
+        if not isinstance(actual, Node) or not isinstance(fake_of(actual), Tensor):
+            self._miss(f"{where} is {actual}, not a tensor")
+        bound = self.nodes.setdefault(parameter, actual)
+        if _value(bound) != _value(actual):
+            self._miss(f"{where} is {actual}, not {bound}")
 
     def _is_optional(self, parameter: Node) -> bool:
         position = self.pattern.info.inputs.index(parameter)
         return self.pattern.op.schema.params[self.pattern.parameters[position]].is_optional
 
-    def _scalar(self, position: int, found: object, where: str) -> None:
-        bound = self.scalars.setdefault(position, found)
-        if not _equal(bound, found):
-            self._miss(f"{where} is {found}, elsewhere it is {bound}")
+    def _scalar(self, position: int, actual: object, where: str) -> None:
+        bound = self.scalars.setdefault(position, actual)
+        if not _equal(bound, actual):
+            self._miss(f"{where} is {actual}, elsewhere it is {bound}")
 
     def _miss(self, reason: str) -> NoReturn:
         raise NoMatchError(reason, len(self.nodes))
@@ -564,19 +564,19 @@ def _mismatch(match: Match, tracer: Tracer) -> str:
         return f"{pattern.op.name} does not take these arguments: {error}"
     if len(trace.ops) != len(inner):
         return f"{pattern.op.name} is another chain of ops for these arguments"
-    given = [n for n in flat_nodes(match.values) if variables([fake_of(n)])]
-    twins: dict[Node, Node] = dict(zip(trace.inputs, given, strict=True))
+    inputs = [n for n in flat_nodes(match.values) if variables([fake_of(n)])]
+    twins: dict[Node, Node] = dict(zip(trace.inputs, inputs, strict=True))
     for want, have in zip(trace.ops, inner, strict=True):
         if kind(want) != kind(have):
             return f"{have.name} is {_name(have)}, not {_name(want)}"
         by_row = _is_rowwise(want) and _is_rowwise(have)
         see = partial(_seen, last_dim_only=by_row)
         expected = [see(value, twins) for value in operands(want)]
-        found = [see(value) for value in operands(have)]
-        if _is_commutative(have) and [*expected[1::-1], *expected[2:]] == found:
-            expected = found
-        if expected != found:
-            pairs = zip(expected, found, operands(want), operands(have), strict=True)
+        actual = [see(value) for value in operands(have)]
+        if _is_commutative(have) and [*expected[1::-1], *expected[2:]] == actual:
+            expected = actual
+        if expected != actual:
+            pairs = zip(expected, actual, operands(want), operands(have), strict=True)
             differing = [(i, a, b) for i, (x, y, a, b) in enumerate(pairs) if x != y]
             place, a, b = differing[0]
             return f"operand {place} of {have.name} is {_show(b)}, not {_show(a)}"
@@ -602,7 +602,7 @@ def _is_rowwise(node: Node) -> bool:
     call = ir_call(node)
     if call is None:
         fakes = [fake_of(value) for value in operands(node) if isinstance(value, Node)]
-        shapes = [[*map(_size, f.shape)] for f in fakes if isinstance(f, Tensor)]
+        shapes = [[*map(expression, f.shape)] for f in fakes if isinstance(f, Tensor)]
         return node.target in COMMUTATIVE and all(shape == shapes[0] for shape in shapes)
     return ROWWISE in call.op.impls[NATIVE].traits
 
@@ -629,15 +629,10 @@ def _seen(
         return (_twin(value, twins), key) if isinstance(fake, Tensor) else key
     if isinstance(value, Tensor):
         sizes = (value.numel(), *value.shape[-1:]) if last_dim_only else value.shape
-        return tuple(map(_size, sizes)), value.dtype, value.device
+        return tuple(map(expression, sizes)), value.dtype, value.device
     if isinstance(value, (list, tuple)):
         return tuple(_seen(item, twins, last_dim_only=last_dim_only) for item in value)
-    return signature(value) if isinstance(value, float) else _size(value)
-
-
-def _size(value: Any) -> Any:
-    """Return a symbolic number as its expression: comparing two of them would add a guard."""
-    return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+    return signature(value) if isinstance(value, float) else expression(value)
 
 
 def _value(node: Any) -> tuple[Any, Any]:

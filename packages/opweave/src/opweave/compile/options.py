@@ -93,21 +93,19 @@ class CompileOptions:
         Raises:
             OptionError: an option is unknown or has an invalid value.
         """
-        own = {f.name for f in fields(cls)} - {"inductor"}
-        given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
-        inductor = {k: v for k, v in given.items() if k not in own}
-        known = compat.inductor_option_names() if inductor else set()
+        names = {f.name for f in fields(cls)} - {"inductor"}
+        values = {name.replace("-", "_"): value for name, value in (options or {}).items()}
+        inductor = {name: values.pop(name) for name in list(values) if name not in names}
+        inductor_names = compat.inductor_option_names() if inductor else set()
         for name in inductor:
-            if name not in known:
+            if name not in inductor_names:
                 raise OptionError(
                     f"unknown option {name!r} of the backend 'opweave'. "
-                    f"{did_you_mean(name, own, unlisted=known)} Inductor's options work too."
+                    f"{did_you_mean(name, names, unlisted=inductor_names)} "
+                    "Inductor's options work too."
                 )
-        rounding = {"emulate_precision_casts": True} if given.get("eager_rounding") else {}
-        parsed = cls(
-            **{k: v for k, v in given.items() if k in own},
-            inductor={**compat.mode_options(mode), **rounding, **inductor},
-        )
+        rounding = {"emulate_precision_casts": True} if values.get("eager_rounding") else {}
+        parsed = cls(**values, inductor={**compat.mode_options(mode), **rounding, **inductor})
         parsed.check()
         return parsed
 

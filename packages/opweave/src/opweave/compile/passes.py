@@ -18,8 +18,8 @@ from opweave.compile.graph import (
     annotate,
     computed_fake,
     fake_of,
-    inner_graphs,
     ir_call,
+    named_graphs,
     source_line,
     tensors_of,
 )
@@ -44,11 +44,14 @@ def clean_up(info: GraphInfo, context: Context) -> None:
 
 # No-op elimination: remove no-ops, which would prevent the fusion of the ops around them.
 #
-# ================================== ========================================== node is replaced
-# with ================================== ========================================== a view equal
-# to its base the base a reshape of a reshape one reshape ``slice_scatter`` of all elements the
-# scattered tensor a split equal to an earlier split the earlier split
-# ================================== ==========================================
+# ==================================  ==========================================
+# node                                is replaced with
+# ==================================  ==========================================
+# a view equal to its base            the base
+# a reshape of a reshape              one reshape
+# ``slice_scatter`` of all elements   the scattered tensor
+# a split equal to an earlier split   the earlier split
+# ==================================  ==========================================
 #
 # Clones are kept, because the user may need them. Several slices of one tensor are kept too:
 # merging them into a split would change the code that plain ``torch.compile`` generates.
@@ -114,8 +117,8 @@ def _skip_reshape(node: Node, info: GraphInfo) -> None:
     if not isinstance(first, Node) or first.target not in _RESHAPES or first in info.returned:
         return
     source = cast("Node", first.args[0])
-    value, made = fake_of(source), fake_of(node)
-    is_view = compat.storage_key(value) == compat.storage_key(made)  # neither reshape copies
+    value, result = fake_of(source), fake_of(node)
+    is_view = compat.storage_key(value) == compat.storage_key(result)  # neither reshape copies
     if isinstance(value, Tensor) and value.is_contiguous() and is_view:
         node.args = (source, *node.args[1:])
 
@@ -151,16 +154,18 @@ _WRAP = "wrap_with_autocast"  # the higher-order op of torch.export for a block
 Overrides = Mapping[str, torch.dtype | None]  # device type -> dtype; None if disabled
 
 
-def carry_autocast(info: GraphInfo, context: Context) -> None:
+def carry_autocast(info: GraphInfo, context: Context, now: Overrides | None = None) -> None:
     """Annotate every call under autocast, set by the caller or by a block in the program.
+
+    Args:
+        info: the graph.
+        context: the context of the compilation.
+        now: the state at the beginning of a subgraph that differs from that of the caller.
 
     Raises:
         CompileError: a control-flow subgraph runs under two autocast states.
     """
-    _carry(info, {}, context)
-
-
-def _carry(info: GraphInfo, now: Overrides, context: Context) -> None:
+    now = now or {}
     before: dict[Node, Overrides] = {}  # the state outside a block, by the node that enters it
     for node in info.nodes:
         if node.target is _ENTER:
@@ -171,8 +176,9 @@ def _carry(info: GraphInfo, now: Overrides, context: Context) -> None:
             _annotate(call, now, context)
         else:
             inside = {**now, **_entered(node)} if str(node.target) == _WRAP else now
-            for module in inner_graphs(node) if inside else ():
-                _carry(GraphInfo(module.graph), inside, context)
+            subgraphs = named_graphs(node.graph.owning_module, node.all_input_nodes)
+            for module in subgraphs.values() if inside else ():
+                carry_autocast(GraphInfo(module.graph), context, inside)
 
 
 def _annotate(call: IrCall, now: Overrides, context: Context) -> None:
@@ -234,13 +240,13 @@ def carry_donations(info: GraphInfo, context: Context) -> None:
 
 def donated_inputs(info: GraphInfo) -> list[int]:
     """Return the positions of the graph inputs whose memory a call donates."""
-    given = {
+    aliases = {
         alias
         for call in info.calls.values()
         for donated in donated_nodes(call)
         for alias in info.sharing(donated)
     }
-    return [position for position, node in enumerate(info.inputs) if node in given]
+    return [position for position, node in enumerate(info.inputs) if node in aliases]
 
 
 def donated_nodes(call: IrCall) -> list[Node]:
@@ -273,17 +279,13 @@ def _check_not_read(call: IrCall, info: GraphInfo) -> None:
 
 def note_gradients(info: GraphInfo, context: Context) -> None:
     """Report the implementations of differentiated calls, without changing the graph."""
-    for call in filter(_is_differentiated, info.calls.values()):
-        policy = policy_for(call.op, call.call_site, differentiable=True)
-        selection = select(call.op, call.fakes, policy)
-        context.describe(
-            call, native_for(selection) if call.autocast else selection, WITH_GRADIENTS
-        )
-
-
-def _is_differentiated(call: IrCall) -> bool:
-    # Dynamo ran the call on fake tensors, in the grad mode of this place in the program.
-    return any(tensor.requires_grad for tensor in tensors_of(call.node))
+    for call in info.calls.values():
+        # Dynamo ran the call on fake tensors, in the grad mode of this place in the program.
+        if any(tensor.requires_grad for tensor in tensors_of(call.node)):
+            policy = policy_for(call.op, call.call_site, differentiable=True)
+            selection = select(call.op, call.fakes, policy)
+            selection = native_for(selection) if call.autocast else selection
+            context.describe(call, selection, WITH_GRADIENTS)
 
 
 # Run plugin passes, and validate and complete the graphs that they return.
@@ -327,24 +329,24 @@ def _interface(graph: Graph) -> dict[str, Any]:
 
 
 def _check_interface(before: dict[str, Any], after: dict[str, Any]) -> None:
-    for what, wanted in before.items():
-        if after[what] != wanted:
+    for part, value in before.items():
+        if after[part] != value:
             raise ValueError(
-                f"the pass changed the {what} of the graph from {wanted} to {after[what]}"
+                f"the pass changed the {part} of the graph from {value} to {after[part]}"
             )
 
 
 def _check_node(node: Node) -> None:
     """Raise if *node* is an invalid call of an IR op."""
     call = ir_call(node)  # validates the arguments
-    for given in node.all_input_nodes if call else ():
-        value = given.meta.get("val")
+    for operand in node.all_input_nodes if call else ():
+        value = operand.meta.get("val")
         if not isinstance(value, _VALUES):
-            raise TypeError(f"meta['val'] of {given.name} is a {type(value).__name__}")
+            raise TypeError(f"meta['val'] of {operand.name} is a {type(value).__name__}")
 
 
 def _complete(node: Node) -> None:
     """Compute the fake value of a node that does not have one."""
     if node.op == "call_function" and "val" not in node.meta:
-        tensors = [tensor for given in node.all_input_nodes for tensor in tensors_of(given)]
+        tensors = [tensor for operand in node.all_input_nodes for tensor in tensors_of(operand)]
         node.meta["val"] = computed_fake(node, compat.fake_mode_of(tensors))

@@ -75,13 +75,13 @@ def settle(context: Context) -> None:
         logger.debug("cache miss: compiled %d calls of ops", len(report.nodes))
     else:
         report.from_cache = True
-        filed = {key: _read(key) for key in keys}
-        outdated = [key for key, found in filed.items() if found is None]
-        found = next(filter(None, filed.values()), None)
-        if found is None:
+        stored = {key: _read(key) for key in keys}
+        outdated = [key for key, earlier in stored.items() if earlier is None]
+        first = next(filter(None, stored.values()), None)
+        if first is None:
             logger.debug("cache hit, but the report of the artifact is missing")
             return
-        _complete(report, found)
+        _complete(report, first)
         logger.debug("cache hit: loaded the report of the first compilation")
     for key in outdated:
         _write(Path(compat.cache_directory(), _name(key)), report.to_json())
@@ -89,12 +89,11 @@ def settle(context: Context) -> None:
         compat.record_artifact(_name(key), report.to_dict())
 
 
-def _complete(report: Report, filed: Report) -> None:
-    """Add the *filed* report to *report*, which already contains the calls with gradients."""
+def _complete(report: Report, stored: Report) -> None:
+    """Add the *stored* report to *report*, which already contains the calls with gradients."""
     nodes = [n for n in report.nodes if n.stage == WITH_GRADIENTS]
-    nodes += [n for n in filed.nodes if n.stage != WITH_GRADIENTS]
-    own = {"key": report.key, "from_cache": True, "nodes": nodes}
-    vars(report).update(vars(filed), **own)
+    nodes += [n for n in stored.nodes if n.stage != WITH_GRADIENTS]
+    vars(report).update(vars(stored), key=report.key, from_cache=True, nodes=nodes)
 
 
 def _name(key: str) -> str:
@@ -231,10 +230,7 @@ def _check_lowered(graph: Graph) -> None:
 # Custom Inductor passes that run the joint and post-grad stages.
 
 
-HOOKS = {
-    "joint_custom_pre_pass": Stage.JOINT,
-    "post_grad_custom_post_pass": Stage.POST_GRAD,
-}
+HOOKS = {"joint_custom_pre_pass": Stage.JOINT, "post_grad_custom_post_pass": Stage.POST_GRAD}
 
 
 class StagePass(compat.CustomGraphPass):

@@ -108,10 +108,7 @@ class Plan:
 
     @classmethod
     def capture(
-        cls,
-        registries: Sequence[Registry],
-        options: CompileOptions,
-        size: int | None = None,
+        cls, registries: Sequence[Registry], options: CompileOptions, size: int | None = None
     ) -> Plan:
         """Capture the current policies.
 
@@ -161,7 +158,7 @@ class Plan:
         """A digest of everything except the graph that the compiled code depends on."""
         parts = [fingerprint.of_libraries(), fingerprint.of_binaries()]
         parts += [fingerprint.of_contributions(), repr(self.options)]
-        parts += [each.digest for each in self.passes]
+        parts += [compiler_pass.digest for compiler_pass in self.passes]
         for op, policy in sorted(self.policies.items(), key=lambda item: item[0].name):
             lists = [(limit, [*map(str, p.priority)]) for limit, p in policy.by_size()]
             entries = [*map(str, policy.priority)]
@@ -175,14 +172,14 @@ def _named(
     registries: Sequence[Registry], lists: Iterable[tuple[str, Priorities]]
 ) -> dict[str, Entries]:
     """Parse priority lists by op, strongest first, and check that every op exists."""
-    found: dict[str, list[Entries]] = {}
-    known = {name for registry in registries for name in registry.ops}
-    for origin, given in lists:
-        for name, providers in given.items():
-            if name not in known:
-                raise UnknownOpError(f"{origin}: unknown op {name!r}. {did_you_mean(name, known)}")
-            found.setdefault(name, []).append(parse(providers, f"{origin}[{name!r}]"))
-    return {name: _without_native_last(merge(entries)) for name, entries in found.items()}
+    entries: dict[str, list[Entries]] = {}
+    ops = {name for registry in registries for name in registry.ops}
+    for origin, priorities in lists:
+        for name, providers in priorities.items():
+            if name not in ops:
+                raise UnknownOpError(f"{origin}: unknown op {name!r}. {did_you_mean(name, ops)}")
+            entries.setdefault(name, []).append(parse(providers, f"{origin}[{name!r}]"))
+    return {name: _without_native_last(merge(of_op)) for name, of_op in entries.items()}
 
 
 def _without_native_last(entries: Entries) -> Entries:

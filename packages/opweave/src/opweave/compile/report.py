@@ -114,14 +114,11 @@ class MatchReport:
 
 def alike(matches: Iterable[MatchReport]) -> list[list[MatchReport]]:
     """Return the matches, grouped by outcome, op and the reason of a rejection."""
-    return _grouped(
-        sorted(matches, key=lambda match: match.outcome == "rejected"),
-        lambda match: (
-            match.outcome,
-            match.op,
-            match.reason if match.outcome == "rejected" else "",
-        ),
-    )
+
+    def key(match: MatchReport) -> tuple[str, ...]:
+        return match.outcome, match.op, match.reason if match.outcome == "rejected" else ""
+
+    return _grouped(sorted(matches, key=lambda match: match.outcome == "rejected"), key)
 
 
 def _grouped(items: Iterable[_Item], key: Callable[[_Item], Any]) -> list[list[_Item]]:
@@ -290,20 +287,14 @@ class Report:
         """
         data = json.loads(text)
         del data["selected_impls"]  # derived from the nodes
-        nodes = [
-            NodeReport(
-                **{
-                    **node,
-                    "rejected": [Refusal(**r) for r in node["rejected"]],
-                    "reuse": [Reuse(**r) for r in node["reuse"]],
-                }
-            )
-            for node in data.pop("nodes")
-        ]
-        for name in ("fusions", "recognitions"):
-            data[name] = [MatchReport(**match) for match in data[name]]
-        passes = [PassReport(**record) for record in data.pop("passes")]
-        return cls(nodes=nodes, passes=passes, **data)
+        for node in data["nodes"]:
+            node["rejected"] = [Refusal(**refusal) for refusal in node["rejected"]]
+            node["reuse"] = [Reuse(**reuse) for reuse in node["reuse"]]
+        kinds: dict[str, type] = {"nodes": NodeReport, "passes": PassReport}
+        kinds |= {"fusions": MatchReport, "recognitions": MatchReport}
+        for name, kind in kinds.items():
+            data[name] = [kind(**record) for record in data[name]]
+        return cls(**data)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -316,10 +307,10 @@ class Report:
         yield f"{len(self.nodes)} calls of ops, {self.traces} traces, {where}"
         yield from self.remarks
         for node in self.nodes:
-            fused = f"  (fused from {', '.join(node.fused_from)})" if node.fused_from else ""
+            origin = f"  (fused from {', '.join(node.fused_from)})" if node.fused_from else ""
             if node.recognized_from:
-                fused = f"  (recognized in {', '.join(node.recognized_from)})"
-            yield f"{node.op} [{node.node}] → {node.chosen}{fused}"
+                origin = f"  (recognized in {', '.join(node.recognized_from)})"
+            yield f"{node.op} [{node.node}] → {node.chosen}{origin}"
             yield f"    {node.source}"
             for refusal in node.rejected:
                 yield f"    ✗ {refusal.provider}: {refusal.reason}  [{refusal.origin}]"

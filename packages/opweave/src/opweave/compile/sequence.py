@@ -124,52 +124,28 @@ fingerprint.contribute(_groups)
 aten = torch.ops.aten
 Size = int | SymInt
 
-# The position of the ``dim`` argument.
-ALONG = {
-    aten._log_softmax.default: 1,
-    aten._softmax.default: 1,
-    aten.all.dim: 1,
-    aten.amax.default: 1,
-    aten.amin.default: 1,
-    aten.any.dim: 1,
-    aten.argmax.default: 1,
-    aten.argmin.default: 1,
-    aten.cumsum.default: 1,
-    aten.logsumexp.default: 1,
-    aten.mean.dim: 1,
-    aten.sort.default: 1,
-    aten.std.correction: 1,
-    aten.sum.dim_IntList: 1,
-    aten.topk.default: 2,
-    aten.var.correction: 1,
-    aten.var_mean.correction: 1,
-}
-PARTS = {
-    aten.cat.default: 1,
-    aten.select.int: 1,
-    aten.slice.Tensor: 1,
-    aten.split.Tensor: 2,
-    aten.split_with_sizes.default: 2,
-    aten.squeeze.dim: 1,
-    aten.squeeze.dims: 1,
-    aten.unbind.int: 1,
-}
+# Operators that work along the dimensions in their argument ``dim``.
+_REDUCTIONS = {
+    aten._log_softmax.default, aten._softmax.default, aten.all.dim, aten.amax.default,
+    aten.amin.default, aten.any.dim, aten.argmax.default, aten.argmin.default,
+    aten.cumsum.default, aten.logsumexp.default, aten.mean.dim, aten.sort.default,
+    aten.std.correction, aten.sum.dim_IntList, aten.topk.default, aten.var.correction,
+    aten.var_mean.correction,
+}  # fmt: skip
+# Operators that select, split or join parts of tensors along their argument ``dim``.
+_PARTS = {
+    aten.cat.default, aten.select.int, aten.slice.Tensor, aten.split.Tensor,
+    aten.split_with_sizes.default, aten.squeeze.dim, aten.squeeze.dims, aten.unbind.int,
+}  # fmt: skip
 # Operators that take the sizes of their result.
-RESHAPES = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.expand.default,
-}
+_RESHAPES = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default,
+}  # fmt: skip
 # Pointwise operators that torch does not tag as pointwise.
-POINTWISE = {
-    aten._to_copy.default,
-    aten.alias.default,
-    aten.copy.default,
-    aten.full_like.default,
-    aten.ones_like.default,
-    aten.zeros_like.default,
-}
+_POINTWISE = {
+    aten._to_copy.default, aten.alias.default, aten.copy.default, aten.full_like.default,
+    aten.ones_like.default, aten.zeros_like.default,
+}  # fmt: skip
 
 
 def row_operands(node: Node, tokens: Size, tracer: Tracer) -> set[Node] | None:
@@ -183,16 +159,23 @@ def row_operands(node: Node, tokens: Size, tracer: Tracer) -> set[Node] | None:
     Returns:
         The operands, or None if *node* is not row-wise. All rows of every other operand are needed.
     """
-    results, known = tensors_of(node), all(map(has_fake, node.all_input_nodes))
-    if not results or not known or not all(_has_rows(result, tokens) for result in results):
+    results = tensors_of(node)
+    if not results or not all(_has_rows(result, tokens) for result in results):
+        return None
+    if not all(map(has_fake, node.all_input_nodes)):
         return None
     if node.target is operator.getitem:
         return set(node.all_input_nodes)
     call = ir_call(node)
     if call is not None:
-        return _of_op(call, tokens, tracer)
-    rule = _rule(node)
-    return rule(node, tokens) if rule else None
+        rows = _rows_of_arguments(call, tokens)
+        rowwise = ROWWISE in call.op.impls[NATIVE].traits
+        if rows is None or rowwise or _is_rowwise_inside(call, rows, tokens, tracer):
+            return rows
+        return None
+    if node.target in _KEEPS_ROWS:
+        return _all_rows(node, tokens) if _KEEPS_ROWS[node.target](node) else None
+    return _pointwise(node, tokens) if _is_pointwise(node) else None
 
 
 def keeps_rows(node: Node) -> bool:
@@ -200,7 +183,7 @@ def keeps_rows(node: Node) -> bool:
     call = ir_call(node)
     if call is not None:
         return ROWWISE in call.op.impls[NATIVE].traits
-    return node.target is operator.getitem or _rule(node) is not None
+    return node.target is operator.getitem or node.target in _KEEPS_ROWS or _is_pointwise(node)
 
 
 def is_view(node: Node) -> bool:
@@ -213,38 +196,37 @@ def known_equal(a: Size, b: Size) -> bool:
     return a is b or bool(statically_known_true(a == b))
 
 
-def _along(node: Node, tokens: Size) -> set[Node] | None:
-    position = ALONG[node.target] if node.target in ALONG else PARTS[node.target]  # type: ignore[index]
-    dims = operands(node)[position]
+def _along(node: Node) -> bool:
+    names = [a.name for a in cast("compat.OpOverload", node.target)._schema.arguments]
+    dims = operands(node)[names.index("dim")]
     dims = [dims] if isinstance(dims, int) else list(dims or ())
-    if not dims or any(dim in (0, -_tensors(node)[0].ndim) for dim in dims):
-        return None
-    return _all_rows(node, tokens)
+    return bool(dims) and not any(dim in (0, -_tensors(node)[0].ndim) for dim in dims)
 
 
-def _unsqueeze(node: Node, tokens: Size) -> set[Node] | None:
-    return None if node.args[1] in (0, -fake_of(node).ndim) else _all_rows(node, tokens)
+def _unsqueeze(node: Node) -> bool:
+    return node.args[1] not in (0, -fake_of(node).ndim)
 
 
-def _permutation(node: Node, tokens: Size) -> set[Node] | None:
-    dims: Any = node.args[1] if node.target is aten.permute.default else node.args[1:]
-    count = fake_of(node).ndim
-    moved = [dim % count for dim in dims]
-    stays = moved[0] == 0 if node.target is aten.permute.default else 0 not in moved
-    return _all_rows(node, tokens) if stays else None
+def _permute(node: Node) -> bool:
+    dims: Any = node.args[1]
+    return dims[0] in (0, -len(dims))
 
 
-def _padding(node: Node, tokens: Size) -> set[Node] | None:
+def _transpose(node: Node) -> bool:
+    return not {0, -fake_of(node).ndim}.intersection(node.args[1:])
+
+
+def _padding(node: Node) -> bool:
     amounts: Any = node.args[1]
-    return _all_rows(node, tokens) if len(amounts) < 2 * fake_of(node).ndim else None
+    ndim: int = fake_of(node).ndim
+    return len(amounts) < 2 * ndim
 
 
-def _reshape(node: Node, tokens: Size) -> set[Node] | None:
-    result, given = fake_of(node), _tensors(node)[0]
-    if node.target is aten.expand.default and given.ndim != result.ndim:
-        return None
-    known = all(isinstance(size, int) for size in result.shape[1:])
-    return _all_rows(node, tokens) if known else None
+def _reshape(node: Node) -> bool:
+    result = fake_of(node)
+    if node.target is aten.expand.default and _tensors(node)[0].ndim != result.ndim:
+        return False
+    return all(isinstance(size, int) for size in result.shape[1:])
 
 
 def _pointwise(node: Node, tokens: Size) -> set[Node] | None:
@@ -263,13 +245,6 @@ def _pointwise(node: Node, tokens: Size) -> set[Node] | None:
 def _all_rows(node: Node, tokens: Size) -> set[Node] | None:
     nodes = {n for n in node.all_input_nodes if isinstance(fake_of(n), Tensor)}
     return nodes if all(_has_rows(fake_of(n), tokens) for n in nodes) else None
-
-
-def _of_op(call: IrCall, tokens: Size, tracer: Tracer) -> set[Node] | None:
-    rows = _rows_of_arguments(call, tokens)
-    if rows is None or ROWWISE in call.op.impls[NATIVE].traits:
-        return rows
-    return rows if _is_rowwise_inside(call, rows, tokens, tracer) else None
 
 
 def _rows_of_arguments(call: IrCall, tokens: Size) -> set[Node] | None:
@@ -298,12 +273,12 @@ def _is_rowwise_inside(call: IrCall, rows: set[Node], tokens: Size, tracer: Trac
     trace = tracer.trace(call.op.impls[NATIVE], call.fakes)
     if trace.failure or trace.mutates:
         return False
-    given = iter(arguments(call))
+    operands_of_call = iter(arguments(call))
     inside: set[Node] = set()
     for node in trace.info.nodes:
         sharded = inside.intersection(node.all_input_nodes)
         if node.op == "placeholder":
-            inside |= {node} if next(given) in rows else set()
+            inside |= {node} if next(operands_of_call) in rows else set()
         elif node.op == "output":
             return sharded == set(node.all_input_nodes)
         elif sharded:
@@ -314,25 +289,24 @@ def _is_rowwise_inside(call: IrCall, rows: set[Node], tokens: Size, tracer: Trac
     return False
 
 
-def _rule(node: Node) -> Callable[[Node, Size], set[Node] | None] | None:
-    if node.op != "call_function" or not isinstance(node.target, compat.OpOverload):
-        return None
-    tags = node.target.tags
-    if node.target in _RULES:
-        return _RULES[node.target]
-    if torch.Tag.nondeterministic_seeded in tags or compat.is_mutable(node.target):
-        return None
-    return _pointwise if node.target in POINTWISE or torch.Tag.pointwise in tags else None
+def _is_pointwise(node: Node) -> bool:
+    target = node.target
+    if not isinstance(target, compat.OpOverload) or compat.is_mutable(target):
+        return False
+    is_pointwise = target in _POINTWISE or torch.Tag.pointwise in target.tags
+    return is_pointwise and not compat.draws_random_numbers(target)
 
 
-_RULES: dict[object, Callable[[Node, Size], set[Node] | None]] = {
-    **dict.fromkeys([*ALONG, *PARTS], _along),
-    **dict.fromkeys(RESHAPES, _reshape),
-    **dict.fromkeys([aten.permute.default, aten.transpose.int], _permutation),
+# Whether an operator keeps dimension 0; pointwise operators always do.
+_KEEPS_ROWS: dict[object, Callable[[Node], bool]] = {
+    **dict.fromkeys(_REDUCTIONS | _PARTS, _along),
+    **dict.fromkeys(_RESHAPES, _reshape),
+    aten.permute.default: _permute,
+    aten.transpose.int: _transpose,
     aten.constant_pad_nd.default: _padding,
     aten.unsqueeze.default: _unsqueeze,
 }
-_VIEWS: set[object] = {*VIEWS, *PARTS, *RESHAPES, operator.getitem}
+_VIEWS: set[object] = {*VIEWS, *_PARTS, *_RESHAPES, operator.getitem}
 _VIEWS |= {aten.permute.default, aten.transpose.int, aten.copy.default}
 
 
@@ -368,17 +342,10 @@ MIN_ROWS = 3
 _PER_BYTE = 1 << 20  # price per byte; a collective costs 1, so fewer collectives break ties
 _REPLICATING = {"all_reduce", "all_gather", "broadcast"}
 _MADE_OF_INPUTS = {
-    aten.arange.default,
-    aten.arange.start_step,
-    aten.embedding.default,
-    aten.empty.memory_format,
-    aten.full.default,
-    aten.index.Tensor,
-    aten.index_select.default,
-    aten.ones.default,
-    aten.scalar_tensor.default,
-    aten.zeros.default,
-}
+    aten.arange.default, aten.arange.start_step, aten.embedding.default,
+    aten.empty.memory_format, aten.full.default, aten.index.Tensor, aten.index_select.default,
+    aten.ones.default, aten.scalar_tensor.default, aten.zeros.default,
+}  # fmt: skip
 _LOOKUPS = {"embedding"}  # IR ops
 
 
@@ -388,11 +355,6 @@ class Shard:
 
     group: Group
     tokens: Size
-
-    @property
-    def is_even(self) -> bool:
-        """Whether the number of rows is always a multiple of the number of ranks."""
-        return known_equal(self.tokens % self.group.size, 0)
 
 
 @dataclass
@@ -445,17 +407,20 @@ class Sharding:
 
     def regions(self) -> list[Region]:
         """Return the connected sets of sharded nodes."""
-        found, left = [], dict(self.shards)
-        while left:
-            nodes = self._connected(next(iter(left)))
-            for node in nodes:
-                del left[node]
-            nodes.sort(key=self.order.__getitem__)
+        import networkx  # type: ignore[import-untyped]  # slow to import; a dependency of torch
+
+        graph = networkx.Graph()
+        graph.add_nodes_from(self.shards)
+        rows = [(node, operand) for node in self.shards for operand in self.rows.get(node, ())]
+        graph.add_edges_from(edge for edge in rows if edge[1] in self.shards)
+        regions = []
+        for component in networkx.connected_components(graph):
+            nodes = sorted(component, key=self.order.__getitem__)
             sources = [node for node in nodes if node not in self.rows]
             others = [node for node in nodes if node in self.rows]
             gathered = [node for node in nodes if self.whole_users(node)]
-            found.append(Region(self.shards[nodes[0]], sources, others, gathered))
-        return found
+            regions.append(Region(self.shards[nodes[0]], sources, others, gathered))
+        return regions
 
     def whole_users(self, node: Node) -> list[Node]:
         """Return the users that need all rows of *node*."""
@@ -485,10 +450,10 @@ class Sharding:
 
     def _spread(self, node: Node) -> Shard | None:
         """Return the shard of *node*, from those of its operands."""
-        found = {self.shards[n] for n in node.all_input_nodes if n in self.shards}
-        if len(found) != 1 or node in self._summed or node.op != "call_function":
+        shards_of_operands = {self.shards[n] for n in node.all_input_nodes if n in self.shards}
+        if len(shards_of_operands) != 1 or node in self._summed or node.op != "call_function":
             return None
-        (shard,) = found
+        (shard,) = shards_of_operands
         rows = row_operands(node, shard.tokens, self._tracer)
         if rows is None or _is_used_as_tuple(node):
             return None
@@ -523,7 +488,7 @@ class Sharding:
         On ties, as many nodes as possible stay sharded. Gathering right after the sources is always
         possible, and transfers as many bytes as ``all_reduce``.
         """
-        import networkx  # type: ignore[import-untyped]  # slow to import; a dependency of torch
+        import networkx
 
         flow = self._flow(networkx.DiGraph())
         _, (_, whole) = networkx.minimum_cut(flow, "sharded", "whole")  # "whole" is minimal
@@ -552,18 +517,6 @@ class Sharding:
                 flow.add_edge(user, node)
         return flow
 
-    def _connected(self, start: Node) -> list[Node]:
-        found, waiting = {start: None}, [start]
-        while waiting:
-            node = waiting.pop()
-            before = self.rows.get(node, set())
-            for other in [*before, *node.users]:
-                linked = other in before or node in self.rows.get(other, set())
-                if linked and other in self.shards and other not in found:
-                    found[other] = None
-                    waiting.append(other)
-        return list(found)
-
 
 def _is_used_as_tuple(node: Node) -> bool:
     parts = all(user.target is operator.getitem for user in node.users)
@@ -572,13 +525,13 @@ def _is_used_as_tuple(node: Node) -> bool:
 
 def _summed(info: GraphInfo) -> set[Node]:
     """Return the nodes that lead to a collective through row-wise nodes only."""
-    found: set[Node] = set()
+    summed: set[Node] = set()
     for node in reversed(info.nodes):
         for user in node.users:
             into = collective(user) not in ("", WAIT)
-            if into or (user in found and (keeps_rows(user) or collective(user) == WAIT)):
-                found.add(node)
-    return found
+            if into or (user in summed and (keeps_rows(user) or collective(user) == WAIT)):
+                summed.add(node)
+    return summed
 
 
 def _has_tokens(value: Tensor) -> bool:
@@ -667,7 +620,8 @@ class _Rewriter:
 
     def __init__(self, graph: Graph, region: Region, sharding: Sharding) -> None:
         self._graph, self._region, self._sharding = graph, region, sharding
-        self._group, self._is_even = region.shard.group, region.shard.is_even
+        self._group = region.shard.group
+        self._is_even = known_equal(region.shard.tokens % self._group.size, 0)
         self._mode = fake_of(region.sources[0]).fake_mode
         self._origin = region.sources[0].all_input_nodes[0]
         self._own: dict[Node, Node] = {}
@@ -719,7 +673,7 @@ class _Rewriter:
             for operand in node.all_input_nodes:
                 if operand in whole:
                     node.replace_input_with(operand, self._own_rows(operand))
-        if node.target in RESHAPES:
+        if node.target in _RESHAPES:
             if node.target is not aten.expand.default:
                 node.target = aten.reshape.default  # the shard may have other strides
             node.args = (node.args[0], [self._rows, *fake_of(node).shape[1:]])

@@ -44,17 +44,17 @@ class Functional(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        given = dict(kwargs or {})
+        keywords = dict(kwargs or {})
         if function is compat.FOREACH_COPY:
             for target, source in zip(*args[:2], strict=True):
                 target.copy_(source)
             return None
-        found = _functional(function) if isinstance(function, _Op) else None
-        if found is None:
-            return function(*args, **given)
-        functional, names = found
-        outs = _as_sequence([given.pop(name) for name in names] or args[0])
-        results = functional(*args, **given)
+        variant = _functional(function) if isinstance(function, _Op) else None
+        if variant is None:
+            return function(*args, **keywords)
+        functional, names = variant
+        outs = _as_sequence([keywords.pop(name) for name in names] or args[0])
+        results = functional(*args, **keywords)
         if not all(map(_fits, _as_sequence(results), outs)):
             return function(*args, **(kwargs or {}))  # resizes the outputs, or raises
         for out, result in zip(outs, _as_sequence(results), strict=True):
@@ -87,10 +87,10 @@ def _functional(target: _Op) -> tuple[_Op, tuple[str, ...]] | None:
             return None
     elif len(names) != len(target._schema.returns):
         return None
-    wanted = [(a.name, str(a.type)) for a in arguments if not a.is_out]
+    parameters = [(a.name, str(a.type)) for a in arguments if not a.is_out]
     for name in packet.overloads():
         other = getattr(packet, name)
-        same = [(a.name, str(a.type)) for a in other._schema.arguments] == wanted
+        same = [(a.name, str(a.type)) for a in other._schema.arguments] == parameters
         if same and not other._schema.is_mutable:
             return other, names
     return None
@@ -151,7 +151,8 @@ def copy_through_views(graph: Graph) -> None:
 def _replace(result: Node, argument: Node | None) -> None:
     if argument is None:
         return
-    if not _same_view(fake_of(argument), fake_of(result)):
+    before, after = fake_of(argument), fake_of(result)
+    if not same_layout(before, after) or compat.storage_key(before) != compat.storage_key(after):
         raise ValueError(f"{result.target} changes the layout of a tensor in place")
     result.replace_all_uses_with(argument)
 
@@ -159,29 +160,20 @@ def _replace(result: Node, argument: Node | None) -> None:
 def written_results(node: Node, target: _Op) -> dict[int, Node]:
     """Return the written argument that each result of *node* aliases, by position."""
     arguments, returns = target._schema.arguments, target._schema.returns
-    given = dict(zip((argument.name for argument in arguments), node.args, strict=False))
-    given |= node.kwargs
+    values = dict(zip((argument.name for argument in arguments), node.args, strict=False))
+    values |= node.kwargs
     return {
         position: value
         for position, result in enumerate(returns)
         for argument in arguments
         if argument.is_write and _alias(argument) & _alias(result)
-        if isinstance(value := given.get(argument.name), Node)
+        if isinstance(value := values.get(argument.name), Node)
     }
 
 
 def _alias(value: torch.Argument) -> set[str]:
     """Return the alias sets of an argument or a result in a schema."""
     return set(value.alias_info.before_set) if value.alias_info else set()
-
-
-def _same_view(a: object, b: object) -> bool:
-    return (
-        isinstance(a, Tensor)
-        and isinstance(b, Tensor)
-        and compat.storage_key(a) == compat.storage_key(b)
-        and same_layout(a, b)
-    )
 
 
 # Trace implementations into aten graphs, once per signature.
@@ -250,14 +242,14 @@ class Tracer:
         """
         function = function or impl.impl_fn
         key = (function, autocast, tuple(map(signature, values)))
-        found = self.traces.get(key)
-        if found is None:
+        aten_trace = self.traces.get(key)
+        if aten_trace is None:
             if autocast:
                 function = _under_autocast(function, autocast)
-            found = self.traces[key] = _trace(function, impl.op.schema, values)
-            outcome = found.failure or f"{len(found.info.nodes)} nodes"
+            aten_trace = self.traces[key] = _trace(function, impl.op.schema, values)
+            outcome = aten_trace.failure or f"{len(aten_trace.info.nodes)} nodes"
             logger.debug("traced %s of %s: %s", impl.provider, impl.op.name, outcome)
-        return found
+        return aten_trace
 
 
 def signature(value: Any) -> Signature:
@@ -290,14 +282,14 @@ def arguments(call: IrCall) -> list[Node]:
     return [node for node, fake in pairs if isinstance(fake, (Tensor, *_SYMBOLIC))]
 
 
-def inline(graph: Graph, trace: AtenTrace, before: Node, given: Sequence[Node]) -> list[Node]:
+def inline(graph: Graph, trace: AtenTrace, before: Node, operands: Sequence[Node]) -> list[Node]:
     """Copy a trace into *graph* before the node *before*, and return its output nodes.
 
     The new nodes get fake values in new storages: alias analysis compares storages, so two inlined
     copies of a trace must not appear to share memory.
     """
-    mode = compat.fake_mode_of([fake_of(node) for node in given]) or compat.FakeTensorMode()
-    copies: dict[Node, Any] = dict(zip(trace.info.inputs, given, strict=True))
+    mode = compat.fake_mode_of([fake_of(node) for node in operands]) or compat.FakeTensorMode()
+    copies: dict[Node, Any] = dict(zip(trace.info.inputs, operands, strict=True))
     outputs: Any = ()
     with graph.inserting_before(before):
         for node in trace.info.nodes:
@@ -368,13 +360,13 @@ class _CallsNative(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        target, given = find_target(function), kwargs or {}
+        target, keywords = find_target(function), kwargs or {}
         if target is None:
-            return function(*args, **given)
+            return function(*args, **keywords)
         state = nullcontext() if target.op.autocast else compat.no_autocast()
         with self, state:  # torch disables the mode here, but native functions may call other ops
             return target.op.native(
-                *args, **{k: v for k, v in given.items() if k not in ANNOTATIONS}
+                *args, **{k: v for k, v in keywords.items() if k not in ANNOTATIONS}
             )
 
 
@@ -387,8 +379,8 @@ def _under_autocast(function: Function, autocast: str) -> Function:
 
 
 def _trace(function: Function, schema: Schema, values: Sequence[Any]) -> AtenTrace:
-    def flat(*given: Any) -> Any:
-        replaced = iter(given)
+    def flat(*leaves: Any) -> Any:
+        replaced = iter(leaves)
 
         def put(value: Any) -> Any:
             if isinstance(value, (list, tuple)):

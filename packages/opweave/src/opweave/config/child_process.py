@@ -1,4 +1,4 @@
-"""Child processes that run a module or file of this package, and daemon threads."""
+"""Child processes that run a module or file of this package."""
 
 from __future__ import annotations
 
@@ -10,62 +10,11 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, Future
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
-
-# A thread pool that does not keep the process alive.
-
-
-class DaemonThreads(Executor):
-    """A pool of daemon threads. Unlike with Python's own pools, the process does not wait for them.
-
-    A thread ends when there is no more work.
-
-    Args:
-        most: the maximum number of threads.
-        name: the name of the threads.
-    """
-
-    def __init__(self, most: int, name: str) -> None:
-        self._most, self._name = most, name
-        self._lock = threading.Lock()
-        self._count = 0
-        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call *fn* in a thread."""
-        future: Future[Any] = Future()
-        with self._lock:
-            self._waiting.append((future, partial(fn, *args, **kwargs)))
-            if self._count < self._most:
-                self._count += 1
-                threading.Thread(target=self._work, name=self._name, daemon=True).start()
-        return future
-
-    def _work(self) -> None:
-        while (item := self._next()) is not None:
-            future, work = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(work())
-            except BaseException as error:  # the future must get any error
-                future.set_exception(error)
-
-    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
-        with self._lock:
-            if self._waiting:
-                return self._waiting.popleft()
-            self._count -= 1
-            return None
-
 
 # Child processes that run a module of this package and communicate through a socket.
 
@@ -92,23 +41,20 @@ class ChildProcess:
     """
 
     def __init__(
-        self,
-        program: str | Path,
-        *arguments: str,
-        environment: Mapping[str, str] | None = None,
+        self, program: str | Path, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> None:
-        own, its = socket.socketpair()
+        parent_end, child_end = socket.socketpair()
         code = [str(program)] if isinstance(program, Path) else ["-m", program]
-        with own, its:
+        with parent_end, child_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", *code, str(its.fileno()), *arguments],
+                [sys.executable, "-P", *code, str(child_end.fileno()), *arguments],
                 env={**inherited_environment(), **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # keep this process's standard output clean
-                pass_fds=[its.fileno()],
+                pass_fds=[child_end.fileno()],
                 process_group=0,  # Ctrl-C must reach this process only
             )
-            self.connection = Connection(own.detach())
+            self.connection = Connection(parent_end.detach())
 
     @property
     def pid(self) -> int:
@@ -181,12 +127,7 @@ class ChildWorker(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def running(self) -> ChildProcess:

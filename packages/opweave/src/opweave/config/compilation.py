@@ -105,12 +105,11 @@ def _token(written: str) -> str:
 
 def _from_json(text: str) -> list[object]:
     try:
-        found: list[object] = json.loads(text)  # a list, because it starts with a bracket
+        return list(json.loads(text))  # a list, because it starts with a bracket
     except json.JSONDecodeError as error:
         raise SettingError(
             f'custom_ops {text!r} is not a JSON list, such as ["none", "+rms_norm"]: {error}.'
         ) from error
-    return found
 
 
 def _named(tokens: Iterable[str], sign: str) -> frozenset[str]:
@@ -191,8 +190,8 @@ class CompilationConfig(Config):
     @property
     def uses_passes(self) -> bool:
         """Whether opweave's passes run: ``inductor`` in the last mode, or backend ``opweave``."""
-        own = self.mode == CompilationMode.OPWEAVE_COMPILE and self.backend == "inductor"
-        return self.compiles and (own or self.backend == "opweave")
+        in_inductor = self.mode == CompilationMode.OPWEAVE_COMPILE and self.backend == "inductor"
+        return self.compiles and (in_inductor or self.backend == "opweave")
 
     @property
     def backend_options(self) -> Mapping[str, Any]:
@@ -261,33 +260,33 @@ class CompilationConfig(Config):
         return self.custom_ops
 
 
-def _sizes(given: object) -> tuple[int, ...] | None:
-    if given is None:
+def _sizes(value: object) -> tuple[int, ...] | None:
+    if value is None:
         return None
-    found: object = given
-    if isinstance(given, str):
-        parts = [part.strip() for part in given.strip().strip("[]").split(",") if part.strip()]
-        found = [int(part) if part.isdecimal() else part for part in parts]
-    if isinstance(found, Iterable):
-        sizes = tuple(found)
+    items: object = value
+    if isinstance(value, str):
+        parts = [part.strip() for part in value.strip().strip("[]").split(",") if part.strip()]
+        items = [int(part) if part.isdecimal() else part for part in parts]
+    if isinstance(items, Iterable):
+        sizes = tuple(items)
         if all(type(size) is int and size > 0 for size in sizes):
             return sizes
     raise SettingError(
-        f"cudagraph_capture_sizes={given!r} must be positive integers, such as [1, 2, 4, 8], or "
+        f"cudagraph_capture_sizes={value!r} must be positive integers, such as [1, 2, 4, 8], or "
         "empty for no graphs."
     )
 
 
-def _mode(given: object) -> CompilationMode:
-    found = given
-    if isinstance(given, str):
-        text = given.strip()
+def _mode(value: object) -> CompilationMode:
+    mode = value
+    if isinstance(value, str):
+        text = value.strip()
         name = text.upper().replace("-", "_")
-        found = CompilationMode.__members__.get(name, int(text) if text.isdecimal() else None)
-    if isinstance(found, int) and not isinstance(found, bool) and found in list(CompilationMode):
-        return CompilationMode(found)
+        mode = CompilationMode.__members__.get(name, int(text) if text.isdecimal() else None)
+    if isinstance(mode, int) and not isinstance(mode, bool) and mode in list(CompilationMode):
+        return CompilationMode(mode)
     possible = ", ".join(f"{mode.value} ({mode.name})" for mode in CompilationMode)
-    raise SettingError(f"mode={given!r} should be one of {possible}.")
+    raise SettingError(f"mode={value!r} should be one of {possible}.")
 
 
 # The current compilation config: that of the enclosing scope, or of the process.
@@ -338,11 +337,11 @@ def apply_command_line_config(values: Mapping[str, object]) -> None:
 
 @cache
 def _of_process() -> CompilationConfig:
-    config, found = CompilationConfig(), sources.find()
-    config = config.updated(found.compilation_config, f"{found.path} compilation_config")
+    config, file = CompilationConfig(), sources.find()
+    config = config.updated(file.compilation_config, f"{file.path} compilation_config")
     for key, value in environment.compilation_config().items():
         origin = f"environment {environment.COMPILATION_PREFIX}{key.upper()}"
         config = config.updated({key: value}, origin)
-    for key, given in _command_line.items():
-        config = config.updated({key: given}, f"--compilation-config.{key}")
+    for key, option in _command_line.items():
+        config = config.updated({key: option}, f"--compilation-config.{key}")
     return config

@@ -53,7 +53,6 @@ class CacheConfig(Config):
 
 
 POLICIES = ("fcfs", "priority")
-_POLICY = one_of(*POLICIES)
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class SchedulerConfig(Config):
     max_num_seqs: int = checked(COUNT, 64)
     max_num_batched_tokens: int = checked(COUNT, 2048)
     max_model_len: int | None = checked(COUNT, None)
-    policy: str = checked(_POLICY, "fcfs")
+    policy: str = checked(one_of(*POLICIES), "fcfs")
     enable_chunked_prefill: bool = checked(FLAG, True)
 
     def __post_init__(self) -> None:
@@ -220,14 +219,14 @@ class EngineConfig(Config):
         for name, kind in _PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise SettingError(f"{name}={getattr(self, name)!r} should be a {kind.__name__}.")
-        given = self.compilation_config
-        if isinstance(given, CompilationConfig):
+        changes = self.compilation_config
+        if isinstance(changes, CompilationConfig):
             return
-        if not isinstance(given, Mapping):
+        if not isinstance(changes, Mapping):
             raise SettingError(
-                f"compilation_config={given!r} should be a CompilationConfig or a dict."
+                f"compilation_config={changes!r} should be a CompilationConfig or a dict."
             )
-        typed = current_compilation_config().updated(given, "compilation_config")
+        typed = current_compilation_config().updated(changes, "compilation_config")
         object.__setattr__(self, "compilation_config", typed)
 
     @property

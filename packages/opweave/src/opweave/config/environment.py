@@ -173,7 +173,7 @@ def declare_variable(name: str, kind: type[T], default: T, doc: str) -> None:
             f"environment variable {name!r} must consist of capitals, digits and underscores, such "
             "as 'ACME_QUEUE_DEPTH'."
         )
-    if _is_own(name):
+    if _is_builtin(name):
         raise SettingError(f"environment variable {name} is used by opweave. Choose another name.")
     check_kind(name, kind, default)
     declared.add(name, PluginValue(kind, default, doc))
@@ -210,13 +210,13 @@ def logging_level(environ: Mapping[str, str] = os.environ) -> str | None:
     Raises:
         SettingError: it is not a log level.
     """
-    given = environ.get("OPWEAVE_LOGGING_LEVEL", "").strip()
-    if given and given.upper() not in LEVELS:
+    value = environ.get("OPWEAVE_LOGGING_LEVEL", "").strip()
+    if value and value.upper() not in LEVELS:
         raise SettingError(
-            f"OPWEAVE_LOGGING_LEVEL={given!r} is not a valid log level. "
-            f"{did_you_mean(given.upper(), LEVELS)}"
+            f"OPWEAVE_LOGGING_LEVEL={value!r} is not a valid log level. "
+            f"{did_you_mean(value.upper(), LEVELS)}"
         )
-    return given.upper() or None
+    return value.upper() or None
 
 
 def api_keys(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -236,15 +236,15 @@ def compilation_config(environ: Mapping[str, str] = os.environ) -> dict[str, str
 
 def in_use(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the set variables that opweave knows, with secrets masked."""
-    known = {name: environ[name] for name in sorted(environ) if _is_known(name)}
-    return {name: "***" if name == API_KEY else value for name, value in known.items()}
+    names = filter(_is_known, sorted(environ))
+    return {name: "***" if name == API_KEY else environ[name] for name in names}
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return a message for each unknown variable that starts with ``OPWEAVE_``."""
-    known = [variable.name for variable in VARIABLES]
+    variables = [variable.name for variable in VARIABLES]
     return [
-        f"{name} is set, but is not a variable of opweave. {did_you_mean(name, known)}"
+        f"{name} is set, but is not a variable of opweave. {did_you_mean(name, variables)}"
         for name in sorted(environ)
         if name.startswith("OPWEAVE_") and not _is_known(name)
     ]
@@ -259,10 +259,9 @@ def _below(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_known(name: str) -> bool:
-    return name in declared or _is_own(name)
+    return name in declared or _is_builtin(name)
 
 
-def _is_own(name: str) -> bool:
-    return name.startswith((COMPILATION_PREFIX, PRIORITY_PREFIX)) or name in {
-        v.name for v in VARIABLES
-    }
+def _is_builtin(name: str) -> bool:
+    has_prefix = name.startswith((COMPILATION_PREFIX, PRIORITY_PREFIX))
+    return has_prefix or any(name == variable.name for variable in VARIABLES)

@@ -52,17 +52,17 @@ def apply_patches(config: C, patches: Iterable[ConfigPatch], source: str) -> C:
             contradict each other.
         SettingError: a value is malformed, or the values do not fit together.
     """
-    wanted: dict[str, ConfigPatch] = {}
+    by_path: dict[str, ConfigPatch] = {}
     for patch in patches:
         _check(config, patch, source)
-        before = wanted.setdefault(patch.path, patch)
+        before = by_path.setdefault(patch.path, patch)
         if before.value != patch.value:
             raise PatchError(
                 f"{source} sets {patch.path} to {before.value!r} ({before.reason}) and to "
                 f"{patch.value!r} ({patch.reason}). Return one of the two patches."
             )
     changes: dict[tuple[str, ...], dict[str, Origin]] = {}
-    for patch in wanted.values():
+    for patch in by_path.values():
         *parents, name = patch.path.split(".")
         if _is_due(config, patch, source):
             origin = Origin(source, patch.value, patch.reason, by_user=False)
@@ -91,12 +91,12 @@ def _is_due(config: Config, patch: ConfigPatch, source: str) -> bool:
 
 
 def _changed(config: C, changes: Mapping[tuple[str, ...], Mapping[str, Origin]]) -> C:
-    own = dict(changes.get((), {}))
+    origins = dict(changes.get((), {}))
     for part in dict.fromkeys(path[0] for path in changes if path):
         below = {path[1:]: values for path, values in changes.items() if path[:1] == (part,)}
         value = _changed(getattr(config, part), below)
-        own[part] = Origin(DEFAULT, value, by_user=False)
-    return config.with_values(own) if own else config
+        origins[part] = Origin(DEFAULT, value, by_user=False)
+    return config.with_values(origins) if origins else config
 
 
 def _check(config: Config, patch: object, source: str) -> None:

@@ -61,8 +61,8 @@ def find(start: Path | None = None) -> FileSettings:
     if explicit:
         path = Path(explicit)
         if not path.is_file():
-            found = "is a directory" if path.is_dir() else "does not exist"
-            raise SettingError(f"OPWEAVE_CONFIG={explicit!r} {found}; it must name a file.")
+            problem = "is a directory" if path.is_dir() else "does not exist"
+            raise SettingError(f"OPWEAVE_CONFIG={explicit!r} {problem}; it must name a file.")
         return _settings(_table(path, named=True), path)
     start = start or Path.cwd()
     for folder in (start, *start.parents):

@@ -115,8 +115,8 @@ FALSE = frozenset({"0", "false", "no", "off", ""})
 
 def check_kind(where: str, kind: type, default: object) -> None:
     """Raise :class:`SettingError` unless *kind* is supported and *default* is of that type."""
-    names = ", ".join(each.__name__ for each in KINDS)
     if kind not in KINDS:
+        names = ", ".join(supported.__name__ for supported in KINDS)
         raise SettingError(f"{where}: kind={kind!r} must be one of {names}.")
     if not _is(kind, default):
         raise SettingError(f"{where}: default={default!r} must be of type {kind.__name__}.")
@@ -135,7 +135,7 @@ def read(where: str, kind: type, value: object) -> Any:
         return value
     found = _from_text(kind, value.strip()) if isinstance(value, str) else None
     if found is None:
-        raise SettingError(f"{where}={value!r} must be {_WANTED[kind]}.")
+        raise SettingError(f"{where}={value!r} must be {_DESCRIPTIONS[kind]}.")
     return found
 
 
@@ -155,7 +155,7 @@ def _from_text(kind: type, text: str) -> Any:
         return None
 
 
-_WANTED = {
+_DESCRIPTIONS = {
     bool: "true (1) or false (0)",
     int: "an integer",
     float: "a number",
@@ -214,14 +214,14 @@ class Config:
         passed = self.__dict__.pop("_passed", ())  # a default that the user passes is the user's
         given = {name: Origin(_GIVEN, getattr(self, name)) for name in passed}
         object.__setattr__(self, "origins", {**given, **self.origins})
-        for each in fields(self):
-            if (check := each.metadata.get("check")) is not None:
-                check(type(self).__name__, each.name, getattr(self, each.name))
+        for item in fields(self):
+            if (check := item.metadata.get("check")) is not None:
+                check(type(self).__name__, item.name, getattr(self, item.name))
 
     @classmethod
     def names(cls) -> list[str]:
         """Return the names of the values."""
-        return [each.name for each in fields(cls) if each.init and each.name != "origins"]
+        return [item.name for item in fields(cls) if item.init and item.name != "origins"]
 
     def origin(self, name: str) -> Origin:
         """Return the origin of the value called *name*."""
@@ -243,10 +243,10 @@ class Config:
         return replace(changed, origins={**self.origins, **typed})
 
     def _is_default(self, name: str, value: object) -> bool:
-        each = next(each for each in fields(self) if each.name == name)
-        if each.default_factory is not MISSING:
-            return _same(value, each.default_factory())
-        return each.default is not MISSING and _same(value, each.default)
+        item = next(item for item in fields(self) if item.name == name)
+        if item.default_factory is not MISSING:
+            return _same(value, item.default_factory())
+        return item.default is not MISSING and _same(value, item.default)
 
 
 def _same(one: object, other: object) -> bool:

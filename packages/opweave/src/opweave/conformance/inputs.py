@@ -7,6 +7,7 @@ import time
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,17 +20,19 @@ from opweave.ir.schema import Param
 # Arguments from an op's input generator: sizes with and without tails, dtypes, no tokens.
 
 
+Generator = Callable[[Subject], Iterable[Case]]
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TOKENS = (1, 2, 3, 7, 8, 33)
 _MANY_TOKENS = (130, 257, 1031, 4099)
 _WIDTHS = (1, 2, 3, 8, 17, 31, 62, 64, 66, 128, 129, 256, 1000, 4096, 4097)
 _COUNTS = (1, 2, 3, 5, 8)
-_SIZES = (*_COUNTS, 32, 64, 80, 96, 128, 256)  # of a head, a state, a block
+_PART_SIZES = (*_COUNTS, 32, 64, 80, 96, 128, 256)  # of a head, a state, a block
 _EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
-WIDE = 24  # from here on a size is the width of a row, below it of a part of one, or a number
-_EVERY = (*range(1, 131), 255, 257, 511, 513, 1023, 1025)  # sizes, block bounds among them
-_SWEEP = 2.0  # seconds of processor time for the sizes of one option
-_SLOW = 0.1  # seconds; larger numbers of tokens are left out from here on
+WIDE = 24  # a size of at least this is the width of a row; a smaller one is a part or a count
+_SWEPT_SIZES = (*range(1, 131), 255, 257, 511, 513, 1023, 1025)  # block bounds among them
+_SWEEP_SECONDS = 2.0  # of processor time, for the sizes of one option
+_SLOW_SECONDS = 0.1  # after a slower case, larger numbers of tokens are left out
 
 
 def options_of(subject: Subject) -> dict[str, Any]:
@@ -67,7 +70,8 @@ def sizes(subject: Subject) -> Iterator[Case]:
     for dtype in _dtype_options(subject):
         yield from _tokens(subject, dtype)
         for name, default in options_of(subject).items():
-            yield from _variants(subject, name, default, dtype)
+            for value in variants(name, default):
+                yield from _existing(subject, {name: value, **dtype})
     for name, default in options_of(subject).items():
         if name == "num_tokens" or (type(default) is int and default >= WIDE):
             yield from _swept(subject, name)
@@ -78,7 +82,7 @@ def while_fast(cases: Iterable[Case]) -> Iterator[Case]:
     start = time.perf_counter()
     for case in cases:
         yield case
-        if time.perf_counter() - start > _SLOW:
+        if time.perf_counter() - start > _SLOW_SECONDS:
             return
         start = time.perf_counter()
 
@@ -89,10 +93,9 @@ def few_and_many(subject: Subject) -> Iterator[Case]:
         yield from _existing(subject, {"num_tokens": count})
 
 
-def of_several_sizes(subject: Subject) -> Iterator[Case]:
-    """Yield the usual cases, and those of few and of many tokens."""
-    yield from usual(subject)
-    yield from few_and_many(subject)
+def chained(*generators: Generator) -> Generator:
+    """Return a generator of the cases of all *generators*, one after the other."""
+    return lambda subject: chain.from_iterable(generate(subject) for generate in generators)
 
 
 def empty(subject: Subject) -> Iterator[Case]:
@@ -114,33 +117,20 @@ def _dtype_options(subject: Subject) -> list[dict[str, Any]]:
 
 
 def _tokens(subject: Subject, dtype: Mapping[str, Any]) -> Iterator[Case]:
-    if "num_tokens" not in options_of(subject):
-        return
-    for count in TOKENS:
-        start = time.perf_counter()
+    *few, most = TOKENS
+    for count in few:
         yield from _existing(subject, {"num_tokens": count, **dtype})
-    for count in _MANY_TOKENS:
-        if time.perf_counter() - start > _SLOW:  # what was done with the case before included
-            return
-        start = time.perf_counter()
-        yield from _existing(subject, {"num_tokens": count, **dtype})
+    many = ({"num_tokens": count, **dtype} for count in (most, *_MANY_TOKENS))
+    yield from while_fast(case for options in many for case in _existing(subject, options))
 
 
 def _swept(subject: Subject, name: str) -> Iterator[Case]:
     """Yield cases of every size of one option in a drawn order, as many as there is time for."""
     dtypes, start = _dtype_options(subject), time.process_time()
-    for place in torch.randperm(len(_EVERY)).tolist():
-        if time.process_time() - start > _SWEEP:
+    for place in torch.randperm(len(_SWEPT_SIZES)).tolist():
+        if time.process_time() - start > _SWEEP_SECONDS:
             return
-        yield from _existing(subject, {name: _EVERY[place], **dtypes[place % len(dtypes)]})
-
-
-def _variants(
-    subject: Subject, name: str, default: Any, dtype: Mapping[str, Any]
-) -> Iterator[Case]:
-    """Yield cases with other values of one option of the generator."""
-    for value in variants(name, default):
-        yield from _existing(subject, {name: value, **dtype})
+        yield from _existing(subject, {name: _SWEPT_SIZES[place], **dtypes[place % len(dtypes)]})
 
 
 def variants(name: str, default: Any) -> tuple[Any, ...]:
@@ -152,14 +142,10 @@ def variants(name: str, default: Any) -> tuple[Any, ...]:
     if isinstance(default, bool):
         return (not default,)
     if isinstance(default, int):
-        return tuple(sorted({*_numbers(name, default), 2 * default} - {default}))
+        parts = _PART_SIZES if name.endswith("size") else _COUNTS
+        sizes = _WIDTHS if default >= WIDE else parts
+        return tuple(sorted({*sizes, 2 * default} - {default}))
     return ()
-
-
-def _numbers(name: str, default: int) -> tuple[int, ...]:
-    if default >= WIDE:
-        return _WIDTHS
-    return _SIZES if name.endswith("size") else _COUNTS
 
 
 def _existing(subject: Subject, options: Mapping[str, Any]) -> Iterator[Case]:
@@ -217,8 +203,8 @@ def _cast(base: Case, group: tuple[int, ...], kind: tuple[torch.dtype, ...]) -> 
         changed = [i for i in group if base.values[i].dtype in set(kind) - {dtype}]
         if changed:
             names = " and ".join(base.op.schema.names[i] for i in changed)
-            values = [v.to(dtype) if i in changed else v for i, v in enumerate(base.values)]
-            yield base.with_values(f"{names} {str(dtype).removeprefix('torch.')}", values)
+            label = f"{names} {str(dtype).removeprefix('torch.')}"
+            yield base.replaced(label, {i: base.values[i].to(dtype) for i in changed})
 
 
 # Memory layouts of the same values, with NaN in the gaps.
@@ -228,18 +214,13 @@ def _cast(base: Case, group: tuple[int, ...], kind: tuple[torch.dtype, ...]) -> 
 
 
 Layout = Callable[[Tensor], Tensor]
-_MARGIN = 3  # odd, so that rows are aligned to nothing
-
-
-def _between(t: Tensor) -> float:
-    """Return the value that fills the gaps: NaN, or a valid index for integers."""
-    return float("nan") if t.is_floating_point() else 0.0
+_MARGIN_ELEMENTS = 3  # odd, so that rows are not aligned
 
 
 def sliced(t: Tensor) -> Tensor:
     """Rows inside wider rows, starting in the middle of one."""
-    wide = _filled(t, (*t.shape[:-1], t.shape[-1] + 2 * _MARGIN))
-    return wide[..., _MARGIN : _MARGIN + t.shape[-1]].copy_(t)
+    wide = _filled(t, (*t.shape[:-1], t.shape[-1] + 2 * _MARGIN_ELEMENTS))
+    return wide.narrow(-1, _MARGIN_ELEMENTS, t.shape[-1]).copy_(t)
 
 
 def offset(t: Tensor) -> Tensor:
@@ -287,15 +268,15 @@ def laid_out(subject: Subject, dtypes: int | None = None) -> Iterator[Case]:
             matrices = [i for i in places if base.values[i].ndim > 1]
             groups = [matrices, places, *([i] for i in places)]
             for group in {tuple(g): None for g in groups if g}:
-                changed = [subject.op.schema.names[i] for i in group]
-                values = [layout(v) if i in group else v for i, v in enumerate(base.values)]
-                yield base.with_values(f"{' and '.join(changed)} {name}", values)
+                label = f"{' and '.join(subject.op.schema.names[i] for i in group)} {name}"
+                yield base.replaced(label, {i: layout(base.values[i]) for i in group})
 
 
 def _filled(t: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if t.dtype.itemsize == 1 and t.is_floating_point():  # torch cannot fill it with NaN everywhere
-        return torch.zeros(shape, dtype=t.dtype, device=t.device)
-    return torch.full(shape, _between(t), dtype=t.dtype, device=t.device)
+    """Return new memory with NaN, or with 0, which is also a valid index."""
+    # Not every device of torch can fill an 8-bit float with NaN.
+    has_nan = t.is_floating_point() and t.dtype.itemsize > 1
+    return torch.full(shape, float("nan") if has_nan else 0, dtype=t.dtype, device=t.device)
 
 
 # Cases with unusual numbers, flags and strings, and with omitted optional arguments.
@@ -323,30 +304,28 @@ def without(subject: Subject) -> Iterator[Case]:
         for i in optional:
             yield replaced(base, i, subject.op.schema.names[i], None)
         if len(optional) > 1:
-            values = [None if i in optional else v for i, v in enumerate(base.values)]
-            yield base.with_values("no optional tensor", values)
+            yield base.replaced("no optional tensor", dict.fromkeys(optional))
 
 
 def replaced(case: Case, index: int, name: str, value: Any) -> Case:
     """Return *case* with another value of one argument."""
-    values = [value if i == index else v for i, v in enumerate(case.values)]
-    return case.with_values(f"{name}={value!r}", values)
+    return case.replaced(f"{name}={value!r}", {index: value})
 
 
 def others(param: Param, value: Any) -> list[Any]:
     """Return alternatives to the usual value."""
     kinds = set(typing.get_args(param.annotation) or (param.annotation,))
-    found: list[Any] = [None] if param.is_optional and value is not None else []
+    candidates: list[Any] = [None] if param.is_optional and value is not None else []
     if bool in kinds:
-        found += [True, False]
+        candidates += [True, False]
     elif float in kinds:
         # Large enough to show where epsilon is added.
-        found += [0.5, 0.1, 1.7] if value is None else [0.1 + 4 * value]
+        candidates += [0.5, 0.1, 1.7] if value is None else [0.1 + 4 * value]
     elif str in kinds:
-        found += _WORDS
+        candidates += _WORDS
     elif int in kinds and param.is_optional:
-        found += [1, 2, 7, 40]
-    return [other for other in found if other is None or other != value]
+        candidates += [1, 2, 7, 40]
+    return [other for other in candidates if other is None or other != value]
 
 
 # Finds the token dimension of each tensor, and selects tokens.
@@ -411,15 +390,15 @@ def tokens_of(subject: Subject, count: int | None = None, **options: Any) -> Tok
     cases = [generated(subject, num_tokens=n, **options) for n in counts]
     if any(case is None or case.refusal for case in cases):
         return None
-    first, second, *_ = made = [case for case in cases if case is not None]
-    asked = made[-1]
+    usable = [case for case in cases if case is not None]
+    first, second, last = usable[0], usable[1], usable[-1]
     if subject.op.name in _SEQUENCES:
-        return _SEQUENCES[subject.op.name](asked)
+        return _SEQUENCES[subject.op.name](last)
     arguments = tuple(map(_axis, first.values, second.values))
     outputs = tuple(map(_axis, first.native, second.native))
     if all(axis is None for axis in arguments) or all(axis is None for axis in outputs):
         return None
-    return Tokens(counts[-1], asked, arguments, outputs)
+    return Tokens(counts[-1], last, arguments, outputs)
 
 
 def _axis(a: Any, b: Any) -> Axis:
@@ -467,15 +446,15 @@ class Packed:
     def some(self, which: Sequence[int]) -> Values:
         """Return the arguments for some of the sequences, in this order."""
         named = self._named
-        made = dict(named)
+        parts = dict(named)
         for name, bounds in self.packed.items():
-            made[name] = taken(named[name], 0, _rows(named[bounds], which))
-        for bounds in set(self.packed.values()):
-            lengths = taken(named[bounds].diff(), 0, which)
-            made[bounds] = torch.cat((named[bounds][:1], lengths.cumsum(0))).to(named[bounds].dtype)
+            parts[name] = taken(named[name], 0, _rows(named[bounds], which))
+        for name in set(self.packed.values()):
+            lengths = taken(named[name].diff(), 0, which)
+            parts[name] = torch.cat((named[name][:1], lengths.cumsum(0))).to(named[name].dtype)
         for name in self.listed:
-            made[name] = taken(named[name], 0, which)
-        return tuple(made.values())
+            parts[name] = taken(named[name], 0, which)
+        return tuple(parts.values())
 
     def of(self, outputs: Outputs, which: Sequence[int]) -> Outputs:
         """Return the part of *outputs* that belongs to some of the sequences."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from opweave import ir
 from opweave.conformance.snapshot import Values, copied, fake_values
 from opweave.ir import IrOp, IrOpImpl
-from opweave.ir.errors import OpweaveError
+from opweave.ir.errors import OpweaveError, did_you_mean
 from opweave.ir.op import shown, tensors_in
 from opweave.ir.priority import NATIVE
 
@@ -99,7 +99,7 @@ class Subject:
         return self.accepts(fake_values(values)[1])
 
     @property
-    def call(self) -> Callable[..., Any]:
+    def call(self) -> Any:
         """The op, restricted to this implementation."""
         return self.op.using(f"{self.provider}!")
 
@@ -113,7 +113,7 @@ class Subject:
         """Run the op with donated activations."""
         args, kwargs = self.op.schema.split(values)
         with torch.no_grad():
-            return self.op.using(f"{self.provider}!").maybe_inplace(*args, **kwargs)
+            return self.call.maybe_inplace(*args, **kwargs)
 
 
 # A case: arguments for an op, the native result, and a reference in float64.
@@ -137,6 +137,10 @@ class Case:
     def with_values(self, label: str, values: Sequence[Any]) -> Case:
         """Return a case of the same op with other arguments."""
         return Case(self.op, f"{self.label}, {label}" if self.label else label, values)
+
+    def replaced(self, label: str, values: Mapping[int, Any]) -> Case:
+        """Return a case with other values for the arguments at these positions."""
+        return self.with_values(label, [values.get(i, v) for i, v in enumerate(self.values)])
 
     @cached_property
     def _run(self) -> Outputs | Exception:
@@ -228,8 +232,8 @@ _listeners: list[Callable[[str], None]] = []
 
 
 @contextmanager
-def told_to(listener: Callable[[str], None]) -> Iterator[None]:
-    """Call *listener* with the check, and with each case of it, inside the block."""
+def listening(listener: Callable[[str], None]) -> Iterator[None]:
+    """Call *listener* before each check and each case inside the block, with its description."""
     _listeners.append(listener)
     try:
         yield
@@ -237,28 +241,24 @@ def told_to(listener: Callable[[str], None]) -> Iterator[None]:
         _listeners.remove(listener)
 
 
-def arrived(at: Case | str) -> None:
-    """Tell the listeners which case, or which check, comes next."""
+def announce(step: Case | str) -> None:
+    """Pass the next case, or the name of the next check, to the listeners."""
     for listener in _listeners:
-        listener(str(at))
+        listener(str(step))
 
 
 # Checks and their outcomes.
 
 
-Finding = str | None  # what is wrong with a case, or None
+Finding = str | None  # the problem of a case, or None
 Findings = Iterator[Finding]
 Examine = Callable[[Subject, Case], Finding]
+S = TypeVar("S")  # what a check verifies: an implementation, a platform
 
 FAILURES = (Exception, SystemExit)
 """Exceptions of the code under verification, which must not end the program."""
 
-_MAX_PROBLEMS = 3  # of one check; more of them say no more
-
-
-def always(subject: Subject) -> bool:
-    """Return True: the check applies to all implementations."""
-    return True
+_MAX_PROBLEMS = 3  # reported per check of an implementation
 
 
 def not_native(subject: Subject) -> bool:
@@ -266,21 +266,26 @@ def not_native(subject: Subject) -> bool:
     return not subject.is_native
 
 
+def claims(trait: str) -> Callable[[Subject], bool]:
+    """Return a function that returns whether an implementation claims *trait*."""
+    return lambda subject: subject.has(trait)
+
+
 @dataclass(frozen=True)
-class Check:
-    """A conformance check.
+class Check(Generic[S]):
+    """A conformance check of implementations, or of platforms.
 
     Attributes:
         name: the name in tables and options.
         promise: the property that a passing implementation has, in one line.
         run: yields the problem of each case, or None.
-        applies: returns whether the check applies to an implementation.
+        applies: returns whether the check applies; by default, it always does.
     """
 
     name: str
     promise: str
-    run: Callable[[Subject], Findings]
-    applies: Callable[[Subject], bool] = always
+    run: Callable[[S], Findings]
+    applies: Callable[[S], bool] = lambda subject: True
 
 
 @dataclass
@@ -307,7 +312,29 @@ class Outcome:
         return "passed" if self.passed else "none"
 
 
-def each(cases: Callable[[Subject], Iterable[Case]], examine: Examine) -> Callable[..., Findings]:
+def raise_if_failed(subject: object, outcomes: Iterable[Outcome]) -> None:
+    """Raise NonconformingError with every problem in *outcomes*, if there is one."""
+    lines = [f"{o.check}: {problem}" for o in outcomes for problem in o.problems]
+    if lines:
+        raise NonconformingError("\n".join([f"{subject} fails:", *lines]))
+
+
+def select(checks: Mapping[str, Check[S]], names: Iterable[str] = ()) -> list[Check[S]]:
+    """Return the checks of these *names*, or all, in the order in which they run.
+
+    Raises:
+        UnknownCheckError: a check does not exist.
+    """
+    names = list(names)
+    for name in names:
+        if name not in checks:
+            raise UnknownCheckError(f"unknown check {name!r}. {did_you_mean(name, checks)}")
+    return [check for name, check in checks.items() if not names or name in names]
+
+
+def each(
+    cases: Callable[[Subject], Iterable[Case]], examine: Examine
+) -> Callable[[Subject], Findings]:
     """Return a check that runs *examine* on every case that native and the predicate accept."""
 
     def run(subject: Subject) -> Findings:
@@ -324,7 +351,7 @@ def accepted(subject: Subject, case: Case, examine: Examine) -> Findings:
     try:
         if not subject.accepts(case.values):
             return
-        arrived(case)
+        announce(case)
         problem = examine(subject, case)
     except FAILURES as error:
         problem = raised(error)
@@ -341,7 +368,7 @@ def outcome_of(
     name: str, run: Callable[[], Findings], most_problems: int = _MAX_PROBLEMS
 ) -> Outcome:
     """Run the check called *name*, until *most_problems* are found."""
-    arrived(name)
+    announce(name)
     outcome, start = Outcome(name), time.perf_counter()
     try:
         for finding in run():

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from opweave.config.child_process import end_with_parent
 from opweave.conformance.find import import_named, subject_named
 from opweave.conformance.snapshot import leave_to_this_process
-from opweave.conformance.subject import Subject, told_to
+from opweave.conformance.subject import Subject, listening
 from opweave.conformance.subprocess import CaseStart, Named, Verified, VerifyTask
 from opweave.conformance.verify import verify
 
@@ -26,7 +26,7 @@ def serve(connection: Connection) -> None:
     connection.send(CaseStart("ready"))
     while True:
         named: Named = connection.recv()
-        with told_to(lambda place: connection.send(CaseStart(place))):
+        with listening(lambda step: connection.send(CaseStart(step))):
             result = verify(_found(named), task.checks, seed=task.seed, report=connection.send)
         connection.send(Verified(result.subject.options, result.obstacle))
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from opweave.conformance import Subject, subjects, verify
-from opweave.conformance.checks import select_checks
+from opweave.conformance import CHECKS, Subject, subjects, verify
+from opweave.conformance.subject import select
 from opweave.ir.errors import OpweaveError
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     option = metafunc.config.getoption
     try:
-        found = subjects(option("op"), option("provider"), option("platform"))
-        chosen = select_checks(option("check"))
+        implementations = subjects(option("op"), option("provider"), option("platform"))
+        checks = select(CHECKS, option("check"))
     except OpweaveError as error:
         raise pytest.UsageError(str(error)) from None
-    pairs = [(s, check.name) for s in found for check in chosen if check.applies(s)]
+    pairs = [(s, check.name) for s in implementations for check in checks if check.applies(s)]
     metafunc.parametrize(("subject", "check"), pairs, ids=[f"{s}-{name}" for s, name in pairs])
 
 

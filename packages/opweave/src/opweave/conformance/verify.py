@@ -17,40 +17,37 @@ import torch
 from torch import distributed
 
 from opweave import native
-from opweave.conformance.checks import CHECKS, COMPILING, select_checks
+from opweave.conformance.checks import CHECKS, COMPILING
 from opweave.conformance.find import names_by_file, package_digest
 from opweave.conformance.inputs import arguments, with_accepted_sizes
 from opweave.conformance.snapshot import GlobalState
 from opweave.conformance.subject import (
     FAILURES,
     Check,
-    NonconformingError,
     Outcome,
     Subject,
     outcome_of,
+    raise_if_failed,
     raised,
+    select,
 )
 from opweave.registration import Site
 
 # A process group of this process alone, for ops that contain a collective.
 
 
-_PARAMETER = "group"  # what an op calls the name of a process group
-
-
-def needs_group(subject: Subject) -> bool:
-    """Whether the op contains a collective."""
-    return _PARAMETER in subject.op.schema.names
+_GROUP_PARAMETER = "group"  # the parameter for the name of a process group
 
 
 @contextmanager
 def group_for(subject: Subject) -> Iterator[None]:
     """Initialize a process group for the block if the op needs one and it is missing."""
-    if not needs_group(subject) or not distributed.is_available() or distributed.is_initialized():
+    needs_group = _GROUP_PARAMETER in subject.op.schema.names
+    if not needs_group or not distributed.is_available() or distributed.is_initialized():
         yield
         return
     backend = "nccl" if subject.device == "cuda" else "gloo"
-    untyped: Any = distributed  # which does not export it to type checkers
+    untyped: Any = distributed  # does not export HashStore to type checkers
     distributed.init_process_group(backend, store=untyped.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -94,9 +91,7 @@ class Result:
 
     def raise_if_failed(self) -> None:
         """Raise NonconformingError with every problem, if there is one."""
-        if self.status == "failed":
-            lines = [f"{o.check}: {problem}" for o in self.outcomes for problem in o.problems]
-            raise NonconformingError("\n".join([f"{self.subject} fails:", *lines]))
+        raise_if_failed(self.subject, self.outcomes)
 
 
 def verify(
@@ -120,21 +115,19 @@ def verify(
     Raises:
         UnknownCheckError: a check does not exist.
     """
-    chosen = select_checks(checks)
+    chosen = select(CHECKS, checks)
     with group_for(subject):
         subject, obstacle = _prepared(subject)
         if obstacle:
             return Result(subject, (), obstacle)
-        applicable = [check for check in chosen if check.applies(subject)]
         outcomes = []
-        for check in applicable:
-            outcomes.append(_outcome(check, subject, seed))
-            report(outcomes[-1])
-    if any(outcome.passed or outcome.problems for outcome in outcomes):
-        return Result(subject, tuple(outcomes))
-    return Result(
-        subject, tuple(outcomes), f"no case for it in {', '.join(c.name for c in chosen)}"
-    )
+        for check in chosen:
+            if check.applies(subject):
+                outcomes.append(_outcome(check, subject, seed))
+                report(outcomes[-1])
+    if not any(outcome.passed or outcome.problems for outcome in outcomes):
+        obstacle = f"no case for it in {', '.join(check.name for check in chosen)}"
+    return Result(subject, tuple(outcomes), obstacle)
 
 
 def _prepared(subject: Subject) -> tuple[Subject, str]:
@@ -150,15 +143,15 @@ def _prepared(subject: Subject) -> tuple[Subject, str]:
         except FAILURES as error:
             return subject, f"the op's input generator {raised(error)}"
         try:
-            found = with_accepted_sizes(subject)
+            accepting = with_accepted_sizes(subject)
         except FAILURES:
-            return subject, ""  # the predicate fails; its check says how
-    if found is None:
+            return subject, ""  # the check of the predicate reports the error
+    if accepting is None:
         return subject, f"it accepts none of the op's usual arguments on {subject.device}"
-    return found, ""
+    return accepting, ""
 
 
-def _outcome(check: Check, subject: Subject, seed: int) -> Outcome:
+def _outcome(check: Check[Subject], subject: Subject, seed: int) -> Outcome:
     state = GlobalState()
     with _seeded(zlib.crc32(f"{seed} {subject} {check.name}".encode())), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -193,19 +193,18 @@ def check_class(cls: type, base: type) -> None:
         )
 
 
-def check_api(found: object, who: str, provided: int) -> None:
-    """Raise :class:`PlatformApiError` unless *found* is the *provided* version."""
-    if isinstance(found, bool) or not isinstance(found, int):
-        raise PlatformApiError(f"{who}: api={found!r} should be the number {provided}.")
-    if found != provided:
-        older = "an older" if found < provided else "a newer"
-        remedy = (
-            "install a version of the package that is written for this opweave"
-            if found < provided
-            else "upgrade opweave, or install an older version of the package"
+def check_api(api: object, who: str, provided: int) -> None:
+    """Raise :class:`PlatformApiError` unless *api* is the *provided* version."""
+    if isinstance(api, bool) or not isinstance(api, int):
+        raise PlatformApiError(f"{who}: api={api!r} should be the number {provided}.")
+    if api != provided:
+        older, remedy = (
+            ("an older", "install a version of the package that is written for this opweave")
+            if api < provided
+            else ("a newer", "upgrade opweave, or install an older version of the package")
         )
         raise PlatformApiError(
-            f"{who} is written for version {found} of the platform contract, {older} one than the "
+            f"{who} is written for version {api} of the platform contract, {older} one than the "
             f"version {provided} of this opweave: {remedy}."
         )
 
@@ -221,10 +220,10 @@ def check_object(platform: object, base: type, who: str) -> None:
             f"{who} is a {type(platform).__name__}, and not derived from {_name(base)}."
         )
     # Properties are not read, because they may start the device's runtime.
-    found = {name: inspect.getattr_static(platform, name, None) for name in base.__annotations__}
+    values = {name: inspect.getattr_static(platform, name, None) for name in base.__annotations__}
     faults = [
         fault
-        for name, value in found.items()
+        for name, value in values.items()
         if not isinstance(value, _COMPUTED)
         for fault in _data_faults(f"{_name(type(platform))}.{name}", name, value)
     ]
@@ -235,17 +234,13 @@ def check_object(platform: object, base: type, who: str) -> None:
 def members(base: type) -> Iterator[str]:
     """Yield the names of the contract in definition order: attributes, then methods."""
     yield from base.__annotations__
-    yield from (name for name, value in vars(base).items() if _is_method(name, value))
-
-
-def _is_method(name: str, value: object) -> bool:
-    return inspect.isfunction(value) and not name.startswith("_")
+    yield from (n for n, v in vars(base).items() if inspect.isfunction(v) and n[0] != "_")
 
 
 def _faults(where: str, name: str, value: Any, base: type) -> Iterator[str]:
-    known = list(members(base))
-    if name not in known:
-        close = get_close_matches(name, known, n=1)
+    names = list(members(base))
+    if name not in names:
+        close = get_close_matches(name, names, n=1)
         hint = f"Did you mean {close[0]!r}? " if close else ""
         yield (
             f"{where} is not a member of the contract. {hint}Names of helpers must start with _."
@@ -305,9 +300,9 @@ def _unexpected(
 
 
 def _data_faults(where: str, name: str, value: object) -> Iterator[str]:
-    wanted, is_right = _DATA[name]
+    description, is_right = _DATA[name]
     if not is_right(value):
-        yield f"{where} is {_shown(value)}; it should be {wanted}."
+        yield f"{where} is {_shown(value)}; it should be {description}."
 
 
 def _is_text(value: object) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from opweave.config import EngineConfig
 from opweave.ir.priority import EVERY_OP
+from opweave.packages import installed_version
 from opweave.platforms import probes
 from opweave.platforms.base import (
     Capabilities,
@@ -62,8 +62,8 @@ class CpuPlatform(Platform):
     ) -> Mapping[str, list[str]]:
         # The second is for batch-invariant runs: linear layers of the first choose kernels by
         # batch size.
-        own = ["opweave_c", "opweave_c_invariant"]
-        return {EVERY_OP: own, **{op: ["aten"] for op in _CPU_TORCH_OPS}}
+        providers = ["opweave_c", "opweave_c_invariant"]
+        return {EVERY_OP: providers, **{op: ["aten"] for op in _CPU_TORCH_OPS}}
 
     def get_device_name(self, index: int = 0) -> str:
         return probes.cpu_name()
@@ -101,12 +101,18 @@ _TRITON_OPS = (
     "reshape_and_cache",
 )
 
-_MATRIX_CORES = ("gfx908", "gfx90a", "gfx94", "gfx95")  # AMD Instinct, from MI100 on
+_INSTINCT = ("gfx908", "gfx90a", "gfx94", "gfx95")  # AMD Instinct, from MI100 on
 
 
-def _is_integrated(properties: Any) -> bool:
-    """Return whether a GPU shares the memory of the host, as in a Jetson, a GB10 or an APU."""
-    return bool(getattr(properties, "is_integrated", False))
+def _gpu_capabilities(properties: Any, **dtypes: bool) -> Capabilities:
+    """Return the features of a GPU: those that all have, and those for *dtypes*."""
+    return Capabilities(
+        streams=True,
+        graph_capture=True,
+        pinned_memory=True,
+        unified_memory=bool(getattr(properties, "is_integrated", False)),  # Jetson, GB10, APU
+        **dtypes,
+    )
 
 
 class _Gpu(Platform):
@@ -126,8 +132,8 @@ class _Gpu(Platform):
         return str(probes.properties("cuda", index).name)
 
     def get_device_capability(self, index: int = 0) -> DeviceCapability | None:
-        found = probes.properties("cuda", index)
-        return DeviceCapability(found.major, found.minor)
+        properties = probes.properties("cuda", index)
+        return DeviceCapability(properties.major, properties.minor)
 
 
 class CudaPlatform(_Gpu):
@@ -140,16 +146,10 @@ class CudaPlatform(_Gpu):
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         # Tensor cores support int8 from 7.5 on, bfloat16 from 8.0, float8 from 8.9: CUDA C++
         # Programming Guide, "Compute Capabilities".
-        found = probes.properties("cuda", 0)
-        capability = DeviceCapability(found.major, found.minor)
-        return Capabilities(
-            bf16=capability >= (8, 0),
-            fp8=capability >= (8, 9),
-            int8=capability >= (7, 5),
-            streams=True,
-            graph_capture=True,
-            pinned_memory=True,
-            unified_memory=_is_integrated(found),
+        properties = probes.properties("cuda", 0)
+        version = (properties.major, properties.minor)
+        return _gpu_capabilities(
+            properties, bf16=version >= (8, 0), fp8=version >= (8, 9), int8=version >= (7, 5)
         )
 
     def doctor(self) -> Mapping[str, object]:
@@ -166,16 +166,12 @@ class RocmPlatform(_Gpu):
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         # gfx950 and gfx12 support float8_e4m3fn; gfx942 supports float8_e4m3fnuz, a different
         # format. AMD, "Data types and precision support".
-        found = probes.properties("cuda", 0)
-        architecture = str(getattr(found, "gcnArchName", "")).split(":")[0]
-        return Capabilities(
-            bf16=architecture.startswith((*_MATRIX_CORES, "gfx11", "gfx12")),
-            fp8=architecture.startswith(("gfx95", "gfx12")),
-            int8=architecture.startswith((*_MATRIX_CORES, "gfx11", "gfx12")),
-            streams=True,
-            graph_capture=True,
-            pinned_memory=True,
-            unified_memory=_is_integrated(found),
+        properties = probes.properties("cuda", 0)
+        architecture = str(getattr(properties, "gcnArchName", "")).split(":")[0]
+        has_matrix_units = architecture.startswith((*_INSTINCT, "gfx11", "gfx12"))
+        has_fp8 = architecture.startswith(("gfx95", "gfx12"))
+        return _gpu_capabilities(
+            properties, bf16=has_matrix_units, fp8=has_fp8, int8=has_matrix_units
         )
 
     def doctor(self) -> Mapping[str, object]:
@@ -206,18 +202,14 @@ class TpuPlatform(Platform):
         """No-op: the runtime assigns devices to processes."""
 
     def memory_info(self, index: int = 0) -> tuple[int, int]:
-        found = _xla().core.xla_model.get_memory_info(f"xla:{index}")
-        return found["bytes_limit"] - found["bytes_used"], found["bytes_limit"]
+        memory = _xla().core.xla_model.get_memory_info(f"xla:{index}")
+        return memory["bytes_limit"] - memory["bytes_used"], memory["bytes_limit"]
 
     def synchronize(self) -> None:
         _xla().sync(wait=True)
 
     def doctor(self) -> Mapping[str, object]:
-        try:
-            installed = version("torch_xla")
-        except PackageNotFoundError:
-            installed = None
-        return {"torch_xla": installed, "devices": probes.tpu_devices()}
+        return {"torch_xla": installed_version("torch_xla"), "devices": probes.tpu_devices()}
 
 
 def _xla() -> Any:
@@ -239,14 +231,14 @@ class XpuPlatform(Platform):
 
     @cached_property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        found = probes.properties("xpu", 0)
-        matrix = bool(getattr(found, "has_subgroup_matrix_multiply_accumulate", False))
+        properties = probes.properties("xpu", 0)
+        matrix = bool(getattr(properties, "has_subgroup_matrix_multiply_accumulate", False))
         return Capabilities(
             bf16=matrix,
             int8=matrix,
             streams=True,
             pinned_memory=True,
-            unified_memory=bool(getattr(found, "is_integrated_gpu", False)),  # torch 2.13
+            unified_memory=bool(getattr(properties, "is_integrated_gpu", False)),  # torch 2.13
         )
 
     def get_device_name(self, index: int = 0) -> str:
@@ -267,8 +259,8 @@ def cpu() -> Claim:
 def _accelerator(name: str, cls: str, kind: str) -> Claim | None:
     if not (count := getattr(probes, f"{name}_devices")()):
         return None
-    found = f"torch finds {count} {kind}{'s' * (count > 1)}"
-    return Claim(f"{__name__}.{cls}", PLATFORM_API, 50, found)
+    why = f"torch finds {count} {kind}{'s' * (count > 1)}"
+    return Claim(f"{__name__}.{cls}", PLATFORM_API, 50, why)
 
 
 cuda = partial(_accelerator, "cuda", "CudaPlatform", "NVIDIA GPU")

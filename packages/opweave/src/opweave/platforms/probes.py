@@ -51,14 +51,14 @@ def cpu_features() -> frozenset[str]:
     """Return the instruction set extensions of the CPU, by torch's names."""
     ask = getattr(torch.cpu, "get_capabilities", None)
     if ask is not None:
-        return frozenset(name for name, found in ask().items() if found is True)
+        return frozenset(name for name, present in ask().items() if present is True)
     older = {
         "avx2": "_is_avx2_supported",
         "avx512_bf16": "_is_avx512_bf16_supported",
         "avx512_f": "_is_avx512_supported",
         "avx512_vnni": "_is_vnni_supported",
     }
-    return frozenset(name for name, asked in older.items() if getattr(torch.cpu, asked, bool)())
+    return frozenset(name for name, test in older.items() if getattr(torch.cpu, test, bool)())
 
 
 @cache
@@ -74,9 +74,9 @@ def cpu_name() -> str:
 
 def host_memory() -> tuple[int, int]:
     """Return the available and the total host memory in bytes, within the limits of the cgroup."""
-    found = {line.split(":")[0]: line.split(":")[1] for line in _lines(_MEMINFO)}
-    if "MemAvailable" in found:
-        free, total = (int(found[key].split()[0]) << 10 for key in ("MemAvailable", "MemTotal"))
+    values = {line.split(":")[0]: line.split(":")[1] for line in _lines(_MEMINFO)}
+    if "MemAvailable" in values:
+        free, total = (int(values[key].split()[0]) << 10 for key in ("MemAvailable", "MemTotal"))
     else:
         free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")

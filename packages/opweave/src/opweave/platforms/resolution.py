@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, Self
 
 from opweave.config import EngineConfig
@@ -20,6 +19,7 @@ from opweave.config.patches import ConfigPatch, PatchError, apply_patches
 from opweave.config.plugin_options import PluginOptions, given_plugin_options, set_plugin_options
 from opweave.config.values import OpenRegistry
 from opweave.ir.errors import OpweaveError
+from opweave.packages import installed_version
 from opweave.platforms import base
 from opweave.platforms.base import (
     Platform,
@@ -42,8 +42,8 @@ from opweave.plugins import (
     resolve_obj_by_qualname,
 )
 from opweave.plugins.entry import PlatformReentryError, ReferenceNameError, split_qualname
+from opweave.plugins.loader import choose as best_candidate
 from opweave.plugins.loader import loader, refuse_reentry
-from opweave.plugins.platform import choose as best_candidate
 from opweave.registration import Owner
 
 # The platform of a process in a form that its child processes read, so that they use the same.
@@ -51,7 +51,6 @@ from opweave.registration import Owner
 
 VARIABLE = "OPWEAVE_PLATFORM_RESOLUTION"
 _IN_USE = (State.LOADED, State.ACTIVE)
-_ALWAYS = ("opweave", "torch")
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Handover:
         used = {r.distribution for r in plugin_report() if r.state in _IN_USE}
         if owner is not None:
             used.add(owner.distribution)
-        versions = {name: _version(name) for name in (*_ALWAYS, *sorted(used))}
+        versions = {name: installed_version(name) for name in ("opweave", "torch", *sorted(used))}
         return cls(name, claim, owner, versions, given_plugin_options())
 
     @classmethod
@@ -104,23 +103,13 @@ class Handover:
     def check_versions(self) -> None:
         """Raise :class:`PlatformMismatchError` if a version differs in this process."""
         for name, expected in self.versions.items():
-            found = _version(name)
-            if found != expected:
+            version = installed_version(name)
+            if version != expected:
+                installed = f"no {name}" if version is None else f"{name} {version}"
                 raise PlatformMismatchError(
                     f"the parent process runs on {self.claim.platform} with {name} {expected}; "
-                    f"this process finds {_shown(name, found)}. Both must use one environment."
+                    f"this process finds {installed}. Both must use one environment."
                 )
-
-
-def _shown(name: str, found: str | None) -> str:
-    return f"no {name}" if found is None else f"{name} {found}"
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 # Selection and construction of the platform of a process.
@@ -195,7 +184,7 @@ def _first_usable(choice: Choice) -> Resolution:
     try:
         return Resolution(_made(chosen), chosen, choice.candidates, _why(choice))
     except OpweaveError as error:
-        others = tuple(each for each in choice.candidates if each is not chosen)
+        others = tuple(other for other in choice.candidates if other is not chosen)
         if chosen.owner is None or choice.selected or not others or loader().policy.strict:
             raise
         warnings.warn(str(error), PluginWarning, stacklevel=2)
@@ -365,13 +354,10 @@ def register_pass(qualname: str) -> None:
 
 def pass_references(platform: Platform) -> list[PassReference]:
     """Return the passes in the order in which they run: registered ones, then the platform's."""
-    found = {
-        name: PassReference(name, entry.owner) for name, entry in registered_passes.entries.items()
-    }
-    owner = resolution().owner
+    owners = {name: entry.owner for name, entry in registered_passes.entries.items()}
     for name in platform.extra_passes(None):
-        found.setdefault(name, PassReference(name, owner))
-    return list(found.values())
+        owners.setdefault(name, resolution().owner)
+    return [PassReference(name, owner) for name, owner in owners.items()]
 
 
 # Adapts a configuration to the platform, and records each change with its reason.
@@ -406,11 +392,11 @@ def configured(config: EngineConfig, platform: Platform | None = None) -> Engine
 
 
 def _check_dtype(config: EngineConfig, platform: Platform) -> None:
-    known = [str(dtype).removeprefix("torch.") for dtype in platform.supported_dtypes]
-    if config.dtype not in ("auto", *known):
+    supported = [str(dtype).removeprefix("torch.") for dtype in platform.supported_dtypes]
+    if config.dtype not in ("auto", *supported):
         raise UnsupportedByPlatformError(
             f"dtype={config.dtype!r} is not supported by platform {platform.name!r}; choose one of "
-            f"{', '.join(known)}."
+            f"{', '.join(supported)}."
         )
 
 
@@ -428,19 +414,19 @@ def _defaults(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]
 
 def _custom_ops(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
     with hook(_owner(platform), "default_custom_ops"):
-        wanted = list(platform.default_custom_ops(config))
-    if not wanted or config.compilation.origin("custom_ops").by_user:
+        custom_ops = list(platform.default_custom_ops(config))
+    if not custom_ops or config.compilation.origin("custom_ops").by_user:
         return ()
-    typed = config.compilation.updated({"custom_ops": wanted}, f"platform {platform.name}")
+    typed = config.compilation.updated({"custom_ops": custom_ops}, f"platform {platform.name}")
     return [ConfigPatch(_OPS, typed.custom_ops, "the platform's ops")]
 
 
 def _backend(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
     with hook(_owner(platform), "get_compile_backend"):
-        wanted = platform.get_compile_backend(config)
+        backend = platform.get_compile_backend(config)
     if config.compilation.origin("backend").by_user:
         return ()
-    return [ConfigPatch(_BACKEND, wanted, "the platform's compiler")]
+    return [ConfigPatch(_BACKEND, backend, "the platform's compiler")]
 
 
 def _checked(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:

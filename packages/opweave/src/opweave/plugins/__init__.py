@@ -19,6 +19,8 @@ from opweave.plugins.entry import (
     resolve_obj_by_qualname,
 )
 from opweave.plugins.loader import (
+    Choice,
+    PlatformCandidate,
     choose_platform,
     hook,
     load_general_plugins,
@@ -27,7 +29,6 @@ from opweave.plugins.loader import (
     plugin_report,
     refuse_reentry,
 )
-from opweave.plugins.platform import Choice, PlatformCandidate
 from opweave.plugins.plugin import PluginRecord, State
 
 __all__ = [

@@ -100,7 +100,7 @@ class PluginPolicy:
         """
         if self.only is not None:
             return f"{PLUGINS}={','.join(sorted(self.only - {name}))}"
-        return f"{PLUGINS}={','.join(f'-{each}' for each in sorted(self.without | {name}))}"
+        return f"{PLUGINS}={','.join(f'-{other}' for other in sorted(self.without | {name}))}"
 
 
 def _names(value: str | None) -> tuple[frozenset[str] | None, frozenset[str]]:
@@ -126,13 +126,13 @@ def _names(value: str | None) -> tuple[frozenset[str] | None, frozenset[str]]:
 
 def find(points: Iterable[EntryPoint]) -> list[PluginEntry]:
     """Return the plugins among *points*, by group and name; unusable ones have a ``fault``."""
-    own = sorted(
+    entries = sorted(
         (PluginEntry.of(point) for point in points if point.group in GROUPS),
         key=lambda entry: (entry.group, entry.name, entry.value, entry.owner.distribution),
     )
     return [
         entry
-        for _, namesakes in groupby(own, key=lambda entry: (entry.group, entry.name))
+        for _, namesakes in groupby(entries, key=lambda entry: (entry.group, entry.name))
         for entry in _checked(list(namesakes))
     ]
 

@@ -204,17 +204,17 @@ def resolve_obj_by_qualname(name: str) -> Any:
             no such object in it. Errors of the import are not caught.
     """
     module_name, attributes = split_qualname(name)
-    found: Any = _import(module_name, name)
+    value: Any = _import(module_name, name)
     for attribute in attributes:
         try:
-            found = getattr(found, attribute)
+            value = getattr(value, attribute)
         except AttributeError:
-            known = [each for each in vars(found) if not each.startswith("_")]
+            public = [name for name in vars(value) if not name.startswith("_")]
             raise ReferenceNameError(
                 f"{name!r} names nothing: {module_name} has no {attribute!r}. "
-                f"{did_you_mean(attribute, known)}"
+                f"{did_you_mean(attribute, public)}"
             ) from None
-    return found
+    return value
 
 
 def split_qualname(name: str) -> tuple[str, list[str]]:
@@ -316,7 +316,7 @@ class PluginEntry:
 
 
 def _relations(entry: PluginEntry, value: str) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = dict.fromkeys(_RELATIONS, ())
+    relations: dict[str, tuple[str, ...]] = dict.fromkeys(_RELATIONS, ())
     brackets = _BRACKETS.search(value)
     for token in filter(None, map(str.strip, brackets[1].split(",") if brackets else ())):
         relation, _, name = token.partition(".")
@@ -325,5 +325,5 @@ def _relations(entry: PluginEntry, value: str) -> dict[str, tuple[str, ...]]:
                 f"{entry}: its entry point says [{token}]. Expected requires.NAME or after.NAME, "
                 "where NAME is another plugin of its group."
             )
-        found[relation] = (*found[relation], name)
-    return found
+        relations[relation] = (*relations[relation], name)
+    return relations

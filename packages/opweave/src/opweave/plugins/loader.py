@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, NamedTuple
 
 from opweave.ir.errors import OpweaveError, did_you_mean
 from opweave.plugins.discovery import (
@@ -22,23 +23,134 @@ from opweave.plugins.discovery import (
 from opweave.plugins.entry import (
     GENERAL_PLUGINS,
     GROUPS,
+    PLATFORM_API,
     PLATFORM_PLUGINS,
     Claim,
+    ClaimApiError,
     PlatformAbsentError,
+    PlatformConflictError,
     PlatformReentryError,
+    PluginEntry,
     PluginError,
     PluginRequirementError,
     PluginsFailedError,
+    PluginTypeError,
     PluginWarning,
+    ReferenceNameError,
     UnknownGroupError,
     UnknownPluginError,
+    split_qualname,
 )
-from opweave.plugins.platform import Choice, PlatformCandidate, choose, claim_of
 from opweave.plugins.plugin import Plugin, PluginRecord, State
 from opweave.registration import Owner
 
+# Claims of platform plugins, and the choice of a platform.
+
+
+class PlatformCandidate(NamedTuple):
+    """A platform whose device is present.
+
+    Attributes:
+        name: its name.
+        claim: its claim.
+        owner: the plugin that provides it, or None for opweave's own.
+    """
+
+    name: str
+    claim: Claim
+    owner: Owner | None
+
+
+class Choice(NamedTuple):
+    """The platform of this machine.
+
+    Attributes:
+        chosen: that platform.
+        candidates: all platforms that claim the machine, including the chosen one.
+        selected: the value of ``OPWEAVE_PLATFORM``, or None.
+    """
+
+    chosen: PlatformCandidate
+    candidates: tuple[PlatformCandidate, ...]
+    selected: str | None
+
+
+def claim_of(entry: PluginEntry, returned: object) -> Claim | None:
+    """Convert the return value of a platform plugin to a claim.
+
+    Raises:
+        PluginTypeError: it is not a claim, a qualified name or None, or its score or ``why`` has
+        the wrong type.
+        ClaimApiError: the claim is for another version of the platform interface.
+    """
+    if returned is None:
+        return None
+    if isinstance(returned, str):
+        returned = Claim(returned, PLATFORM_API)  # the class declares its version itself
+    try:
+        split_qualname(returned.platform if isinstance(returned, Claim) else "")
+    except ReferenceNameError:
+        raise PluginTypeError(
+            f"{entry} returned {returned!r}; it should be {GROUPS[PLATFORM_PLUGINS].entry_point}"
+        ) from None
+    assert isinstance(returned, Claim)
+    if returned.api != PLATFORM_API:
+        api: object = returned.api  # plugins may return any type
+        is_newer = isinstance(api, int) and api > PLATFORM_API
+        remedy = "Upgrade opweave, or install an older" if is_newer else "Install a newer"
+        raise ClaimApiError(
+            f"{entry} is for version {returned.api} of the platform interface, and this opweave "
+            f"has version {PLATFORM_API}. {remedy} {entry.owner.distribution}"
+        )
+    _check_fields(entry, returned)
+    return returned
+
+
+def _check_fields(entry: PluginEntry, claim: Claim) -> None:
+    score: object = claim.score  # plugins may return any type
+    why: object = claim.why
+    is_number = isinstance(score, (int, float)) and not isinstance(score, bool)
+    if not (is_number and math.isfinite(claim.score)):
+        raise PluginTypeError(
+            f"{entry} returned a claim with the score {score!r}; it should be a finite number, "
+            f"such as {Claim('', PLATFORM_API).score}"
+        )
+    if not isinstance(why, str):
+        raise PluginTypeError(
+            f"{entry} returned a claim with why={why!r}; it should be a string, such as "
+            "'the driver is loaded'"
+        )
+
+
+def choose(candidates: Sequence[PlatformCandidate]) -> PlatformCandidate:
+    """Return the candidate with the highest score; *candidates* are not empty.
+
+    Raises:
+        PlatformConflictError: two have the highest score.
+    """
+    highest = max(candidate.claim.score for candidate in candidates)
+    best = [candidate for candidate in candidates if candidate.claim.score == highest]
+    if len(best) > 1:
+        claims = "; ".join(sorted(map(_describe, best)))
+        raise PlatformConflictError(
+            f"{len(best)} platforms claim this machine: {claims}. Choose one with "
+            f"{PLATFORM}={min(candidate.name for candidate in best)}, or uninstall the others."
+        )
+    return best[0]
+
+
+def _describe(candidate: PlatformCandidate) -> str:
+    who = "opweave" if candidate.owner is None else str(candidate.owner)
+    why = f", because {candidate.claim.why}" if candidate.claim.why else ""
+    return f"{candidate.name} of {who}{why}"
+
+
+# The installed plugins, and their states.
+
+
 _loading: ContextVar[bool] = ContextVar("loading", default=False)
-_asked: ContextVar[list[str] | None] = ContextVar("asked", default=None)
+# The names that the function of a platform plugin must not access; None outside such a function.
+_reentered: ContextVar[list[str] | None] = ContextVar("reentered", default=None)
 
 
 class Loader:
@@ -57,9 +169,10 @@ class Loader:
         self.policy = policy
         self.misspelled = misspelled_groups(points)
         self.plugins = [Plugin(entry, policy) for entry in find(points)]
-        for plugin in self._not_selected():
-            plugin.detail = f"{PLATFORM}={policy.platform} selects another"
-            plugin.note_absence(f"{PLATFORM}={policy.platform} leaves out")
+        for plugin in self.of_group(PLATFORM_PLUGINS) if policy.platform is not None else ():
+            if plugin.entry.name != policy.platform:
+                plugin.detail = f"{PLATFORM}={policy.platform} selects another"
+                plugin.note_absence(f"{PLATFORM}={policy.platform} leaves out")
         policy.check(plugin.entry.name for plugin in self.plugins)
         # Two locks: a general plugin may access the current platform while it loads.
         self._general_lock, self._platform_lock = threading.RLock(), threading.RLock()
@@ -77,8 +190,8 @@ class Loader:
             raise UnknownGroupError(
                 f"unknown plugin group {group!r}. {did_you_mean(group, GROUPS)}"
             )
-        found = [plugin for plugin in self.plugins if plugin.entry.group == group]
-        return [plugin for plugin in found if plugin.state is not State.EXCLUDED]
+        plugins = [plugin for plugin in self.plugins if plugin.entry.group == group]
+        return [plugin for plugin in plugins if plugin.state is not State.EXCLUDED]
 
     def find(self, group: str, name: str) -> Plugin:
         """Return a usable plugin.
@@ -92,11 +205,11 @@ class Loader:
                 if plugin.entry.fault is not None and plugin.error is not None:
                     raise plugin.error
                 return plugin
-        known = [plugin.entry.name for plugin in self.of_group(group)]
+        names = [plugin.entry.name for plugin in self.of_group(group)]
         out = f" {PLUGINS} leaves it out." if not self.policy.permits(name) else ""
         raise UnknownPluginError(
             f"no {GROUPS[group].kind} {name!r} is installed or permitted.{out} "
-            f"{did_you_mean(name, known)}"
+            f"{did_you_mean(name, names)}"
         )
 
     def platform_of(self, owner: Owner) -> Plugin | None:
@@ -148,59 +261,40 @@ class Loader:
             PlatformReentryError: called by a platform plugin. PluginError: a plugin failed, in
             strict mode; all were tried.
         """
-        self.refuse_reentry()
+        refuse_reentry()
         errors: dict[str, PluginError] = {}
-        found: list[PlatformCandidate] = []
+        candidates: list[PlatformCandidate] = []
         with self._platform_lock:
             for plugin in self._platform_plugins():
                 with _collected(plugin, errors):
                     self._ask(plugin)
                 if plugin.state in (State.CLAIMED, State.ACTIVE):
                     owner = plugin.entry.owner
-                    found.append(PlatformCandidate(plugin.entry.name, plugin.returned, owner))
+                    candidates.append(PlatformCandidate(plugin.entry.name, plugin.returned, owner))
         self._settle(errors)
-        return found
-
-    def refuse_reentry(self) -> None:
-        """Raise an error if a platform plugin asks for the platform during its resolution.
-
-        Raises:
-            PlatformReentryError: called by such a plugin.
-        """
-        asked = _asked.get()
-        if asked is not None:
-            asked.append("current_platform")
-            raise PlatformReentryError(
-                "current_platform is asked for by the function of a platform plugin, which is "
-                "called to find out what it is"
-            )
-
-    def _not_selected(self) -> list[Plugin]:
-        if self.policy.platform is None:
-            return []
-        selected = self._platform_plugins()
-        return [plugin for plugin in self.of_group(PLATFORM_PLUGINS) if plugin not in selected]
+        return candidates
 
     def _platform_plugins(self) -> list[Plugin]:
+        """Return the selected platform plugin, even if it is excluded; by default, all."""
         selected = self.policy.platform
         if selected is None:
             return self.of_group(PLATFORM_PLUGINS)
-        everything = [p for p in self.plugins if p.entry.group == PLATFORM_PLUGINS]
-        return [plugin for plugin in everything if plugin.entry.name == selected]
+        platforms = [p for p in self.plugins if p.entry.group == PLATFORM_PLUGINS]
+        return [plugin for plugin in platforms if plugin.entry.name == selected]
 
     def _ask(self, plugin: Plugin) -> None:
         if plugin.state in (State.DECLINED, State.CLAIMED, State.ACTIVE):
             return
         _refuse_fault(plugin)
         reentered: list[str] = []
-        token = _asked.set(reentered)
+        token = _reentered.set(reentered)
         try:
             returned = plugin.call()
         except PluginError:
             if not reentered:
                 raise
         finally:
-            _asked.reset(token)
+            _reentered.reset(token)
         if reentered:  # even if the plugin caught the error
             problem = (
                 f"{plugin.entry} asks for current_platform, which its function is called to find "
@@ -249,12 +343,10 @@ class Loader:
 
     def _settle(self, errors: dict[str, PluginError]) -> None:
         """Raise the errors, or warn about them."""
-        found = list(errors.values())
-        if not found:
-            return
-        if self.policy.strict:
-            raise found[0] if len(found) == 1 else PluginsFailedError(tuple(found))
-        for error in found:
+        if errors and self.policy.strict:
+            first, *others = errors.values()
+            raise PluginsFailedError((first, *others)) if others else first
+        for error in errors.values():
             warnings.warn(str(error), PluginWarning, stacklevel=3)
 
 
@@ -338,7 +430,12 @@ def choose_platform(builtin: Mapping[str, Callable[[], Claim | None]]) -> Choice
         if selected in (None, name) and (claim := ask()) is not None:
             candidates.append(PlatformCandidate(name, claim, None))
     if not candidates:
-        raise PlatformAbsentError(_absent(selected))
+        raise PlatformAbsentError(
+            "no platform claims this machine."
+            if selected is None
+            else f"{PLATFORM}={selected} selects a platform whose device is not here. Unset "
+            f"{PLATFORM} to use the one that is."
+        )
     chosen = choose(candidates)
     if chosen.owner is not None and (plugin := loader().platform_of(chosen.owner)) is not None:
         plugin.state = State.ACTIVE
@@ -348,12 +445,18 @@ def choose_platform(builtin: Mapping[str, Callable[[], Claim | None]]) -> Choice
 def refuse_reentry() -> None:
     """Raise an error if a platform plugin asks for the platform while it is being resolved.
 
-    Does not wait for a lock. A plugin that catches the error still counts as failed.
+    A plugin that catches the error still counts as failed.
 
     Raises:
         PlatformReentryError: called by such a plugin.
     """
-    loader().refuse_reentry()
+    reentered = _reentered.get()
+    if reentered is not None:
+        reentered.append("current_platform")
+        raise PlatformReentryError(
+            "current_platform is asked for by the function of a platform plugin, which is called "
+            "to find out what it is"
+        )
 
 
 @contextmanager
@@ -384,17 +487,7 @@ def plugin_report() -> list[PluginRecord]:
 def plugin_problems() -> list[str]:
     """Return a message for each problem of plugins: failures, misspelled groups, settings."""
     try:
-        found = loader()
+        plugins, misspelled = loader().plugins, loader().misspelled
     except OpweaveError as error:
         return [str(error)]
-    errors = [str(plugin.error) for plugin in found.plugins if plugin.error is not None]
-    return [*errors, *found.misspelled]
-
-
-def _absent(selected: str | None) -> str:
-    if selected is None:
-        return "no platform claims this machine."
-    return (
-        f"{PLATFORM}={selected} selects a platform whose device is not here. Unset {PLATFORM} to "
-        "use the one that is."
-    )
+    return [*(str(plugin.error) for plugin in plugins if plugin.error is not None), *misspelled]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeGuard
+from typing import Any
 
 from opweave import transaction
 from opweave.ir.errors import OpweaveError, described
@@ -80,18 +80,6 @@ class PluginRecord:
     registered: tuple[str, ...]
 
 
-# Positions in a plugin's code.
-
-
-_STANDARD = os.__file__.removesuffix("os.py")
-
-
-def _is_standard(filename: str) -> bool:
-    if "-packages" in filename:  # which may lie below the standard library
-        return False
-    return filename.startswith(("<frozen", _STANDARD))
-
-
 # A plugin in this process: it is imported and called once, and its state is kept.
 
 
@@ -121,7 +109,7 @@ class Plugin:
         self.returned: Any = None
         self._called, self._seconds = False, 0.0
         self._transactions: list[transaction.Transaction] = []
-        self._modules: frozenset[str] = frozenset()  # those there before it was imported
+        self._modules: frozenset[str] = frozenset()  # before it was imported
         note_way_out(entry.owner, policy.leaving_out(entry.name))
         if not policy.permits(entry.name):
             self.state, self.detail = State.EXCLUDED, f"left out by {PLUGINS}"
@@ -146,7 +134,7 @@ class Plugin:
             round(self._seconds, 6),
             None if self.error is None else str(self.error),
             self.detail,
-            tuple(what for entered in self._transactions for what in entered.registered),
+            tuple(label for entered in self._transactions for label in entered.registered),
         )
 
     def load(self) -> Any:
@@ -197,7 +185,8 @@ class Plugin:
             if not isinstance(error, PluginHookError):
                 raise
             cause = error.__cause__
-            if _is_for_the_user(cause) and name not in _REGISTERING_HOOKS:
+            is_for_the_user = isinstance(cause, OpweaveError) and not isinstance(cause, PluginError)
+            if cause is not None and is_for_the_user and name not in _REGISTERING_HOOKS:
                 raise cause from None
             self.error = self._with_remedy(error)
             raise self.error from cause
@@ -300,18 +289,18 @@ class Plugin:
                 del sys.modules[name]
 
 
-def _is_for_the_user(error: BaseException | None) -> TypeGuard[OpweaveError]:
-    return isinstance(error, OpweaveError) and not isinstance(error, PluginError)
+_STANDARD_LIBRARY = os.__file__.removesuffix("os.py")
+_OPWEAVE = __file__.removesuffix("plugins/plugin.py")
 
 
 def _place_of(error: BaseException) -> str:
     """Return the position in the plugin's code where *error* was raised, if any."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(_OWN) and not _is_standard(frame.filename)
+    files = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    places = [
+        f" (at {file}:{line})"
+        for file, line in files
+        if not file.startswith((_OPWEAVE, "<frozen"))
+        # Other packages may be in a folder of the standard library.
+        and ("-packages" in file or not file.startswith(_STANDARD_LIBRARY))
     ]
-    return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-
-
-_OWN = __file__.removesuffix("plugins/plugin.py")
+    return places[-1] if places else ""

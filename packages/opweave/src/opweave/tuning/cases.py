@@ -55,15 +55,16 @@ def generated(
     if not op.has_input_generator:
         raise TuningError(f"{op.name} has no input generator: measure it with a trace.")
     subject = Subject(op, "native", platforms.current_platform.device_type)
-    known = options_of(subject)
-    for name, given in (("--tokens", "num_tokens"), ("--dtype", "dtype")):
-        if given not in known and (given == "num_tokens" or dtype is not None):
-            raise TuningError(f"{name}: the input generator of {op.name} has no such option.")
-    default = known.get("dtype")
+    defaults = options_of(subject)
+    if "num_tokens" not in defaults:
+        raise TuningError(f"--tokens: the input generator of {op.name} has no such option.")
+    if "dtype" not in defaults and dtype is not None:
+        raise TuningError(f"--dtype: the input generator of {op.name} has no such option.")
+    default = defaults.get("dtype")
     if dtype is None and isinstance(default, torch.dtype) and default.is_floating_point:
         dtype = torch.bfloat16
     fixed = {} if dtype is None else {"dtype": dtype}
-    usual = {name: size for name, size in SIZES.items() if name in known}
+    usual = {name: size for name, size in SIZES.items() if name in defaults}
     choices = [{**usual, **(options or {})}, dict(options or {})]
     for count in tokens:
         with torch.random.fork_rng(devices=[]):

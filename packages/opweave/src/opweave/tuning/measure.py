@@ -81,18 +81,15 @@ def contest(
         turn: called with the provider and the stage (``verifying`` or ``timing``) before each use
             of an implementation.
     """
-    op, found = case.op, dict[str, Measurement]()
+    measurements: dict[str, Measurement] = {}
     calls: dict[str, Callable[[], object]] = {}
-    for provider in op.impls if providers is None else providers:
+    for provider in case.op.impls if providers is None else providers:
         turn(provider, "verifying")
-        found[provider] = verified(case, provider)
-        if found[provider].status == "passed":
-            calls[provider] = timed_call(op.impls[provider], case.values)
+        measurements[provider] = verified(case, provider)
+        if measurements[provider].status == "passed":
+            calls[provider] = timed_call(case.op.impls[provider], case.values)
     times = compare(calls, effort, lambda provider: turn(provider, "timing"))
-    return [
-        Measurement(m.provider, m.status, m.reason, times.get(m.provider), m.error, m.bytes)
-        for m in found.values()
-    ]
+    return [replace(m, time=times.get(m.provider)) for m in measurements.values()]
 
 
 def verified(case: Case, provider: str) -> Measurement:
@@ -139,13 +136,13 @@ def default_provider(case: Case) -> str:
     return case.op.dispatch(*args, **kwargs).provider
 
 
-def relative_error(found: Outputs, reference: Outputs) -> float:
+def relative_error(outputs: Outputs, reference: Outputs) -> float:
     """Return the largest root-mean-square error of an output over that of its reference."""
-    return max(map(_relative, found, reference), default=0.0)
+    return max(map(_relative, outputs, reference), default=0.0)
 
 
-def _relative(found: Tensor, reference: Tensor) -> float:
-    f, r = found.double(), reference.double()
+def _relative(output: Tensor, reference: Tensor) -> float:
+    f, r = output.double(), reference.double()
     usable = f.isfinite() & r.isfinite()
     f, r = f[usable], r[usable]
     size = float(r.square().sum().sqrt())
@@ -218,52 +215,48 @@ class Cell:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the cell as plain data."""
-        results = [
-            {
-                "provider": m.provider,
-                "status": m.status,
-                **({"reason": m.reason} if m.reason else {}),
-                **(
-                    {"microseconds": round(m.time.microseconds, 3), "noise": round(m.time.noise, 4)}
-                    if m.time
-                    else {}
-                ),
-            }
-            for m in self.results
-        ]
+        results = []
+        for m in self.results:
+            result: dict[str, Any] = {"provider": m.provider, "status": m.status}
+            if m.reason:
+                result["reason"] = m.reason
+            if m.time:
+                result["microseconds"] = round(m.time.microseconds, 3)
+                result["noise"] = round(m.time.noise, 4)
+            results.append(result)
         return {
             "op": self.op, "family": self.family, "tokens": self.tokens, "calls": self.calls,
             "default": self.default, "best": self.best, "results": results,
         }  # fmt: skip
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Cell:
+    def of(cls, data: Mapping[str, Any]) -> Cell:
         """Return the cell in a tuning file; raises KeyError, TypeError or ValueError."""
-        tokens, calls = (_checked(given, name, int) for name in ("tokens", "calls"))
-        op, family, default = (_checked(given, name, str) for name in ("op", "family", "default"))
-        results = tuple(map(_result, given["results"]))
+        tokens, calls = (_checked(data, name, int) for name in ("tokens", "calls"))
+        op, family, default = (_checked(data, name, str) for name in ("op", "family", "default"))
+        results = tuple(map(_result, data["results"]))
         return cls(op, family, tokens, calls, default, results)
 
 
-def _result(given: Mapping[str, Any]) -> Measurement:
-    provider, status = (_checked(given, name, str) for name in ("provider", "status"))
+def _result(data: Mapping[str, Any]) -> Measurement:
+    provider, status = (_checked(data, name, str) for name in ("provider", "status"))
     if status not in _STATUSES:
         raise ValueError(f"status {status!r} should be one of {', '.join(_STATUSES)}")
     time = None
-    if "microseconds" in given:
-        time = Time(*(_checked(given, name, int, float) for name in ("microseconds", "noise")))
-    return Measurement(provider, status, str(given.get("reason", "")), time)
+    if "microseconds" in data:
+        time = Time(*(_checked(data, name, int, float) for name in ("microseconds", "noise")))
+    return Measurement(provider, status, str(data.get("reason", "")), time)
 
 
-def _checked(given: Mapping[str, Any], name: str, *kinds: type) -> Any:
+def _checked(data: Mapping[str, Any], name: str, *kinds: type) -> Any:
     """Return the field *name*, of one of *kinds*; numbers are not negative."""
-    found = given[name]
-    is_known = isinstance(found, kinds) and not isinstance(found, bool)
+    value = data[name]
+    is_valid = isinstance(value, kinds) and not isinstance(value, bool)
     # A comparison with NaN is false.
-    if not is_known or (isinstance(found, int | float) and not found >= 0):
+    if not is_valid or (isinstance(value, int | float) and not value >= 0):
         names = " or ".join(kind.__name__ for kind in kinds)
-        raise ValueError(f"{name} {found!r:.40} should be {names}, not negative")
-    return found
+        raise ValueError(f"{name} {value!r:.40} should be {names}, not negative")
+    return value
 
 
 def bucket(tokens: int) -> int:
@@ -278,8 +271,7 @@ def bucket(tokens: int) -> int:
 
 def family_of(call: TracedCall) -> str:
     """Return the arguments of a call except for the number of tokens."""
-    parts = (f"{name} {_family(given, call.tokens)}" for name, given in call.arguments.items())
-    return ", ".join(parts)
+    return ", ".join(f"{name} {_family(a, call.tokens)}" for name, a in call.arguments.items())
 
 
 def cells_to_measure(trace: Trace, done: Iterable[Key] = ()) -> list[TracedCall]:
@@ -290,30 +282,31 @@ def cells_to_measure(trace: Trace, done: Iterable[Key] = ()) -> list[TracedCall]
     Raises:
         UnknownOpError, TraceError: a call does not fit its op.
     """
-    known, found = set(done), dict[Key, TracedCall]()
+    finished, calls = set(done), dict[Key, TracedCall]()
     for call in trace.calls:
         key = (call.op, family_of(call), bucket(call.tokens))
-        if key in known or len(trace.op(call).supported_providers()) < 2:
+        if key in finished or len(trace.op(call).supported_providers()) < 2:
             continue
-        if key not in found or call.count > found[key].count:
-            found[key] = call
-    return sorted(found.values(), key=lambda call: -call.count)
+        if key not in calls or call.count > calls[key].count:
+            calls[key] = call
+    return sorted(calls.values(), key=lambda call: -call.count)
 
 
-def _family(given: Mapping[str, Any], tokens: int) -> str:
-    if given["type"] == "list":
-        return f"[{', '.join(_family(item, tokens) for item in given['items'])}]"
-    if "shape" not in given:
-        return repr(given["value"])
-    first, rest = given["shape"][:1], given["shape"][1:]
-    sizes = [*("n" if size == tokens else str(size) for size in first), *map(str, rest)]
-    strides = "" if _is_contiguous(given) else f" strides {given['stride']}"
-    return f"{given['dtype']}[{','.join(sizes)}]{strides}"
+def _family(argument: Mapping[str, Any], tokens: int) -> str:
+    if argument["type"] == "list":
+        return f"[{', '.join(_family(item, tokens) for item in argument['items'])}]"
+    if "shape" not in argument:
+        return repr(argument["value"])
+    sizes = list(map(str, argument["shape"]))
+    if argument["shape"][:1] == [tokens]:
+        sizes[0] = "n"
+    strides = "" if _is_contiguous(argument) else f" strides {argument['stride']}"
+    return f"{argument['dtype']}[{','.join(sizes)}]{strides}"
 
 
-def _is_contiguous(given: Mapping[str, Any]) -> bool:
+def _is_contiguous(tensor: Mapping[str, Any]) -> bool:
     expected = 1
-    for size, step in zip(reversed(given["shape"]), reversed(given["stride"]), strict=True):
+    for size, step in zip(reversed(tensor["shape"]), reversed(tensor["stride"]), strict=True):
         if size != 1 and step != expected:
             return False
         expected *= size
@@ -367,10 +360,10 @@ class SubjectJob:
 
 @dataclass(frozen=True)
 class TuningStage:
-    """Sent before each use of an implementation."""
+    """Sent before each use of an implementation; the action is ``verifying`` or ``timing``."""
 
     provider: str
-    what: str
+    action: str
 
 
 @dataclass(frozen=True)
@@ -415,13 +408,12 @@ class TuningWorker(ChildWorker):
         Raises:
             WorkerFailedError: the subprocess does not start.
         """
-        found = self._without_crashes(
-            Job(_only(trace, call), tuple(trace.op(call).supported_providers()))
-        )
-        if found.obstacle:
-            return found.obstacle
+        providers = tuple(trace.op(call).supported_providers())
+        done = self._without_crashes(Job(_only(trace, call), providers))
+        if done.obstacle:
+            return done.obstacle
         family = family_of(call)
-        return Cell(call.op, family, call.tokens, call.count, found.default, found.measurements)
+        return Cell(call.op, family, call.tokens, call.count, done.default, done.measurements)
 
     def measure_subject(self, subject: Subject) -> dict[str, Measurement] | str:
         """Measure an implementation and the definition on arguments of a usual size.
@@ -433,8 +425,8 @@ class TuningWorker(ChildWorker):
             WorkerFailedError: the subprocess does not start.
         """
         providers = (NATIVE, subject.provider)
-        found = self._without_crashes(SubjectJob(subject.op.name, providers, subject.options))
-        return found.obstacle or {m.provider: m for m in found.measurements}
+        done = self._without_crashes(SubjectJob(subject.op.name, providers, subject.options))
+        return done.obstacle or {m.provider: m for m in done.measurements}
 
     def _without_crashes(self, job: Job | SubjectJob) -> Done:
         """Run a job; repeat it without the implementations that end the process."""
@@ -445,7 +437,7 @@ class TuningWorker(ChildWorker):
                 return replace(outcome, measurements=(*outcome.measurements, *crashed))
             if not stage.provider:
                 return Done("", (), f"while building the arguments, the process {outcome}")
-            reason = f"{outcome} while {stage.what}"
+            reason = f"{outcome} while {stage.action}"
             crashed.append(Measurement(stage.provider, "crashed", reason))
             job = replace(job, providers=tuple(p for p in job.providers if p != stage.provider))
 
@@ -467,13 +459,11 @@ class TuningWorker(ChildWorker):
 
 
 def _only(trace: Trace, call: TracedCall) -> Trace:
-    data = {
-        given["tensor_key"]: trace.data[given["tensor_key"]]
-        for argument in call.arguments.values()
-        for given in (argument, *argument.get("items", ()))
-        if given["type"] == "safetensors"
-    }
-    return replace(trace, calls=[call], data=data)
+    """Return *trace* with this call alone, and its stored tensors."""
+    arguments = list(call.arguments.values())
+    arguments += [item for argument in arguments for item in argument.get("items", ())]
+    keys = [a["tensor_key"] for a in arguments if a["type"] == "safetensors"]
+    return replace(trace, calls=[call], data={key: trace.data[key] for key in keys})
 
 
 # Run recorded calls with one provider: is the result right, and is it faster than the default?

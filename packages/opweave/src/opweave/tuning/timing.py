@@ -60,20 +60,19 @@ class Machine:
         )
 
     @classmethod
-    def parse(cls, given: Any) -> Self | None:
+    def parse(cls, data: Any) -> Self | None:
         """Return the machine in a tuning file, or None if it is malformed."""
+        values: dict[str, Any] = data if isinstance(data, dict) else {}
         kinds = {f.name: int if f.name == "threads" else str for f in fields(cls)}
-        if not isinstance(given, dict) or not all(
-            isinstance(given.get(name), kind) for name, kind in kinds.items()
-        ):
+        if not all(isinstance(values.get(name), kind) for name, kind in kinds.items()):
             return None
-        return cls(**{name: given[name] for name in kinds})
+        return cls(**{name: values[name] for name in kinds})
 
 
 # Timing that is robust to noise: contenders take turns, and each has an estimate of its noise.
 
 
-_COPIED = 2**27  # bytes, more than the caches hold
+_COPY_BYTES = 2**27  # more than the caches hold
 
 
 @dataclass(frozen=True)
@@ -128,8 +127,8 @@ def compare(
             return _elapsed(calls[name], repeats[name])
 
         measures = {name: partial(measure, name) for name in calls}
-        found = interleaved(measures, range(effort.rounds))
-    return {name: _time(seconds) for name, seconds in found.items()}
+        results = interleaved(measures, range(effort.rounds))
+    return {name: _time(seconds) for name, seconds in results.items()}
 
 
 def is_faster(one: Time, other: Time, least: float = 0.02) -> bool:
@@ -140,11 +139,11 @@ def is_faster(one: Time, other: Time, least: float = 0.02) -> bool:
 
 def copy_speed(size: int | None = None) -> float:
     """Return the bandwidth of a large copy in bytes per second, reads and writes."""
-    size = size or _COPIED
+    size = size or _COPY_BYTES
     source = torch.ones(size, dtype=torch.uint8, device=platforms.current_platform.device_type)
     target = torch.empty_like(source)
-    found = compare({"copy": lambda: target.copy_(source)}, Effort(rounds=5))
-    return 2e6 * size / found["copy"].microseconds
+    times = compare({"copy": lambda: target.copy_(source)}, Effort(rounds=5))
+    return 2e6 * size / times["copy"].microseconds
 
 
 def interleaved(

@@ -61,8 +61,7 @@ Build = Callable[[Description], Tensor]
 
 _INDEXES = (torch.bool, torch.int16, torch.int32, torch.int64)
 _MAX_INDICES = 2**16  # larger integer tensors are packed weights, not indices
-_SAMPLE = 2**20
-_PLAIN = (int, float, bool, str)
+_MAX_SAMPLED_ELEMENTS = 2**20  # for the statistics of a tensor
 _TENSOR = ("dtype", "shape", "stride", "device")
 _FIELDS = {
     "scalar": ("value",), "dtype": ("value",), "device": ("value",), "list": ("items",),
@@ -97,53 +96,52 @@ def describe(value: Any, keep: Callable[[Tensor], str] | None = None) -> Descrip
     if isinstance(value, (torch.dtype, torch.device)):
         kind = "dtype" if isinstance(value, torch.dtype) else "device"
         return {"type": kind, "value": str(value).removeprefix("torch.")}
-    if value is None or isinstance(value, _PLAIN):
+    if value is None or isinstance(value, (int, float, bool, str)):
         return {"type": "scalar", "value": value}
     raise TraceError(f"an argument of type {type(value).__name__} cannot be recorded")
 
 
-def problem_of(given: Any) -> str:
+def problem_of(data: Any) -> str:
     """Return what is wrong with a description that was read from a file, or an empty string."""
-    kind = given.get("type") if isinstance(given, dict) else None
+    kind = data.get("type") if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in _FIELDS:
-        return f"expected an object with a 'type' of {', '.join(_FIELDS)}; found {given!r:.60}"
-    missing = [name for name in _FIELDS[kind] if name not in given]
+        return f"expected an object with a 'type' of {', '.join(_FIELDS)}; found {data!r:.60}"
+    missing = [name for name in _FIELDS[kind] if name not in data]
     if missing:
         return f"{kind} lacks {', '.join(missing)}"
-    if not all(isinstance(given.get(name, []), list) for name in ("shape", "stride", "items")):
+    if not all(isinstance(data.get(name, []), list) for name in ("shape", "stride", "items")):
         return "shape, stride and items should be lists"
-    return next(filter(None, map(problem_of, given.get("items", ()))), "")
+    return next(filter(None, map(problem_of, data.get("items", ()))), "")
 
 
-def build(given: Description, load: Build, device: Mapping[str, str]) -> Any:
+def build(argument: Description, load: Build, device: Mapping[str, str]) -> Any:
     """Return an argument like the described one.
 
     Args:
-        given: the description.
+        argument: the description.
         load: returns the stored values of a ``safetensors`` description.
         device: the device type to use instead of a recorded one.
     """
-    kind = given["type"]
+    kind = argument["type"]
     if kind == "list":
-        return [build(item, load, device) for item in given["items"]]
+        return [build(item, load, device) for item in argument["items"]]
     if kind == "scalar":
-        return given["value"]
+        return argument["value"]
     if kind == "device":
-        name, _, index = str(given["value"]).partition(":")
+        name, _, index = str(argument["value"]).partition(":")
         return torch.device(device.get(name, name), *([int(index)] if index else []))
     if kind == "dtype":
-        return getattr(torch, given["value"])
-    shape, stride = given["shape"], given["stride"]
-    count = _span(shape, stride)
-    dtype = getattr(torch, given["dtype"])
+        return getattr(torch, argument["value"])
+    shape, stride = argument["shape"], argument["stride"]
+    dtype = getattr(torch, argument["dtype"])
     if kind == "random":
-        flat = _random(given, count, dtype)
+        flat = _random(argument, _span(shape, stride), dtype)
     elif kind == "values":
-        flat = torch.tensor(given["values"], dtype=dtype)
+        flat = torch.tensor(argument["values"], dtype=dtype)
     else:
-        flat = load(given)
-    there = flat.to(device.get(given["device"], given["device"]))
-    return there.flatten().as_strided(shape, stride)
+        flat = load(argument)
+    flat = flat.to(device.get(argument["device"], argument["device"]))
+    return flat.flatten().as_strided(shape, stride)
 
 
 def _tensor(value: Tensor, keep: Callable[[Tensor], str] | None) -> Description:
@@ -159,8 +157,8 @@ def _tensor(value: Tensor, keep: Callable[[Tensor], str] | None) -> Description:
         "device": value.device.type,
     }
     if keep is not None:
-        kept = value if value.is_contiguous() else flat
-        return {"type": "safetensors", **described, "tensor_key": keep(kept)}
+        key = keep(value if value.is_contiguous() else flat)
+        return {"type": "safetensors", **described, "tensor_key": key}
     if value.dtype in _INDEXES and flat.numel() <= _MAX_INDICES:
         return {"type": "values", **described, "values": flat.tolist()}
     return {"type": "random", **described, **_statistics(flat)}
@@ -186,8 +184,8 @@ def _statistics(flat: Tensor) -> dict[str, float | int]:
             return {"min": 0, "max": 0}
         low, high = flat.to(torch.uint8 if flat.dtype is torch.bool else flat.dtype).aminmax()
         return {"min": int(low), "max": int(high)}
-    sample = flat[:: max(1, flat.numel() // _SAMPLE)].to(torch.float64)
-    sample = sample[sample.isfinite()]  # unused parts of a cache hold anything
+    sample = flat[:: max(1, flat.numel() // _MAX_SAMPLED_ELEMENTS)].to(torch.float64)
+    sample = sample[sample.isfinite()]  # unused parts of a cache are not initialized
     if not sample.numel():
         return {"mean": 0.0, "std": 0.0, "min": 0.0, "max": 0.0}
     std = float(sample.std(correction=0))
@@ -195,16 +193,15 @@ def _statistics(flat: Tensor) -> dict[str, float | int]:
     return {"mean": mean, "std": std, "min": lowest, "max": highest}
 
 
-def _random(given: Description, count: int, dtype: torch.dtype) -> Tensor:
+def _random(tensor: Description, count: int, dtype: torch.dtype) -> Tensor:
+    low, high = tensor["min"], tensor["max"]
     if not dtype.is_floating_point:
-        if dtype is torch.bool:
-            return torch.randint(given["min"], given["max"] + 1, (count,)).to(dtype)
-        return torch.randint(given["min"], given["max"] + 1, (count,), dtype=dtype)
-    if math.isclose(given["min"], given["max"]):
-        return torch.full((count,), given["mean"]).to(dtype)
+        drawn_dtype = torch.int64 if dtype is torch.bool else dtype
+        return torch.randint(low, high + 1, (count,), dtype=drawn_dtype).to(dtype)
+    if math.isclose(low, high):
+        return torch.full((count,), tensor["mean"]).to(dtype)
     values = torch.randn(count, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
-    values = values.mul_(given["std"]).add_(given["mean"])
-    return values.clamp_(given["min"], given["max"]).to(dtype)
+    return values.mul_(tensor["std"]).add_(tensor["mean"]).clamp_(low, high).to(dtype)
 
 
 # Trace files: the distinct op calls of a model run, one JSON object per line.
@@ -349,8 +346,8 @@ class Trace:
                     f"{type(error).__name__}: {error}."
                 ) from error
 
-    def _stored(self, given: Description) -> Tensor:
-        return self.data[given["tensor_key"]]
+    def _stored(self, tensor: Description) -> Tensor:
+        return self.data[tensor["tensor_key"]]
 
 
 def data_file(path: Path) -> Path:
@@ -360,27 +357,27 @@ def data_file(path: Path) -> Path:
 
 def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        data = json.loads(line)
     except (json.JSONDecodeError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        data = None
+    if not isinstance(data, dict):
         raise TraceError(f"{path}: line {number} is not a JSON object: {shown(line)}.")
-    return found
+    return data
 
 
 def _call(path: Path, number: int, line: str) -> TracedCall:
-    found = _parsed(path, number, line)
-    wanted = {"op": str, "provider": str, "count": int, "tokens": int, "arguments": dict}
-    for name, kind in wanted.items():
-        if not isinstance(found.get(name), kind):
+    data = _parsed(path, number, line)
+    kinds = {"op": str, "provider": str, "count": int, "tokens": int, "arguments": dict}
+    for name, kind in kinds.items():
+        if not isinstance(data.get(name), kind):
             raise TraceError(
                 f"{path}: line {number}: {name!r} should be {kind.__name__}, "
-                f"found {found.get(name)!r:.60}."
+                f"found {data.get(name)!r:.60}."
             )
-    for name, argument in found["arguments"].items():
+    for name, argument in data["arguments"].items():
         if problem := problem_of(argument):
             raise TraceError(f"{path}: line {number}: argument {name!r}: {problem}.")
-    return TracedCall(**{name: found[name] for name in wanted})
+    return TracedCall(**{name: data[name] for name in kinds})
 
 
 def _data(path: Path, name: object) -> dict[str, Tensor]:
@@ -396,10 +393,10 @@ def _data(path: Path, name: object) -> dict[str, Tensor]:
         raise TraceError(f"{path}: cannot read its tensors from {file}: {error}.") from error
 
 
-def _label(name: str, given: Mapping[str, Any]) -> str:
-    if "shape" not in given:
+def _label(name: str, argument: Mapping[str, Any]) -> str:
+    if "shape" not in argument:
         return ""
-    return f"{name} {given['dtype']}{given['shape']}".replace(" [", "[")
+    return f"{name} {argument['dtype']}{argument['shape']}".replace(" [", "[")
 
 
 # Record the op calls of a model run into a trace.
@@ -448,7 +445,7 @@ class Recorder:
     def _keeper(self, prefix: str) -> Callable[[Tensor], str]:
         def keep(tensor: Tensor) -> str:
             key = prefix
-            while key in self._trace.data:  # of a list
+            while key in self._trace.data:  # a tensor of the same list has this key
                 key += "_"
             self._trace.data[key] = tensor.detach().cpu().clone()
             return key
@@ -460,7 +457,7 @@ class Recorder:
 def record_calls(*, data: bool = False) -> Iterator[Recorder]:
     """Record the op calls inside the block, in this thread or asyncio task.
 
-    Calls inside a compiled graph are not seen: run the model in eager mode.
+    Calls inside a compiled graph are not recorded: run the model in eager mode.
 
     Args:
         data: also store the tensors of the first call of each kind.

@@ -47,24 +47,23 @@ def ranges_of(cells: Iterable[Cell], origin: str) -> dict[str, list[SizeRange]]:
         cells: the cells of one machine.
         origin: the name of the file, for explanations.
     """
-    found = {}
-    for op, own in itertools.groupby(sorted(cells, key=lambda c: c.op), lambda c: c.op):
+    priorities = {}
+    for op, of_op in itertools.groupby(sorted(cells, key=lambda c: c.op), lambda c: c.op):
         by_bucket: dict[int, list[Cell]] = {}
-        for cell in sorted(_trusted(own), key=lambda cell: cell.tokens):
+        for cell in sorted(_trusted(list(of_op)), key=lambda cell: cell.tokens):
             by_bucket.setdefault(bucket(cell.tokens), []).append(cell)
         best = _best(by_bucket)
-        if any(each.provider for each in best):
-            found[op] = list(_as_priorities(best, by_bucket, origin))
-    return found
+        if any(token_range.provider for token_range in best):
+            priorities[op] = list(_as_priorities(best, by_bucket, origin))
+    return priorities
 
 
-def _trusted(cells: Iterable[Cell]) -> list[Cell]:
+def _trusted(cells: _Cells) -> list[Cell]:
     """Return the cells without providers that were wrong or crashed in one of them."""
-    found = list(cells)
-    bad = {m.provider for c in found for m in c.results if m.status in ("failed", "crashed")}
+    bad = {m.provider for c in cells for m in c.results if m.status in ("failed", "crashed")}
     return [
         replace(cell, results=tuple(m for m in cell.results if m.provider not in bad))
-        for cell in found
+        for cell in cells
     ]
 
 
@@ -76,11 +75,11 @@ def _best(cells: dict[int, list[Cell]]) -> list[_Range]:
         for cuts in itertools.combinations(range(1, len(buckets)), count - 1):
             bounds = itertools.pairwise((0, *cuts, len(buckets)))
             choices.append([_chosen(buckets[low:high], cells) for low, high in bounds])
-    return max(choices, key=lambda ranges: sum(each.saved for each in ranges))
+    return max(choices, key=lambda ranges: sum(r.saved for r in ranges))
 
 
 def _chosen(buckets: tuple[int, ...], cells: dict[int, list[Cell]]) -> _Range:
-    inside = [cell for each in buckets for cell in cells[each]]
+    inside = [cell for tokens in buckets for cell in cells[tokens]]
     best = _Range(buckets, None, 0.0)
     for provider in dict.fromkeys(m.provider for cell in inside for m in cell.results):
         saved = _saved(provider, inside)
@@ -94,13 +93,13 @@ def _saved(provider: str, cells: _Cells) -> float:
     total, wins = 0.0, False
     for cell in cells:
         status = next((m.status for m in cell.results if m.provider == provider), "rejected")
-        usual, own = cell.time(cell.default), cell.time(provider)
+        usual, tuned = cell.time(cell.default), cell.time(provider)
         if status == "rejected":
             continue  # the call runs the default
-        if own is None or usual is None or own.microseconds > usual.microseconds:
+        if tuned is None or usual is None or tuned.microseconds > usual.microseconds:
             return 0.0
-        wins = wins or is_faster(own, usual)
-        total += cell.calls * (usual.microseconds - own.microseconds)
+        wins = wins or is_faster(tuned, usual)
+        total += cell.calls * (usual.microseconds - tuned.microseconds)
     return total if wins else 0.0
 
 
@@ -112,21 +111,21 @@ def _as_priorities(
         if following is not None:
             # Numbers of tokens between two measured buckets have the default, if one side has.
             limit = this.buckets[-1] if this.provider else following.buckets[0] // 2
-        inside = [cell for each in this.buckets for cell in cells[each]]
+        inside = [cell for tokens in this.buckets for cell in cells[tokens]]
         yield SizeRange(limit, _entries(this.provider, inside, origin))
 
 
 def _entries(provider: str | None, cells: _Cells, origin: str) -> tuple[PriorityEntry, ...]:
     if provider is None:
         return ()
-    ours, usual = 0.0, 0.0
+    tuned, usual = 0.0, 0.0
     for cell in cells:
-        own, default = cell.time(provider), cell.time(cell.default)
-        if own is not None and default is not None:
-            ours += cell.calls * own.microseconds
+        measured, default = cell.time(provider), cell.time(cell.default)
+        if measured is not None and default is not None:
+            tuned += cell.calls * measured.microseconds
             usual += cell.calls * default.microseconds
     calls = sum(cell.calls for cell in cells if cell.time(provider) is not None)
-    text = f"tuned: {ours / calls:.3g} µs against {usual / calls:.3g} µs, {origin}"
+    text = f"tuned: {tuned / calls:.3g} µs against {usual / calls:.3g} µs, {origin}"
     return (PriorityEntry(provider, False, text),)
 
 
@@ -167,11 +166,11 @@ class TuningFile:
 
     def save(self, path: Path) -> None:
         """Write the file; readers see the old or the new one, never a part."""
-        found = [
+        machines = [
             {"machine": asdict(machine), "cells": [cell.to_dict() for cell in cells.values()]}
             for machine, cells in self.machines.items()
         ]
-        text = json.dumps({"format": FORMAT, "version": VERSION, "machines": found}, indent=1)
+        text = json.dumps({"format": FORMAT, "version": VERSION, "machines": machines}, indent=1)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             unfinished.write_text(f"{text}\n", encoding="utf-8")
@@ -187,27 +186,24 @@ class TuningFile:
             TuningFileError: it is missing or malformed, or has an unknown version.
         """
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads(path.read_text(encoding="utf-8"))
         except RecursionError as error:
             raise TuningFileError(f"{path}: the JSON is nested too deeply.") from error
         except (OSError, ValueError) as error:
             raise TuningFileError(f"{path}: cannot read the tuning file: {error}.") from error
-        if (
-            not isinstance(found, dict)
-            or found.get("format") != FORMAT
-            or found.get("version") != VERSION
-        ):
+        header = (data.get("format"), data.get("version")) if isinstance(data, dict) else None
+        if header != (FORMAT, VERSION):
             raise TuningFileError(
                 f"{path} is not a tuning file of version {VERSION}. Write one with opweave tune."
             )
         file = cls()
-        for entry in _list(path, found.get("machines")):
+        for entry in _list(path, data.get("machines")):
             machine = Machine.parse(entry.get("machine"))
             if machine is None:
                 raise TuningFileError(f"{path}: an entry has no valid 'machine'.")
-            for given in _list(path, entry.get("cells")):
+            for cell in _list(path, entry.get("cells")):
                 try:
-                    file.add(Cell.of(given), machine)
+                    file.add(Cell.of(cell), machine)
                 except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
                     raise TuningFileError(
                         f"{path}: a cell is malformed: {type(error).__name__}: {error}."
@@ -225,10 +221,10 @@ def merge(files: Iterable[TuningFile]) -> TuningFile:
     return merged
 
 
-def _list(path: Path, found: Any) -> list[dict[str, Any]]:
-    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
-        raise TuningFileError(f"{path}: expected a list of objects, found {found!r:.60}.")
-    return found
+def _list(path: Path, value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise TuningFileError(f"{path}: expected a list of objects, found {value!r:.60}.")
+    return value
 
 
 # Measure the calls of a trace into a tuning file.
@@ -260,7 +256,7 @@ def tune(
     machine: Machine | None = None,
     budget: float | None = None,
     timeout: float = 120.0,
-    progress: Progress = lambda done, total, what: None,
+    progress: Progress = lambda done, total, op: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Tuned:
     """Measure every call of *trace* that *path* has no cell for, and add the cells to the file.
@@ -292,12 +288,12 @@ def tune(
             if budget is not None and clock() - start > budget:
                 tuned.left = len(calls) - done
                 break
-            found = worker.measure(trace, call)
-            if isinstance(found, str):
-                tuned.problems[f"{call.op}({call.label})"] = found
+            cell = worker.measure(trace, call)
+            if isinstance(cell, str):
+                tuned.problems[f"{call.op}({call.label})"] = cell
                 continue
-            tuned.cells.append(found)
-            file.add(found, machine)
+            tuned.cells.append(cell)
+            file.add(cell, machine)
             file.save(path)
     return tuned
 

@@ -41,29 +41,23 @@ def serve(connection: Connection) -> None:
 
 
 def _measured(job: Job | SubjectJob, task: Task, connection: Connection) -> Done:
-    case = _case_of_subject(job) if isinstance(job, SubjectJob) else _case_of_call(job, task)
+    case: Case | None
+    if isinstance(job, SubjectJob):
+        subject = subject_named(job.op, job.providers[-1])  # imports the provider's module, if any
+        case = for_subject(replace(subject, options=job.options))
+    else:
+        [call] = job.trace.calls
+        case = Case(job.trace.op(call), call.label, job.trace.values(call, task.seed))
     if case is None:
         return Done("", (), "it accepts no arguments of a usual size")
     if case.refusal is not None:
         return Done("", (), f"native raises {described(case.refusal, 1)}")
     default = default_provider(case)
-    found = contest(
-        case,
-        job.providers,
-        task.effort,
-        lambda provider, what: connection.send(TuningStage(provider, what)),
-    )
-    return Done(default, tuple(found))
 
+    def report(provider: str, action: str) -> None:
+        connection.send(TuningStage(provider, action))
 
-def _case_of_call(job: Job, task: Task) -> Case:
-    [call] = job.trace.calls
-    return Case(job.trace.op(call), call.label, job.trace.values(call, task.seed))
-
-
-def _case_of_subject(job: SubjectJob) -> Case | None:
-    subject = subject_named(job.op, job.providers[-1])  # imports the provider, if it is a module
-    return for_subject(replace(subject, options=job.options))
+    return Done(default, tuple(contest(case, job.providers, task.effort, report)))
 
 
 if __name__ == "__main__":

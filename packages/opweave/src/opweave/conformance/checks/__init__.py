@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from opweave.conformance.checks import compiled, declarations, memory, repeatability, values
-from opweave.conformance.subject import Check, UnknownCheckError
-from opweave.ir.errors import did_you_mean
+from opweave.conformance.subject import Check, Subject
 
-CHECKS: dict[str, Check] = {
+CHECKS: dict[str, Check[Subject]] = {
     check.name: check
     for check in (
         values.VALUES,
@@ -46,16 +43,4 @@ CHECKS: dict[str, Check] = {
 }
 """The checks by name, in the order in which they run."""
 COMPILING = ("opcheck", "compiled", "dynamic_shapes")
-"""The checks that compile, and so take seconds where the others take a moment."""
-
-
-def select_checks(names: Iterable[str] = ()) -> list[Check]:
-    """Return the checks of these names, or all.
-
-    Raises:
-        UnknownCheckError: a check does not exist.
-    """
-    for name in names:
-        if name not in CHECKS:
-            raise UnknownCheckError(f"unknown check {name!r}. {did_you_mean(name, CHECKS)}")
-    return [check for name, check in CHECKS.items() if not names or name in names]
+"""The checks that compile, which takes seconds."""

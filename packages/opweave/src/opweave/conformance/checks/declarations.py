@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
 
 import torch
@@ -31,21 +30,12 @@ from opweave.ir.tolerance import Tolerance
 # Predicates: they are correct, and depend only on shapes and dtypes.
 
 
-_COUNTS = (2, 3, 5, 8, 33, 257)  # 0 and 1 have fewer strides
+_TOKEN_COUNTS = (2, 3, 5, 8, 33, 257)  # with 0 or 1, fewer strides matter
 
 
-def _has_one(subject: Subject) -> bool:
-    return not subject.impl.supports_all_args
-
-
-def _predicate_cases(subject: Subject) -> Iterator[Case]:
-    yield from chain(
-        inputs.empty(subject),
-        inputs.options(subject),
-        inputs.without(subject),
-        inputs.mixed(subject),
-        inputs.laid_out(subject),
-    )
+_predicate_cases = inputs.chained(
+    inputs.empty, inputs.options, inputs.without, inputs.mixed, inputs.laid_out
+)
 
 
 def misfits(subject: Subject) -> Iterator[Case]:
@@ -53,13 +43,12 @@ def misfits(subject: Subject) -> Iterator[Case]:
     for base in inputs.usual(subject):
         for i, value in enumerate(base.values):
             if isinstance(value, Tensor) and value.ndim:
-                for what, other in {
+                for change, other in {
                     "shorter rows": value[..., :-1],
                     "a row less": value[:-1],
                     "another dimension": value[None],
                 }.items():
-                    values = [other if i == j else v for j, v in enumerate(base.values)]
-                    yield base.with_values(f"{subject.op.schema.names[i]}: {what}", values)
+                    yield base.replaced(f"{subject.op.schema.names[i]}: {change}", {i: other})
 
 
 def _honest(subject: Subject) -> Findings:
@@ -97,7 +86,7 @@ def _runs(subject: Subject, case: Case) -> Finding:
         if case.refusal or not subject.accepts(case.values):
             return None
     except FAILURES:
-        return None  # said already
+        return None  # _answer_problem() reports it
     try:
         subject.run(copied(case.values))
     except FAILURES as error:
@@ -108,14 +97,14 @@ def _runs(subject: Subject, case: Case) -> Finding:
 def _sizes(subject: Subject) -> Findings:
     """The answer does not depend on the number of tokens."""
     answers = {}
-    for count in _COUNTS:
+    for count in _TOKEN_COUNTS:
         case = inputs.generated(subject, num_tokens=count)
         if case is not None and case.refusal is None:
             answers[count] = subject.accepts(case.values)
     if len(set(answers.values())) > 1:
-        told = ", ".join(f"{n}: {'yes' if yes else 'no'}" for n, yes in answers.items())
+        listed = ", ".join(f"{n}: {'yes' if yes else 'no'}" for n, yes in answers.items())
         yield (
-            f"the predicate depends on the number of tokens ({told}); leave that to priorities, "
+            f"the predicate depends on the number of tokens ({listed}); leave that to priorities, "
             "and to the option compile_ranges of compiled code"
         )
     elif answers:
@@ -123,17 +112,17 @@ def _sizes(subject: Subject) -> Findings:
 
 
 def _refuses(subject: Subject) -> Findings:
-    for case in chain(misfits(subject), inputs.options(subject)):
+    for case in inputs.chained(misfits, inputs.options)(subject):
         # A ValueError is native's own; other errors are those of what it happens to call.
         if isinstance(case.refusal, ValueError) and _may_run(subject, case):
             yield _said(_refusal_problem(subject, case), case)
 
 
 def _may_run(subject: Subject, case: Case) -> bool:
-    """Whether a kernel that takes what native refuses does no more than compute nonsense.
+    """Whether the implementation may run on arguments that native refuses.
 
-    On a GPU, an index out of range ends CUDA for the process: there, what native refuses without
-    looking at numbers has to do.
+    On a GPU, an index out of range makes CUDA unusable for the process. So only arguments that
+    native refuses without reading their values are tried there.
     """
     if subject.device == "cpu":
         return True
@@ -160,7 +149,7 @@ PREDICATE = Check(
     "predicate",
     "the predicate needs only shapes and dtypes, and the arguments that it accepts work",
     _honest,
-    _has_one,
+    lambda subject: not subject.impl.supports_all_args,
 )
 MISFITS = Check(
     "misfits",
@@ -174,12 +163,9 @@ MISFITS = Check(
 
 def _keyword_cases(subject: Subject) -> Iterator[Case]:
     yield from inputs.usual(subject)
+    defaults = {i: p.default for i, p in enumerate(subject.op.schema.params) if p.has_default}
     for base in inputs.usual(subject):
-        values = [
-            p.default if p.has_default else v
-            for p, v in zip(subject.op.schema.params, base.values, strict=True)
-        ]
-        yield base.with_values("defaults", values)
+        yield base.replaced("defaults", defaults)
 
 
 def _by_name(subject: Subject, case: Case) -> Finding:
@@ -187,12 +173,12 @@ def _by_name(subject: Subject, case: Case) -> Finding:
         ("the op", subject.call),
         ("the implementation", functional(subject.impl)),
     ]
-    for what, function in ways:
-        for how, (args, kwargs) in _calls(case).items():
+    for callee, function in ways:
+        for spelling, (args, kwargs) in _calls(case).items():
             with torch.no_grad():
                 problem = outputs_problem(case, function(*copied(args), **_copied(kwargs)))
             if problem:
-                return f"{what}, {how}: {problem}"
+                return f"{callee}, {spelling}: {problem}"
     return None
 
 
@@ -231,13 +217,9 @@ KEYWORDS = Check(
 _TOLERANCE = Tolerance(1e-4, 1e-3)
 
 
-def _claims(subject: Subject) -> bool:
-    return subject.has(DIFFERENTIABLE) and not subject.is_native
-
-
 def _gradient_cases(subject: Subject) -> list[Case]:
-    found = [*inputs.usual(subject), *inputs.without(subject)]
-    return [case for case in found if _differentiated(case.values)]
+    cases = inputs.chained(inputs.usual, inputs.without)(subject)
+    return [case for case in cases if _differentiated(case.values)]
 
 
 def _same(subject: Subject, case: Case) -> Finding:
@@ -276,5 +258,5 @@ GRADIENTS = Check(
     "gradients",
     "with the trait differentiable: autograd gives the gradient of native",
     each(_gradient_cases, _same),
-    _claims,
+    lambda subject: subject.has(DIFFERENTIABLE) and not subject.is_native,
 )

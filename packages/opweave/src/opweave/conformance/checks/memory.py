@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain, combinations
-from typing import Any
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -31,15 +30,14 @@ from opweave.ir.op import tensors_in
 # Metadata: shapes, dtypes and strides are those of the fake implementation.
 
 
-def _metadata_cases(subject: Subject) -> Iterator[Case]:
-    yield from chain(
-        inputs.usual(subject),
-        inputs.empty(subject),
-        inputs.options(subject),
-        inputs.without(subject),
-        inputs.mixed(subject),
-        inputs.laid_out(subject, dtypes=2),  # fake tensors take their time
-    )
+_metadata_cases = inputs.chained(
+    inputs.usual,
+    inputs.empty,
+    inputs.options,
+    inputs.without,
+    inputs.mixed,
+    partial(inputs.laid_out, dtypes=2),  # fake tensors are slow
+)
 
 
 def strides(t: Tensor) -> list[int]:
@@ -48,20 +46,20 @@ def strides(t: Tensor) -> list[int]:
     return [stride for size, stride in pairs if size > 1] if t.numel() else []
 
 
-def as_told(subject: Subject, case: Case) -> Finding:
+def metadata_problem(subject: Subject, case: Case) -> Finding:
     """Compare the outputs' metadata with that of the fake implementation."""
     mode, values = fake_values(case.values)
     args, kwargs = subject.op.schema.split(values)
     with mode, torch.no_grad():
-        told = outputs_of(subject.op.fake(*args, **kwargs))
+        fakes = outputs_of(subject.op.fake(*args, **kwargs))
     result = subject.run(copied(case.values))
-    problem = structure_problem(told, result)
+    problem = structure_problem(fakes, result)
     if problem:
         return problem.replace("native's", "the fake implementation's")
-    for i, (found, fake) in enumerate(zip(outputs_of(result), told, strict=True)):
-        if strides(found) != strides(fake):
+    for i, (output, fake) in enumerate(zip(outputs_of(result), fakes, strict=True)):
+        if strides(output) != strides(fake):
             return (
-                f"output {i} has strides {tuple(found.stride())}, the fake implementation's has "
+                f"output {i} has strides {tuple(output.stride())}, the fake implementation's has "
                 f"{tuple(fake.stride())}"
             )
     return None
@@ -70,16 +68,11 @@ def as_told(subject: Subject, case: Case) -> Finding:
 METADATA = Check(
     "metadata",
     "shapes, dtypes, devices and strides are those of the fake implementation",
-    each(_metadata_cases, as_told),
+    each(_metadata_cases, metadata_problem),
 )
 
 
 # Mutation: arguments do not change, and results are in new memory.
-
-
-def _mutation_cases(subject: Subject) -> Iterator[Case]:
-    yield from inputs.usual(subject)
-    yield from inputs.laid_out(subject)
 
 
 def _leaves_alone(subject: Subject, case: Case) -> Finding:
@@ -113,7 +106,7 @@ def _names(case: Case, values: tuple[object, ...], tensors: Sequence[object]) ->
 MUTATION = Check(
     "mutation",
     "arguments, and the memory around them, do not change; results are in new memory",
-    each(_mutation_cases, _leaves_alone),
+    each(inputs.chained(inputs.usual, inputs.laid_out), _leaves_alone),
 )
 
 
@@ -124,14 +117,9 @@ def _donates(subject: Subject) -> bool:
     return subject.op.allow_inplace
 
 
-def _donation_cases(subject: Subject) -> Iterator[Case]:
-    yield from chain(
-        inputs.usual(subject),
-        inputs.empty(subject),
-        inputs.few_and_many(subject),
-        inputs.without(subject),
-        inputs.laid_out(subject),
-    )
+_donation_cases = inputs.chained(
+    inputs.usual, inputs.empty, inputs.few_and_many, inputs.without, inputs.laid_out
+)
 
 
 def takes(subject: Subject, case: Case) -> Finding:
@@ -163,19 +151,21 @@ def aliases(subject: Subject) -> Iterator[Case]:
         first = base.values[indices[0]]
         for i in indices[1:]:
             if base.values[i].shape == first.shape and base.values[i].dtype == first.dtype:
-                both = (indices[0], i)
-                yield _changed(base, "one tensor twice", both, (first, first))
-                yield _changed(base, "views of one", both, (first, first.view(first.shape)))
-                yield _changed(base, "overlapping", both, _overlapping(first))
-                yield _changed(base, "packed", both, _packed(first))
+                for label, pair in {
+                    "one tensor twice": (first, first),
+                    "views of one": (first, first.view(first.shape)),
+                    "overlapping": _overlapping(first),
+                    "packed": _packed(first),
+                }.items():
+                    yield base.replaced(label, dict(zip((indices[0], i), pair, strict=True)))
         for i in indices:
             value = base.values[i]
             if value.ndim > 1:
-                yield _changed(base, "rows in one memory", (i,), (inputs.expanded(value),))
+                yield base.replaced("rows in one memory", {i: inputs.expanded(value)})
             for j, other in enumerate(base.values):
                 if j not in indices and isinstance(other, Tensor) and _fits(value, other):
                     label = f"{op.schema.names[i]} is {op.schema.names[j]}"
-                    yield _changed(base, label, (i,), (other.view(value.shape),))
+                    yield base.replaced(label, {i: other.view(value.shape)})
 
 
 def _fits(value: Tensor, other: Tensor) -> bool:
@@ -193,17 +183,10 @@ def _packed(t: Tensor) -> tuple[Tensor, Tensor]:
     return one, other
 
 
-def _changed(base: Case, label: str, indices: tuple[int, ...], tensors: tuple[Tensor, ...]) -> Case:
-    values: list[Any] = list(base.values)
-    for i, tensor in zip(indices, tensors, strict=True):
-        values[i] = tensor
-    return base.with_values(label, values)
-
-
 def _survives(subject: Subject, case: Case) -> Finding:
     values = copied(case.values)
-    kept = [v for i, v in enumerate(values) if i not in subject.op.activation_indices]
-    before = Snapshot(kept)
+    others = [v for i, v in enumerate(values) if i not in subject.op.activation_indices]
+    before = Snapshot(others)
     problem = outputs_problem(case, subject.run_donating(values))
     if problem:
         return f"maybe_inplace: {problem}"
@@ -245,8 +228,8 @@ def _follows(subject: Subject, case: Case, other: Case) -> Finding:
         subject.run(values)
         for tensor, new in zip(tensors_in(values[place : place + 1]), changed, strict=True):
             tensor.copy_(new)
-        wanted = outputs_of(subject.run(copied(values)))
-        problem = bits_problem(wanted, outputs_of(subject.run(values)))
+        expected = outputs_of(subject.run(copied(values)))
+        problem = bits_problem(expected, outputs_of(subject.run(values)))
         if problem:
             problem = problem.replace("native has", "a copy of the arguments gives")
             return f"{name} was changed in place since the last call, and {problem}"
@@ -263,8 +246,7 @@ def _other_values(case: Case, other: Case, place: int) -> list[Tensor]:
         return [_reversed(t) if _has_rows_of_numbers(t) else t for t in tensors]
     if [t.shape for t in tensors] != [t.shape for t in others]:
         return []
-    changed = [other.values[place] if i == place else v for i, v in enumerate(case.values)]
-    return others if case.with_values("", changed).refusal is None else []
+    return others if case.replaced("", {place: other.values[place]}).refusal is None else []
 
 
 def _has_rows_of_numbers(tensor: Tensor) -> bool:

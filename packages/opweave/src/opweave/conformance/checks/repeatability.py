@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, combinations, islice
+from itertools import combinations, islice
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from opweave.conformance.subject import (
     Outputs,
     Subject,
     accepted,
+    claims,
     each,
     not_native,
     outputs_of,
@@ -45,16 +46,19 @@ from opweave.ir.rules import BATCH_INVARIANT, ROWWISE
 # A later call must not write into the results of an earlier one.
 
 
-_TIMES = 4
-_MANY_TIMES = 20  # for results of at most _SMALL elements: memory may be used again in turn
-_SMALL = 4096
+_REPEATS = 4
+_SMALL_REPEATS = 20  # for small results, whose memory the allocator reuses in turn
+_MAX_SMALL_ELEMENTS = 4096
+
+
+_of_several_sizes = inputs.chained(inputs.usual, inputs.few_and_many)
 
 
 def _repeats(subject: Subject, case: Case) -> Finding:
     first = outputs_of(subject.run(copied(case.values)))
-    alive = [first]  # or the memory of a result would rightly serve the next one
-    is_small = sum(t.numel() for t in first) <= _SMALL
-    for _ in range(_MANY_TIMES if is_small else _TIMES):
+    alive = [first]  # keeps the memory of each result from being reused, which would be correct
+    is_small = sum(t.numel() for t in first) <= _MAX_SMALL_ELEMENTS
+    for _ in range(_SMALL_REPEATS if is_small else _REPEATS):
         alive.append(outputs_of(subject.run(copied(case.values))))
         problem = bits_problem(first, alive[-1])
         if problem:
@@ -67,10 +71,7 @@ def _repeats(subject: Subject, case: Case) -> Finding:
 
 
 def _share_memory(results: list[Outputs]) -> bool:
-    """Whether the results of two calls lie in the same memory.
-
-    Each call had a copy of the arguments, so that a result which is an argument is its own.
-    """
+    """Whether the results of two calls, which had different copies of the arguments, overlap."""
     pairs = combinations(results, 2)
     return any(overlap(a, b) for one, other in pairs for a in one for b in other)
 
@@ -92,7 +93,7 @@ def _new_memory_filled() -> Iterator[None]:
 DETERMINISM = Check(
     "determinism",
     "repeated calls give the same bits, write every element, and keep earlier results",
-    each(inputs.of_several_sizes, _repeats),
+    each(_of_several_sizes, _repeats),
 )
 
 
@@ -103,13 +104,12 @@ DETERMINISM = Check(
 
 _REPETITION_SECONDS = 0.5  # for each case
 _MIN_CALLS = 3
-_CASES = 2
+_MAX_REPEATED_CASES = 2
 
 
-def _cases(subject: Subject) -> Iterator[Case]:
-    found = chain(inputs.usual(subject), inputs.few_and_many(subject))
-    usable = (c for c in found if c.refusal is None and subject.accepts(c.values))
-    return islice(usable, _CASES)
+def _accepted_cases(subject: Subject) -> Iterator[Case]:
+    cases = _of_several_sizes(subject)
+    return (c for c in cases if c.refusal is None and subject.accepts(c.values))
 
 
 def _stays(subject: Subject, case: Case) -> Finding:
@@ -131,7 +131,7 @@ def _stays(subject: Subject, case: Case) -> Finding:
 REPETITION = Check(
     "repetition",
     "a call gives the same bits after thousands of other calls, and some time later",
-    each(_cases, _stays),
+    each(lambda subject: islice(_accepted_cases(subject), _MAX_REPEATED_CASES), _stays),
     not_native,
 )
 
@@ -139,8 +139,8 @@ REPETITION = Check(
 # Threads: calls at the same time, and with another number of threads inside a call.
 
 
-_CALLS = 16  # of each thread
-_INSIDE = (1, 3)  # threads
+_CALLS_PER_THREAD = 16
+_INTRA_OP_THREADS = (1, 3)
 
 
 def _threads_findings(subject: Subject) -> Findings:
@@ -151,16 +151,17 @@ def _threads_findings(subject: Subject) -> Findings:
 
 
 def _at_once(subject: Subject, case: Case, other: Case) -> Finding:
-    """Call with two sets of arguments at the same time, since one could not tell a mixture."""
+    """Call with two sets of arguments at the same time; with equal ones, mixed-up memory hides."""
     for one in (case, other):
         _ = one.native, one.reference  # computed once, before the threads
     with ThreadPoolExecutor(2) as pool, _frequent_switches():
-        found = list(pool.map(partial(_repeated, subject), (case, other)))
-    return next((f"with another call at the same time: {each}" for each in found if each), None)
+        problems = pool.map(partial(_repeated, subject), (case, other))
+        problem = next(filter(None, list(problems)), None)
+    return f"with another call at the same time: {problem}" if problem else None
 
 
 def _repeated(subject: Subject, case: Case) -> Finding:
-    for _ in range(_CALLS):
+    for _ in range(_CALLS_PER_THREAD):
         problem = is_right(subject, case)
         if problem:
             return problem
@@ -170,7 +171,7 @@ def _repeated(subject: Subject, case: Case) -> Finding:
 def _with_other_numbers(subject: Subject, case: Case) -> Finding:
     before = torch.get_num_threads()
     try:
-        for count in _INSIDE:
+        for count in _INTRA_OP_THREADS:
             torch.set_num_threads(count)
             problem = is_right(subject, case)
             if problem:
@@ -201,22 +202,14 @@ THREADS = Check(
 # Batch invariance and row-wise ops: rows must not depend on the rest of the batch.
 
 
-_SAMPLES = (1, 2, 3, 5, 16)
-_LARGE = (257, 1031)  # tokens, for which a kernel may choose another way to add up
-
-
-def _claims_invariance(subject: Subject) -> bool:
-    return subject.has(BATCH_INVARIANT)
-
-
-def _claims_rows(subject: Subject) -> bool:
-    return subject.has(ROWWISE)
+_SAMPLE_SIZES = (1, 2, 3, 5, 16)
+_LARGE_COUNTS = (257, 1031)  # tokens; a kernel may choose another order of additions for them
 
 
 def _batches(subject: Subject) -> Iterator[Tokens | Packed]:
     """Yield batches of each dtype, large ones, and of rows with tails, that are accepted."""
     known = inputs.options_of(subject)
-    sizes: list[dict[str, Any]] = [{}, *({"count": n} for n in _LARGE)]
+    sizes: list[dict[str, Any]] = [{}, *({"count": n} for n in _LARGE_COUNTS)]
     sizes += [{"hidden_size": n} for n in (7, 1031) if "hidden_size" in known]
     dtypes = [{"dtype": d} for d in inputs.DTYPES] if "dtype" in known else [{}]
     for options in ({**dtype, **size} for dtype in dtypes for size in sizes):
@@ -227,17 +220,17 @@ def _batches(subject: Subject) -> Iterator[Tokens | Packed]:
 
 def _invariant(subject: Subject) -> Findings:
     if _is_exact(subject):
-        yield None  # then equal values are equal bits
+        yield None  # the check of the values compares the bits
         return
-    found = False
+    has_batches = False
     for tokens in _batches(subject):
-        found = True
+        has_batches = True
         try:
-            with require(BATCH_INVARIANT):  # what a composite calls must be, too
+            with require(BATCH_INVARIANT):  # also for the ops that a composite calls
                 yield from _in_other_batches(subject, tokens)
         except Exception as error:
             yield f"{raised(error)}: {tokens.case}"
-    if not found and inputs.accepts_any(subject):
+    if not has_batches and inputs.accepts_any(subject):
         yield (
             f"claims {BATCH_INVARIANT}, and no batch shows it: its input generator needs "
             "num_tokens, or the op an entry in opweave.conformance.inputs"
@@ -259,7 +252,7 @@ def _in_other_batches(subject: Subject, tokens: Tokens | Packed) -> Findings:
 def _choices(count: int) -> Iterator[list[int]]:
     for i in range(0, count, max(5, count // 8)):
         yield [i]
-    for size in _SAMPLES:
+    for size in _SAMPLE_SIZES:
         yield torch.randperm(count)[:size].tolist()
 
 
@@ -319,13 +312,13 @@ INVARIANCE = Check(
     "batch_invariance",
     "with the trait batch_invariant: a row has the same bits in any batch",
     _invariant,
-    _claims_invariance,
+    claims(BATCH_INVARIANT),
 )
 ROWS = Check(
     "rowwise",
     "with the trait rowwise: an output row depends only on that row of the activations",
     _by_rows,
-    _claims_rows,
+    claims(ROWWISE),
 )
 
 
@@ -362,7 +355,7 @@ def _leaves_alone(subject: Subject, case: Case) -> Finding:
 GLOBAL_STATE = Check(
     "global_state",
     "torch settings, random state, the environment and the working directory do not change",
-    each(inputs.of_several_sizes, _leaves_alone),
+    each(_of_several_sizes, _leaves_alone),
 )
 
 
@@ -381,8 +374,7 @@ def _unobserved_findings(subject: Subject) -> Findings:
     module = names_by_file().get(subject.impl.site.file)
     if module is None or module == "__main__":
         return  # another process cannot import it
-    found = chain(inputs.usual(subject), inputs.few_and_many(subject))
-    cases = [c for c in found if c.refusal is None and subject.accepts(c.values)]
+    cases = list(_accepted_cases(subject))
     # The providers of opweave are registered when an op is first used.
     modules = [] if module.startswith("opweave.") else [module]
     results = _replayed(subject, modules, cases)
@@ -409,10 +401,8 @@ def _replayed(subject: Subject, modules: list[str], cases: list[Case]) -> list[A
         raise RuntimeError(f"a process without the verifier ended with {code}") from None
     finally:
         process.kill()
-        process.wait(1.0)
-        process.connection.close()
-    results: list[Any] = torch.load(io.BytesIO(answer), weights_only=False)
-    return results
+        process.close()
+    return list(torch.load(io.BytesIO(answer), weights_only=False))
 
 
 UNOBSERVED = Check(

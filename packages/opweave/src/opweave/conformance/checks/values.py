@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from opweave.conformance import inputs
-from opweave.conformance.checks.memory import as_told, memory_problem
+from opweave.conformance.checks.memory import memory_problem, metadata_problem
 from opweave.conformance.compare import (
     near_problem,
     outputs_problem,
@@ -27,6 +26,7 @@ from opweave.conformance.subject import (
     Finding,
     Outputs,
     Subject,
+    claims,
     each,
     not_native,
     outputs_of,
@@ -91,11 +91,6 @@ _NARROW = (torch.bfloat16, torch.float16)
 _MIN_CHANGED_ELEMENTS = 16  # with fewer, a correct kernel may round all of them alike
 
 
-def _precision_cases(subject: Subject) -> Iterator[Case]:
-    yield from inputs.usual(subject)
-    yield from inputs.mixed(subject)
-
-
 def _keeps_precision(subject: Subject, case: Case) -> Finding:
     narrow = next((t.dtype for t in tensors_in(case.values) if t.dtype in _NARROW), None)
     if narrow is None:
@@ -103,8 +98,7 @@ def _keeps_precision(subject: Subject, case: Case) -> Finding:
     for i, value in enumerate(case.values):
         if isinstance(value, Tensor) and value.dtype is torch.float32:
             rounded = value.to(narrow).to(torch.float32)
-            values = [rounded if i == j else v for j, v in enumerate(case.values)]
-            name, other = case.op.schema.names[i], case.with_values("rounded", values)
+            name, other = case.op.schema.names[i], case.replaced("rounded", {i: rounded})
             if _is_ignored(subject, case, other):
                 dtype = str(narrow).removeprefix("torch.")
                 return f"rounds {name} to {dtype}: results are the same when it is rounded before"
@@ -128,7 +122,7 @@ def _differing(one: Outputs, other: Outputs) -> int:
 PRECISION = Check(
     "precision",
     "arguments of a wider dtype are not rounded to the dtype of the activations",
-    each(_precision_cases, _keeps_precision),
+    each(inputs.chained(inputs.usual, inputs.mixed), _keeps_precision),
     not_native,
 )
 
@@ -137,14 +131,6 @@ PRECISION = Check(
 
 
 _MAX_ERROR_RATIO = 1.05  # the error of few elements may be larger by chance
-
-
-def _claims(subject: Subject) -> bool:
-    return subject.has(ROUNDS_LESS)
-
-
-def _rounding_cases(subject: Subject) -> Iterator[Case]:
-    yield from chain(inputs.usual(subject), inputs.few_and_many(subject))
 
 
 def _is_closer(subject: Subject, case: Case) -> Finding:
@@ -169,15 +155,15 @@ def _error(found: Tensor, reference: Tensor) -> float:
 ROUNDING = Check(
     "rounding",
     "with the trait rounds_less: outputs are at least as accurate as those of native",
-    each(_rounding_cases, _is_closer),
-    _claims,
+    each(inputs.chained(inputs.usual, inputs.few_and_many), _is_closer),
+    claims(ROUNDS_LESS),
 )
 
 
 # Extreme numbers: zeros, other distributions, the smallest and largest, NaN and infinity.
 
 
-def _with_one(number: float, place: float = 1 / 3) -> Callable[[Tensor], Tensor]:
+def _with_element(number: float, place: float = 1 / 3) -> Callable[[Tensor], Tensor]:
     def change(t: Tensor) -> Tensor:
         changed = t.clone()
         changed.view(-1)[int(place * (t.numel() - 1))] = number
@@ -211,12 +197,12 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "uniform": lambda t: torch.rand(t.shape, device=t.device).to(t.dtype) - 0.5,
     "positive": lambda t: t.abs() + 0.5,
     "mostly zeros": lambda t: torch.where(torch.rand(t.shape, device=t.device) < 0.9, 0.0, t),
-    "a NaN": _with_one(float("nan")),
-    "first a NaN": _with_one(float("nan"), 0),
-    "last a NaN": _with_one(float("nan"), 1),
-    "an infinity": _with_one(float("inf")),
-    "last an infinity": _with_one(float("inf"), 1),
-    "a negative infinity": _with_one(float("-inf")),
+    "a NaN": _with_element(float("nan")),
+    "first a NaN": _with_element(float("nan"), 0),
+    "last a NaN": _with_element(float("nan"), 1),
+    "an infinity": _with_element(float("inf")),
+    "last an infinity": _with_element(float("inf"), 1),
+    "a negative infinity": _with_element(float("-inf")),
     "a row of NaN": _with_row(math.nan),
     "a row of infinity": _with_row(math.inf),
     "a row of negative infinity": _with_row(-math.inf),
@@ -236,18 +222,15 @@ _INFINITE = (
     "a row of negative infinity",
 )
 
-# A fused softmax takes a query without a finite score for one without a key, and adds a mask to the
-# score of a key that is not seen: attention leaves it open what comes of NaN and infinity.
-_OPEN = ("a NaN", "first a NaN", "last a NaN", "a row of NaN", *_INFINITE)
-
-
-def _left_open(subject: Subject) -> tuple[str, ...]:
-    return _OPEN if "attention" in subject.op.name else ()
+# The results of attention for NaN and infinity are not specified: a fused softmax treats a query
+# without a finite score like one without keys, and adds a mask to the scores of masked keys.
+_UNSPECIFIED_FOR_ATTENTION = ("a NaN", "first a NaN", "last a NaN", "a row of NaN", *_INFINITE)
 
 
 def extreme(subject: Subject) -> Iterator[Case]:
     """Yield cases with extreme numbers in one argument at a time."""
-    names = [name for name in CHANGES if name not in _left_open(subject)]
+    excluded = _UNSPECIFIED_FOR_ATTENTION if "attention" in subject.op.name else ()
+    names = [name for name in CHANGES if name not in excluded]
     for base in inputs.usual(subject):
         yield from _changed(subject, base, names)
     for base in inputs.of_tokens(subject, _MANY_TOKENS):
@@ -256,14 +239,11 @@ def extreme(subject: Subject) -> Iterator[Case]:
 
 def _changed(subject: Subject, base: Case, names: Sequence[str]) -> Iterator[Case]:
     for i, value in enumerate(base.values):
-        if not isinstance(value, Tensor) or not value.numel() or value.dtype not in _FLOATS:
+        if not isinstance(value, Tensor) or not value.numel() or value.dtype not in inputs.DTYPES:
             continue
         for name in names:
-            values = [CHANGES[name](v) if j == i else v for j, v in enumerate(base.values)]
-            yield base.with_values(f"{subject.op.schema.names[i]}: {name}", values)
-
-
-_FLOATS = inputs.DTYPES
+            label = f"{subject.op.schema.names[i]}: {name}"
+            yield base.replaced(label, {i: CHANGES[name](value)})
 
 
 def _survives(subject: Subject, case: Case) -> Finding:
@@ -303,7 +283,7 @@ def _of_codes(case: Case, place: int, found: Tensor) -> Finding:
 
 def _shaken(value: Any) -> Any:
     """Return numbers with an error of some units in the last place."""
-    if not isinstance(value, Tensor) or value.dtype not in _FLOATS:
+    if not isinstance(value, Tensor) or value.dtype not in inputs.DTYPES:
         return value
     factors = 1 + _ROUNDING_UNITS * torch.finfo(value.dtype).eps * (2 * torch.rand(value.shape) - 1)
     return (value * factors.to(value.device, torch.float64)).to(value.dtype)
@@ -341,20 +321,20 @@ EXTREMES = Check(
 # Dimensions: zero, one or two token dimensions, if native supports them.
 
 
-_FORMS: Mapping[str, tuple[int, tuple[int, ...]]] = {
+_TOKEN_SHAPES: Mapping[str, tuple[int, tuple[int, ...]]] = {
     "rows in two dimensions": (6, (2, 3)),
     "a batch of one": (3, (1, 3)),
     "no rows in two dimensions": (0, (2, 0)),
     "a row without its dimension": (1, ()),
 }
-"""How many tokens to ask for, and what to make of the dimension that counts them."""
+"""The number of tokens, and the shape that replaces their dimension."""
 
 
 def _dimensions_cases(subject: Subject) -> Iterator[Case]:
     tokens = tokens_of(subject)
     if not isinstance(tokens, Tokens) or not tokens.are_rows:
         return
-    for name, (count, sizes) in _FORMS.items():
+    for name, (count, sizes) in _TOKEN_SHAPES.items():
         for case in inputs.of_tokens(subject, count):
             pairs = zip(case.values, tokens.inputs, strict=True)
             yield case.with_values(
@@ -366,14 +346,13 @@ def _formed(t: Tensor, axis: int, sizes: tuple[int, ...]) -> Tensor:
     return t.reshape((*t.shape[:axis], *sizes, *t.shape[axis + 1 :]))
 
 
-def _as_native(subject: Subject, case: Case) -> Finding:
-    return is_right(subject, case) or as_told(subject, case)
-
-
 DIMENSIONS = Check(
     "dimensions",
     "activations without or with two token dimensions work, if native supports them",
-    each(_dimensions_cases, _as_native),
+    each(
+        _dimensions_cases,
+        lambda subject, case: is_right(subject, case) or metadata_problem(subject, case),
+    ),
 )
 
 
@@ -382,10 +361,10 @@ DIMENSIONS = Check(
 # The other checks vary one of them at a time, but a kernel may have a path for a combination.
 
 
-_CASES = 100
-_COSTLY = ("long_context",)  # options of generators that make a case slow: drawn seldom
-_SECONDS = 15.0  # of processor time; a slow op gets fewer cases
-_MAX_DRAWN_TOKENS = 64  # tokens
+_MAX_COMBINATIONS = 100
+_COSTLY_OPTIONS = ("long_context",)  # of generators; drawn seldom
+_COMBINATIONS_SECONDS = 15.0  # of processor time; a slow op gets fewer cases
+_MAX_DRAWN_TOKENS = 64
 _LARGE_SIZE = 300  # one dimension of at least this size is enough in a case
 
 _T = TypeVar("_T")
@@ -393,13 +372,12 @@ _T = TypeVar("_T")
 
 def _drawn(subject: Subject) -> Iterator[Case]:
     start = time.process_time()
-    for _ in range(_CASES):
-        if time.process_time() - start > _SECONDS:
+    for _ in range(_MAX_COMBINATIONS):
+        if time.process_time() - start > _COMBINATIONS_SECONDS:
             return
         case = inputs.generated(subject, **_options(subject))
         if case is not None:
-            case = _with_other_arguments(case)
-            yield _laid_out(case)
+            yield _laid_out(_with_other_arguments(case))
 
 
 def _options(subject: Subject) -> dict[str, Any]:
@@ -413,7 +391,7 @@ def _options(subject: Subject) -> dict[str, Any]:
         values = inputs.variants(name, default)
         if any(isinstance(v, int) and v >= _LARGE_SIZE for v in found.values()):
             values = tuple(v for v in values if isinstance(v, torch.dtype) or v < _LARGE_SIZE)
-        if values and _chance(0.05 if name in _COSTLY else 0.5):
+        if values and _chance(0.05 if name in _COSTLY_OPTIONS else 0.5):
             is_width = type(default) is int and default >= inputs.WIDE
             found[name] = _up_to(_LARGE_SIZE) if is_width and _chance(0.3) else _one_of(values)
     return found
@@ -435,13 +413,13 @@ def _with_other_arguments(case: Case) -> Case:
 
 def _laid_out(case: Case) -> Case:
     """Draw a layout for some of the tensors."""
-    values, labels = list(case.values), []
-    for i, value in enumerate(values):
+    values, labels = dict[int, Tensor](), []
+    for i, value in enumerate(case.values):
         if isinstance(value, Tensor) and value.ndim and _chance(0.4):
             name = _one_of(list(LAYOUTS))
             values[i] = LAYOUTS[name](value)
             labels.append(f"{case.op.schema.names[i]} {name}")
-    return case.with_values(", ".join(labels), values) if labels else case
+    return case.replaced(", ".join(labels), values) if labels else case
 
 
 def _chance(probability: float) -> bool:

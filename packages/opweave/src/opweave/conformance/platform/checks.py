@@ -6,7 +6,8 @@ import inspect
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,11 +25,12 @@ from opweave.config.values import check_kind
 from opweave.conformance.platform.subject import PlatformCheck, PlatformSubject, ask
 from opweave.conformance.subject import (
     Findings,
-    NonconformingError,
     Outcome,
     Subject,
-    UnknownCheckError,
+    outcome_of,
+    raise_if_failed,
     raised,
+    select,
 )
 from opweave.conformance.verify import verify
 from opweave.ir import IrError, current_registry
@@ -43,16 +45,15 @@ from opweave.plugins import resolve_obj_by_qualname
 # Every member can be called, and returns what the contract says.
 
 
-class Member(NamedTuple):
-    """How a method is called here, and what it must return."""
+class Returns(NamedTuple):
+    """What a method must return."""
 
-    call: Callable[[Platform], Any]
-    wanted: str
+    description: str
     fits: Callable[[Any], bool]
 
 
 class _Options(PluginOptions):
-    """Takes declarations of options, and keeps none."""
+    """Checks declarations of options, and does not register them."""
 
     def add(self, key: str, kind: type, default: Any, help: str) -> None:
         check_kind(key, kind, default)
@@ -60,144 +61,122 @@ class _Options(PluginOptions):
             raise ValueError(f"option {key!r} needs an identifier and a help text")
 
 
-def attention_spec(platform: Platform) -> AttentionSpec:
-    """Return attention that every platform for language models should know."""
-    dtype = platform.supported_dtypes[0]
-    return AttentionSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype=dtype)
-
-
-def _text(value: object) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _texts(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(_text, value))
+def _is_texts(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_text, value))
 
 
-def _nothing(value: object) -> bool:
-    return value is None
+def _is_priorities(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        _is_text(k) and _is_texts(v) for k, v in value.items()
+    )
 
 
-def _lists(value: object) -> bool:
-    return isinstance(value, Mapping) and all(_text(k) and _texts(v) for k, v in value.items())
+def _is_patches(value: object) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(patch, ConfigPatch) for patch in value)
 
 
-def _patches(value: object) -> bool:
-    return isinstance(value, Sequence) and all(isinstance(each, ConfigPatch) for each in value)
-
-
-def _memory(value: object) -> bool:
+def _is_memory(value: object) -> bool:
     if not isinstance(value, tuple) or len(value) != 2:
         return False
     free, total = value
-    return all(type(each) is int for each in value) and 0 <= free <= total and total > 0
+    return all(type(size) is int for size in value) and 0 <= free <= total and total > 0
 
 
-def _class_name(value: object) -> bool:
-    return value is None or _text(value)
+def _is_facts(value: Any) -> bool:
+    is_mapping = isinstance(value, Mapping) and all(map(_is_text, value))
+    return is_mapping and bool(json.dumps(dict(value)))
 
 
-def _capability(value: object) -> bool:
-    return value is None or isinstance(value, DeviceCapability)
+def _disables_gradients(context: AbstractContextManager[Any]) -> bool:
+    with context:
+        return not torch.is_grad_enabled()
 
 
-def _recorder(value: object) -> bool:
-    return value is None or callable(getattr(value, "record", None))
-
-
-def _facts(value: object) -> bool:
-    return isinstance(value, Mapping) and all(map(_text, value)) and bool(json.dumps(dict(value)))
-
-
-def _default_request(platform: Platform) -> Any:
-    return platform.validate_request(resolve_obj_by_qualname("opweave_engine.SamplingParams")())
-
-
-def _priorities(platform: Platform) -> object:
-    found = [platform.get_default_ir_op_priority(config) for config in (None, EngineConfig())]
-    return next((lists for lists in found if not _lists(lists)), found[0])
-
-
-def _gradients(platform: Platform) -> bool:
-    with platform.inference_mode():
-        return torch.is_grad_enabled()
-
-
-def _post_load(platform: Platform) -> Any:
-    dtype, device = platform.supported_dtypes[0], platform.device_type
-    return platform.post_load_model(nn.Linear(4, 4).to(device=device, dtype=dtype))
-
-
-_NAME = "the qualified name of a class, or None"
-_LISTS = "a mapping of ops to lists of providers"
-
-MEMBERS: Mapping[str, Member] = {
-    "extend_cli": Member(lambda p: p.extend_cli(_Options(p.name)), "nothing", _nothing),
-    "config_defaults": Member(
-        lambda p: p.config_defaults(EngineConfig()), "a list of ConfigPatch", _patches
+_NOTHING = Returns("nothing", lambda v: v is None)
+_TEXTS = Returns("a list of strings", _is_texts)
+_PATCHES = Returns("a list of ConfigPatch", _is_patches)
+_CLASSES = dict.fromkeys(
+    (
+        "get_worker_cls",
+        "get_model_runner_cls",
+        "get_scheduler_cls",
+        "get_executor_cls",
+        "get_sampler_cls",
+        "get_attn_backend_cls",
+        "get_device_communicator_cls",
     ),
-    "check_and_update_config": Member(
-        lambda p: p.check_and_update_config(EngineConfig()), "a list of ConfigPatch", _patches
+    Returns("the qualified name of a class, or None", lambda v: v is None or _is_text(v)),
+)
+
+MEMBERS: Mapping[str, Returns] = {
+    "extend_cli": _NOTHING,
+    "config_defaults": _PATCHES,
+    "check_and_update_config": _PATCHES,
+    "validate_request": Returns("nothing for the default request", lambda v: v is None),
+    "import_kernels": _NOTHING,
+    "get_default_ir_op_priority": Returns("a mapping of ops to lists of providers", _is_priorities),
+    "default_custom_ops": _TEXTS,
+    **_CLASSES,
+    "get_compile_backend": Returns("the name of a backend", _is_text),
+    "extra_passes": _TEXTS,
+    "get_device_name": Returns("a name", _is_text),
+    "get_device_capability": Returns(
+        "a DeviceCapability or None", lambda v: v is None or isinstance(v, DeviceCapability)
     ),
-    "validate_request": Member(_default_request, "nothing for the default request", _nothing),
-    "import_kernels": Member(lambda p: p.import_kernels(), "nothing, however often", _nothing),
-    "get_default_ir_op_priority": Member(_priorities, _LISTS, _lists),
-    "default_custom_ops": Member(
-        lambda p: p.default_custom_ops(EngineConfig()), "a list of strings", _texts
+    "set_device": _NOTHING,
+    "memory_info": Returns("free and total bytes, 0 <= free <= total", _is_memory),
+    "graph_recorder": Returns(
+        "an object with a method record, or None",
+        lambda v: v is None or callable(getattr(v, "record", None)),
     ),
-    "get_worker_cls": Member(lambda p: p.get_worker_cls(EngineConfig()), _NAME, _class_name),
-    "get_model_runner_cls": Member(
-        lambda p: p.get_model_runner_cls(EngineConfig()), _NAME, _class_name
-    ),
-    "get_scheduler_cls": Member(lambda p: p.get_scheduler_cls(EngineConfig()), _NAME, _class_name),
-    "get_executor_cls": Member(lambda p: p.get_executor_cls(EngineConfig()), _NAME, _class_name),
-    "get_sampler_cls": Member(lambda p: p.get_sampler_cls(EngineConfig()), _NAME, _class_name),
-    "get_attn_backend_cls": Member(
-        lambda p: p.get_attn_backend_cls(attention_spec(p)), _NAME, _class_name
-    ),
-    "get_device_communicator_cls": Member(
-        lambda p: p.get_device_communicator_cls(), _NAME, _class_name
-    ),
-    "get_compile_backend": Member(
-        lambda p: p.get_compile_backend(EngineConfig()), "the name of a backend", _text
-    ),
-    "extra_passes": Member(lambda p: p.extra_passes(EngineConfig()), "a list of names", _texts),
-    "get_device_name": Member(lambda p: p.get_device_name(0), "a name", _text),
-    "get_device_capability": Member(
-        lambda p: p.get_device_capability(0), "a DeviceCapability or None", _capability
-    ),
-    "set_device": Member(lambda p: p.set_device(0), "nothing", _nothing),
-    "memory_info": Member(
-        lambda p: p.memory_info(0), "free and total bytes, 0 <= free <= total", _memory
-    ),
-    "graph_recorder": Member(
-        lambda p: p.graph_recorder(), "an object with a method record, or None", _recorder
-    ),
-    "synchronize": Member(lambda p: p.synchronize(), "nothing", _nothing),
-    "seed_all": Member(lambda p: p.seed_all(0), "nothing", _nothing),
-    "inference_mode": Member(
-        _gradients, "a context in which no gradients are recorded", lambda enabled: not enabled
-    ),
-    "post_load_model": Member(_post_load, "nothing", _nothing),
-    "doctor": Member(lambda p: p.doctor(), "a mapping that is valid JSON", _facts),
+    "synchronize": _NOTHING,
+    "seed_all": _NOTHING,
+    "inference_mode": Returns("a context that disables gradients", _disables_gradients),
+    "post_load_model": _NOTHING,
+    "doctor": Returns("a mapping that is valid JSON", _is_facts),
 }
+
+
+def _default_request() -> Any:
+    return resolve_obj_by_qualname("opweave_engine.SamplingParams")()
+
+
+def _arguments(platform: Platform, method: str) -> list[Any]:
+    """Return arguments for a method of the contract, by the names of its parameters."""
+    dtype, device = platform.supported_dtypes[0], platform.device_type
+    values: dict[str, Callable[[], Any]] = {
+        "options": lambda: _Options(platform.name),
+        "config": EngineConfig,
+        "params": _default_request,
+        "spec": lambda: AttentionSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype=dtype),
+        "model": lambda: nn.Linear(4, 4).to(device=device, dtype=dtype),
+        "index": int,
+        "seed": int,
+    }
+    _, *parameters = inspect.signature(getattr(Platform, method)).parameters
+    return [values[name]() for name in parameters]
 
 
 def _check_contract(subject: PlatformSubject) -> Findings:
     check_object(subject.platform, Platform, subject.qualname)
     yield None
-    for name, member in MEMBERS.items():
-        yield _contract_problem(subject.platform, name, member)
+    for name in MEMBERS:
+        yield _contract_problem(subject.platform, name)
+    yield _contract_problem(subject.platform, "get_default_ir_op_priority", with_config=False)
 
 
-def _contract_problem(platform: Platform, name: str, member: Member) -> str | None:
+def _contract_problem(platform: Platform, name: str, *, with_config: bool = True) -> str | None:
     try:
-        found = member.call(platform)
-        if member.fits(found):
+        returned = getattr(platform, name)(*_arguments(platform, name) if with_config else ())
+        if MEMBERS[name].fits(returned):
             return None
     except Exception as error:
         return f"{name} {raised(error)}"
-    return f"{name} returns {found!r}; it should be {member.wanted}"
+    return f"{name} returns {returned!r}; it should be {MEMBERS[name].description}"
 
 
 CONTRACT = PlatformCheck(
@@ -208,9 +187,9 @@ CONTRACT = PlatformCheck(
 # The function that claims the device is quick and pure, and starts nothing.
 
 
-_SECONDS = 1.0  # it runs in every process, before anything else
+_MAX_CLAIM_SECONDS = 1.0  # the function runs in every process, before anything else
 
-# The same question twice in a process. A runtime is started if torch's module of a device says so.
+# Calls the function twice. Whether it started a runtime is read from torch's module of the device.
 _CLAIM_CODE = """
 import json, time, torch
 from opweave.plugins import resolve_obj_by_qualname
@@ -229,27 +208,27 @@ def _check_claim(subject: PlatformSubject) -> Findings:
     if subject.claim is None:
         return
     code = _CLAIM_CODE.format(reference=subject.claim, device=subject.platform.device_type)
-    yield from _problems(ask(code, {}, {}), subject.claim)
+    yield from _claim_problems(ask(code, {}, {}), subject.claim)
 
 
-def _problems(told: list[Any], reference: str) -> Findings:
-    answers = {answer for given, _, _ in told for answer in given}
-    seconds = min(seconds for _, seconds, _ in told)
-    started = sorted({name for *_, names in told for name in names})
+def _claim_problems(replies: list[Any], reference: str) -> Findings:
+    answers = {answer for both, _, _ in replies for answer in both}
+    seconds = min(seconds for _, seconds, _ in replies)
+    started = sorted({name for *_, names in replies for name in names})
     different = " and ".join(sorted(answers))
-    yield f"{reference} gives different answers: {different}" if len(answers) > 1 else None
-    yield f"{reference} says that its device is not here" if answers == {"None"} else None
-    yield (
-        f"{reference} takes {seconds:.1f} s for two calls; at most {_SECONDS:.0f} s is fair"
-        if seconds > _SECONDS
-        else None
+    too_slow = f"takes {seconds:.1f} s for two calls; at most {_MAX_CLAIM_SECONDS:.0f} s is fair"
+    starts = (
+        f"starts the runtime of {', '.join(started)}: processes that fork or choose a device later "
+        "could not use it"
     )
-    yield (
-        f"{reference} starts the runtime of {', '.join(started)}: processes that fork or choose "
-        "a device later could not use it"
-        if started
-        else None
-    )
+    problems = {
+        f"gives different answers: {different}": len(answers) > 1,
+        "says that its device is not here": answers == {"None"},
+        too_slow: seconds > _MAX_CLAIM_SECONDS,
+        starts: bool(started),
+    }
+    for problem, is_found in problems.items():
+        yield f"{reference} {problem}" if is_found else None
 
 
 CLAIM = PlatformCheck(
@@ -265,10 +244,8 @@ CLAIM = PlatformCheck(
 def _check_configuration(subject: PlatformSubject) -> Findings:
     config = configured(EngineConfig(), subject.platform)
     yield None
-    if configured(config, subject.platform) == config:
-        yield None
-    else:
-        yield "it changes a configuration again that it has already adapted"
+    is_stable = configured(config, subject.platform) == config
+    yield None if is_stable else "it changes a configuration again that it has already adapted"
 
 
 CONFIGURATION = PlatformCheck(
@@ -297,16 +274,14 @@ def _check_device(subject: PlatformSubject) -> Findings:
 def _round_trip(platform: Platform, host: Tensor) -> str | None:
     there = host.to(platform.device_type)
     platform.synchronize()
-    what = f"{host.dtype} tensor of shape {tuple(host.shape)}, strides {host.stride()},"
+    sent = f"a {host.dtype} tensor of shape {tuple(host.shape)}, strides {host.stride()},"
     if there.device.type != platform.device_type:
-        return f"a {what} sent to {platform.device_type!r} is on {there.device}"
+        return f"{sent} sent to {platform.device_type!r} is on {there.device}"
     if (there.shape, there.dtype) != (host.shape, host.dtype):
-        return f"a {what} is {there.dtype} of shape {tuple(there.shape)} on the device"
-    return None if _same(there.cpu(), host) else f"a {what} comes back with other values"
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.tolist() == b.tolist()
+        return f"{sent} is {there.dtype} of shape {tuple(there.shape)} on the device"
+    back = there.cpu()
+    is_same = back.shape == host.shape and back.tolist() == host.tolist()
+    return None if is_same else f"{sent} comes back with other values"
 
 
 DEVICE = PlatformCheck(
@@ -319,34 +294,33 @@ DEVICE = PlatformCheck(
 # The device has the capabilities that the platform declares.
 
 
-_SIZE = 32  # a multiple of what matrix units ask for
+_MATRIX_SIZE = 32  # a multiple of the tile sizes of matrix units
 
 
 def _check_capabilities(subject: PlatformSubject) -> Findings:
     platform = subject.platform
     for dtype in platform.supported_dtypes:
-        yield _false_claim(
-            f"{dtype} is in supported_dtypes", partial(_matmul, dtype=dtype), platform
-        )
-    for name, show in SHOWN.items():
+        claim = f"{dtype} is in supported_dtypes, but"
+        yield _prefixed_problem(claim, partial(_matmul, platform, dtype))
+    for name, test in _CAPABILITY_CHECKS.items():
         if getattr(platform.capabilities, name):
-            yield _false_claim(f"the capability {name} is claimed", show, platform)
+            claim = f"the capability {name} is claimed, but"
+            yield _prefixed_problem(claim, partial(test, platform))
 
 
-def _false_claim(
-    claim: str, show: Callable[[Platform], str | None], platform: Platform
-) -> str | None:
+def _prefixed_problem(prefix: str, test: Callable[[], str | None]) -> str | None:
+    """Return the problem that *test* returns or raises after *prefix*, or None."""
     try:
-        problem = show(platform)
+        problem = test()
     except Exception as error:
         problem = raised(error)
-    return f"{claim}, but {problem}" if problem else None
+    return f"{prefix} {problem}" if problem else None
 
 
 def _matmul(platform: Platform, dtype: torch.dtype) -> str | None:
-    a, b = (torch.randint(-4, 5, (_SIZE, _SIZE)).to(dtype) for _ in range(2))
-    found = (a.to(platform.device_type) @ b.to(platform.device_type)).cpu()
-    return _compared(found.double(), a.double() @ b.double(), dtype, f"a product in {dtype}")
+    a, b = (torch.randint(-4, 5, (_MATRIX_SIZE, _MATRIX_SIZE)).to(dtype) for _ in range(2))
+    product = (a.to(platform.device_type) @ b.to(platform.device_type)).cpu()
+    return _compared(product.double(), a.double() @ b.double(), dtype, f"a product in {dtype}")
 
 
 def _bf16(platform: Platform) -> str | None:
@@ -356,10 +330,10 @@ def _bf16(platform: Platform) -> str | None:
 
 
 def _fp8(platform: Platform) -> str | None:
-    a, b = (torch.randint(-4, 5, (_SIZE, _SIZE)).float() for _ in range(2))
+    a, b = (torch.randint(-4, 5, (_MATRIX_SIZE, _MATRIX_SIZE)).float() for _ in range(2))
     there = [t.to(torch.float8_e4m3fn).to(platform.device_type) for t in (a, b.t().contiguous())]
     one = torch.ones((), device=platform.device_type)
-    found = functional.scaled_mm(
+    product = functional.scaled_mm(
         there[0],
         there[1].t(),
         scale_a=one,
@@ -368,16 +342,15 @@ def _fp8(platform: Platform) -> str | None:
         scale_recipe_b=ScalingType.TensorWise,
         output_dtype=torch.bfloat16,
     )
-    return _compared(found.cpu().float(), a @ b, torch.bfloat16, "a product in float8_e4m3fn")
+    return _compared(product.cpu().float(), a @ b, torch.bfloat16, "a product in float8_e4m3fn")
 
 
 def _int8(platform: Platform) -> str | None:
-    a, b = (torch.randint(-128, 128, (_SIZE, _SIZE), dtype=torch.int8) for _ in range(2))
-    found = torch_compat.multiply_int8(a.to(platform.device_type), b.to(platform.device_type))
-    exact = a.int() @ b.int()
-    if found.dtype != torch.int32 or not torch.equal(found.cpu(), exact):
-        return "a product in int8 is not exact in int32"
-    return None
+    shape = (_MATRIX_SIZE, _MATRIX_SIZE)
+    a, b = (torch.randint(-128, 128, shape, dtype=torch.int8) for _ in range(2))
+    product = torch_compat.multiply_int8(a.to(platform.device_type), b.to(platform.device_type))
+    is_exact = product.dtype == torch.int32 and torch.equal(product.cpu(), a.int() @ b.int())
+    return None if is_exact else "a product in int8 is not exact in int32"
 
 
 def _streams(platform: Platform) -> str | None:
@@ -387,8 +360,8 @@ def _streams(platform: Platform) -> str | None:
 
 def _graph_capture(platform: Platform) -> str | None:
     module = torch.get_device_module(platform.device_type)
-    found = callable(getattr(module, "graph", None))
-    return None if found else f"torch.{platform.device_type} has no graph()"
+    has_graph = callable(getattr(module, "graph", None))
+    return None if has_graph else f"torch.{platform.device_type} has no graph()"
 
 
 def _pinned_memory(platform: Platform) -> str | None:
@@ -402,14 +375,15 @@ def _unified_memory(platform: Platform) -> str | None:
     return f"memory_info says {total} bytes, and the host has {host}" if total > host else None
 
 
-def _compared(found: Tensor, exact: Tensor, dtype: torch.dtype, what: str) -> str | None:
+def _compared(product: Tensor, exact: Tensor, dtype: torch.dtype, name: str) -> str | None:
     _, rtol = DEFAULT_TOLERANCES.get(dtype, DEFAULT_TOLERANCES[torch.float32])
-    worst = (found.to(exact.dtype) - exact).abs().max().item()
+    worst = (product.to(exact.dtype) - exact).abs().max().item()
     allowed = rtol * max(exact.abs().max().item(), 1.0) + 1e-4
-    return None if worst <= allowed else f"{what} is off by {worst:.3g}"  # NaN is off, too
+    is_near = worst <= allowed  # False for NaN
+    return None if is_near else f"{name} is off by {worst:.3g}"
 
 
-SHOWN: Mapping[str, Callable[[Platform], str | None]] = {
+_CAPABILITY_CHECKS: Mapping[str, Callable[[Platform], str | None]] = {
     "bf16": _bf16,
     "fp8": _fp8,
     "int8": _int8,
@@ -458,23 +432,19 @@ def _check_priorities(subject: PlatformSubject) -> Findings:
 
 
 def _priority_problem(op: str, providers: list[str]) -> str | None:
-    if op == EVERY_OP:
-        return _unknown(providers)
-    try:
-        current_registry().op(op).check_providers(parse(providers, "platform default"))
-    except IrError as error:
-        return str(error)
-    return None
-
-
-def _unknown(providers: list[str]) -> str | None:
-    known = {name for op in current_registry().ops.values() for name in op.impls}
-    for entry in parse(providers, "platform default"):
-        if entry.provider not in known:
-            return f"'*': no op has the provider {entry.provider!r}. " + did_you_mean(
-                entry.provider, known
-            )
-    return None
+    entries = parse(providers, "platform default")
+    if op != EVERY_OP:
+        try:
+            current_registry().op(op).check_providers(entries)
+        except IrError as error:
+            return str(error)
+        return None
+    registered = {name for op in current_registry().ops.values() for name in op.impls}
+    unknown = [e.provider for e in entries if e.provider not in registered]
+    if not unknown:
+        return None
+    hint = did_you_mean(unknown[0], registered)
+    return f"'*': no op has the provider {unknown[0]!r}. {hint}"
 
 
 PRIORITIES = PlatformCheck(
@@ -490,64 +460,46 @@ _OWN_PART = "opweave_engine.parts.own_part"
 
 def _check_references(subject: PlatformSubject) -> Findings:
     config, platform = EngineConfig(), subject.platform
-    arguments: dict[str, tuple[Any, ...]] = {
-        "get_worker_cls": (config,),
-        "get_model_runner_cls": (config,),
-        "get_scheduler_cls": (config,),
-        "get_executor_cls": (config,),
-        "get_sampler_cls": (config,),
-        "get_attn_backend_cls": (attention_spec(platform),),
-        "get_device_communicator_cls": (),
-    }
-    for member, given in arguments.items():
-        name = getattr(platform, member)(*given)
-        problems = iter(()) if name is None else _class_problem(name, platform, member, *given)
-        yield _reference_problem(member, problems)
+    for member in _CLASSES:
+        arguments = _arguments(platform, member)
+        name = getattr(platform, member)(*arguments)
+        if name is not None:
+            test = partial(_class_problem, name, platform, member, *arguments)
+            yield _prefixed_problem(f"{member}:", test)
     backend = platform.get_compile_backend(config)
-    yield _reference_problem("get_compile_backend", _backend_problem(backend))
+    yield _prefixed_problem("get_compile_backend:", partial(_backend_problem, backend))
     for name in platform.extra_passes(config):
-        yield _reference_problem("extra_passes", _pass_problem(name))
+        yield _prefixed_problem("extra_passes:", partial(_pass_problem, name))
 
 
-def _reference_problem(member: str, problems: Iterator[str]) -> str | None:
-    try:
-        problem = next(problems, None)
-    except Exception as error:
-        problem = raised(error)
-    return f"{member}: {problem}" if problem else None
-
-
-def _class_problem(name: str, platform: Platform, member: str, *given: Any) -> Iterator[str]:
-    """Yield why *name* is not a class that can replace the one of the engine."""
+def _class_problem(name: str, platform: Platform, member: str, *arguments: Any) -> str | None:
+    """Return why *name* is not a class that can replace the one of the engine, or None."""
     part = resolve_obj_by_qualname(name)
     if not isinstance(part, type):
-        yield f"{name!r} is {part!r}, not a class"
-    elif not issubclass(part, own := resolve_obj_by_qualname(_OWN_PART)(platform, member, *given)):
-        missing = [each for each in _methods(own) if not callable(getattr(part, each, None))]
-        if missing:
-            own_name = f"{own.__module__}.{own.__qualname__}"
-            yield f"{name!r} has no {', '.join(missing)}, as {own_name!r} has"
+        return f"{name!r} is {part!r}, not a class"
+    default = resolve_obj_by_qualname(_OWN_PART)(platform, member, *arguments)
+    methods = [method for method, _ in inspect.getmembers(default, callable) if method[0] != "_"]
+    missing = [method for method in methods if not callable(getattr(part, method, None))]
+    if not missing or issubclass(part, default):
+        return None
+    default_name = f"{default.__module__}.{default.__qualname__}"
+    return f"{name!r} has no {', '.join(missing)}, as {default_name!r} has"
 
 
-def _methods(cls: type) -> list[str]:
-    return [each for each, _ in inspect.getmembers(cls, callable) if not each.startswith("_")]
+def _backend_problem(name: str) -> str | None:
+    backend = resolve_obj_by_qualname(name) if ":" in name else torch_compat.lookup_backend(name)
+    return None if callable(backend) else f"{name!r} is {backend!r}, which is not a function"
 
 
-def _backend_problem(name: str) -> Iterator[str]:
-    found = resolve_obj_by_qualname(name) if ":" in name else torch_compat.lookup_backend(name)
-    if not callable(found):
-        yield f"{name!r} is {found!r}, and no function"
-
-
-def _pass_problem(name: str) -> Iterator[str]:
-    found = resolve_obj_by_qualname(name)
-    if not callable(found):
-        yield f"{name!r} is {found!r}, and no function"
-        return
+def _pass_problem(name: str) -> str | None:
+    function = resolve_obj_by_qualname(name)
+    if not callable(function):
+        return f"{name!r} is {function!r}, which is not a function"
     try:
-        inspect.signature(found).bind("graph", "context")
+        inspect.signature(function).bind("graph", "context")
     except TypeError as error:
-        yield f"{name!r} cannot be called with a graph and a context: {error}"
+        return f"{name!r} cannot be called with a graph and a context: {error}"
+    return None
 
 
 REFERENCES = PlatformCheck(
@@ -569,7 +521,7 @@ def _check_kernels(subject: PlatformSubject) -> Findings:
     for name, op in ops.items():
         providers = lists.get(name, lists.get(EVERY_OP))
         for entry in parse(providers, "platform default") if providers else ():
-            # (another check reports missing registrations)
+            # The check of the priorities reports missing registrations.
             if entry.provider in {*op.impls} - {NATIVE}:
                 yield from _verified(Subject(op, entry.provider, subject.platform.device_type))
 
@@ -603,17 +555,13 @@ print(json.dumps(resolution().qualname))
 def _check_children(subject: PlatformSubject) -> Findings:
     if subject.claimant is None:
         return
-    told = [{"OPWEAVE_PLATFORM": subject.claimant}]
-    if subject.current:  # by themselves, and as an engine starts its workers
-        told += [{}, {VARIABLE: resolution().to_json()}]
-    for environment, found in zip(told, ask(_CHILDREN_CODE, *told), strict=True):
-        how = " and ".join(f"{name} is set" for name in environment) or "nothing is set"
-        same = _name(found) == _name(subject.qualname)
-        yield None if same else f"a child process where {how} runs on {found}"
-
-
-def _name(qualname: str) -> str:
-    return qualname.replace(":", ".")
+    environments = [{"OPWEAVE_PLATFORM": subject.claimant}]
+    if subject.current:  # children without settings, and the workers of an engine
+        environments += [{}, {VARIABLE: resolution().to_json()}]
+    for environment, qualname in zip(environments, ask(_CHILDREN_CODE, *environments), strict=True):
+        setting = " and ".join(f"{name} is set" for name in environment) or "nothing is set"
+        is_same = qualname.replace(":", ".") == subject.qualname
+        yield None if is_same else f"a child process where {setting} runs on {qualname}"
 
 
 CHILDREN = PlatformCheck("children", "child processes run on the same platform", _check_children)
@@ -642,6 +590,9 @@ CHECKS: dict[str, PlatformCheck] = {
 # Verification of a platform.
 
 
+_MAX_PROBLEMS = 5  # reported per check
+
+
 @dataclass(frozen=True)
 class PlatformResult:
     """The result of verifying a platform."""
@@ -658,9 +609,7 @@ class PlatformResult:
 
     def raise_if_failed(self) -> None:
         """Raise NonconformingError with every problem, if there is one."""
-        if self.status == "failed":
-            lines = [f"{o.check}: {problem}" for o in self.outcomes for problem in o.problems]
-            raise NonconformingError("\n".join([f"{self.subject} fails:", *lines]))
+        raise_if_failed(self.subject, self.outcomes)
 
 
 def verify_platform(subject: PlatformSubject, checks: Iterable[str] = ()) -> PlatformResult:
@@ -669,11 +618,8 @@ def verify_platform(subject: PlatformSubject, checks: Iterable[str] = ()) -> Pla
     Raises:
         UnknownCheckError: a check does not exist.
     """
-    names = list(checks)
-    for name in names:
-        if name not in CHECKS:
-            raise UnknownCheckError(f"unknown check {name!r}. {did_you_mean(name, CHECKS)}")
-    chosen = [check for name, check in CHECKS.items() if not names or name in names]
+    chosen = select(CHECKS, checks)
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return PlatformResult(subject, tuple(check.outcome(subject) for check in chosen))
+        outcomes = [outcome_of(c.name, partial(c.run, subject), _MAX_PROBLEMS) for c in chosen]
+    return PlatformResult(subject, tuple(outcomes))

@@ -1,23 +1,17 @@
-"""The platform to verify and how it is found, its checks, and questions to fresh processes."""
+"""The platform to verify, how it is found, and code that runs in new processes."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
 from opweave.config.child_process import inherited_environment
-from opweave.conformance.subject import (
-    Findings,
-    Outcome,
-    UnknownPlatformError,
-    outcome_of,
-    raised,
-)
+from opweave.conformance.subject import Check, UnknownPlatformError, raised
 from opweave.ir.errors import OpweaveError, did_you_mean
 from opweave.platforms import Platform, resolution
 from opweave.platforms.builtin import BUILTIN
@@ -74,7 +68,7 @@ def find_platform(name: str | None = None) -> PlatformSubject:
         ReferenceNameError: the class does not exist.
         PlatformContractError: it violates the contract of ``Platform``.
     """
-    claims, current = _claims(), _current_name()
+    claims, current = _claims(), resolution().chosen.name
     if name is None or name == current:
         return PlatformSubject(resolution().platform, claims.get(current), current, current=True)
     if name in claims:
@@ -86,14 +80,10 @@ def find_platform(name: str | None = None) -> PlatformSubject:
     return _subject(cls, claims.get(str(claimant)), claimant if claimant in claims else None)
 
 
-def _current_name() -> str:
-    return resolution().chosen.name
-
-
 def _claims() -> dict[str, str]:
     """Return the reference of every claiming function by the name that selects it."""
-    found = entry_points(group=PLATFORM_PLUGINS)
-    plugins = {point.name: point.value.partition("[")[0].strip() for point in found}
+    points = entry_points(group=PLATFORM_PLUGINS)
+    plugins = {point.name: point.value.partition("[")[0].strip() for point in points}
     return {**plugins, **{name: f"{_BUILTIN}:{name}" for name in BUILTIN}}
 
 
@@ -122,50 +112,28 @@ def _subject(cls: object, claim: str | None, claimant: str | None) -> PlatformSu
     return PlatformSubject(platform, claim, claimant)
 
 
-# Checks of platforms.
+PlatformCheck = Check[PlatformSubject]
 
 
-_MAX_PROBLEMS = 5  # of one check; more of them say no more
+# Python code that runs in new processes, several at a time.
 
 
-@dataclass(frozen=True)
-class PlatformCheck:
-    """A check of platforms.
-
-    Attributes:
-        name: the name in tables and options.
-        promise: the property that a passing platform has, in one line.
-        run: yields the problem of each case, or None.
-    """
-
-    name: str
-    promise: str
-    run: Callable[[PlatformSubject], Findings]
-
-    def outcome(self, subject: PlatformSubject) -> Outcome:
-        """Run the check, until a few problems are found."""
-        return outcome_of(self.name, lambda: self.run(subject), _MAX_PROBLEMS)
-
-
-# Questions to fresh processes, several at a time.
-
-
-_TIMEOUT = 120.0
+_TIMEOUT_SECONDS = 120.0
 
 
 class ProcessFailedError(RuntimeError):
-    """A fresh process did not answer; the message is the last line of what it wrote instead."""
+    """A new process did not print JSON; the message is the last line on its standard error."""
 
 
 def ask(code: str, *environments: Mapping[str, str]) -> list[Any]:
-    """Run *code* in a fresh process for each of the environments, all at once; return the answers.
+    """Run *code* in a new process for each environment, concurrently; return the results.
 
     Args:
-        code: Python that prints one JSON document last.
-        environments: variables that each process has in addition to this one's.
+        code: Python code whose last line of output is a JSON document.
+        environments: variables of each process in addition to those of this one.
 
     Raises:
-        ProcessFailedError: one of them did not print it.
+        ProcessFailedError: a process did not print one.
     """
     running = [
         subprocess.Popen(
@@ -177,7 +145,7 @@ def ask(code: str, *environments: Mapping[str, str]) -> list[Any]:
         )
         for environment in environments
     ]
-    return [_answer(*process.communicate(timeout=_TIMEOUT)) for process in running]
+    return [_answer(*process.communicate(timeout=_TIMEOUT_SECONDS)) for process in running]
 
 
 def _answer(stdout: str, stderr: str) -> Any:
