@@ -272,8 +272,8 @@ class Generator:
         tests += [f"_share_storage({a}, {b})" for a, b in combinations(activations, 2)]
         for name in activations:
             for p in others:
-                given = f"{p.name} is not None and " if p.is_optional else ""
-                tests.append(f"({given}_share_storage({name}, {p.name}))")
+                presence = f"{p.name} is not None and " if p.is_optional else ""
+                tests.append(f"({presence}_share_storage({name}, {p.name}))")
         return f"({' or '.join(tests)})"
 
     def _plain_condition(self) -> list[str]:

@@ -189,10 +189,10 @@ def _is_unbroken(dims: Dims) -> bool:
     """Whether a set is known to have no gaps."""
     width, left = 1, list(dims)
     while left:
-        found = next((i for i, (_, stride) in enumerate(left) if is_certain(stride <= width)), None)
-        if found is None:
+        index = next((i for i, (_, stride) in enumerate(left) if is_certain(stride <= width)), None)
+        if index is None:
             return False
-        size, stride = left.pop(found)  # list.remove would compare sizes and add guards
+        size, stride = left.pop(index)  # list.remove would compare sizes and add guards
         width += (size - 1) * stride
     return True
 
@@ -218,11 +218,11 @@ def refused(op: OpDefinition, values: Sequence[Any]) -> tuple[str, ...]:
     ]
     return tuple(
         name
-        for name, given in activations
-        if (name not in op.keeps_strides and not given.is_contiguous())
-        or overlaps_itself(given)
+        for name, activation in activations
+        if (name not in op.keeps_strides and not activation.is_contiguous())
+        or overlaps_itself(activation)
         or any(
-            torch_compat.share_storage(given, t) and not disjoint(given, t)
+            torch_compat.share_storage(activation, t) and not disjoint(activation, t)
             for other, value in named
             if other != name
             for t in tensors_in([value])
@@ -233,9 +233,9 @@ def refused(op: OpDefinition, values: Sequence[Any]) -> tuple[str, ...]:
 def poison_unused(op: OpDefinition, values: tuple[Any, ...], result: Any) -> None:
     """Overwrite each donated tensor whose storage no output and no other argument shares."""
     named = list(zip(op.schema.names, values, strict=True))
-    kept = [*tensors_in((result,)), *tensors_in([v for n, v in named if n not in op.activations])]
+    alive = tensors_in([result, *(v for n, v in named if n not in op.activations)])
     for tensor in tensors_in([v for n, v in named if n in op.activations]):
-        if not any(torch_compat.share_storage(tensor, other) for other in kept):
+        if not any(torch_compat.share_storage(tensor, other) for other in alive):
             _poison(tensor)
 
 

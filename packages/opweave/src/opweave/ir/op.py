@@ -211,9 +211,10 @@ class IrOpImpl:
         except Exception as error:
             if torch_compat.depends_on_data(error):
                 return "its predicate reads a data-dependent size"
-            odd = [t for t in values if isinstance(t, Tensor) and t.layout is not torch.strided]
-            if odd and isinstance(self.supports_args, Rule):
-                return f"a tensor has the layout {odd[0].layout} (supports strided)"
+            layouts = [t.layout for t in values if isinstance(t, Tensor)]
+            unusual = next((layout for layout in layouts if layout is not torch.strided), None)
+            if unusual is not None and isinstance(self.supports_args, Rule):
+                return f"a tensor has the layout {unusual} (supports strided)"
             raise PredicateFailedError(
                 f"{self.op.name}: the predicate of provider {self.provider!r} ({self.place}) "
                 f"raised {described(error)}. A predicate must return True or False for any "
@@ -305,24 +306,6 @@ def least_bytes(op: OpDefinition, values: Sequence[Any], results: Iterable[Any])
             return None
         total += count * tensor.element_size()
     return total
-
-
-def _check_options(
-    op: OpDefinition, *, inplace: bool, functional: object, supported: object
-) -> None:
-    """Raise InvalidOpError for options of a registration that do not fit each other or *op*."""
-    if functional is not None and not inplace:
-        raise InvalidOpError(
-            f"{op.name}: functional= is for an in-place implementation (inplace=True); "
-            "otherwise the decorated function is the functional one."
-        )
-    if inplace and not op.allow_inplace:
-        raise InvalidOpError(
-            f"{op.name}: an in-place implementation needs an op declared with "
-            f"allow_inplace=True; {op.name} ({op.site}) is not."
-        )
-    if not isinstance(supported, bool):
-        raise InvalidOpError(f"{op.name}: supported={supported!r} is neither True nor False.")
 
 
 # The definition of an op.
@@ -479,11 +462,22 @@ class OpDefinition:
             UnknownTraitError: a trait does not exist.
         """
         check_provider_name(provider)
-        _check_options(self, inplace=inplace, functional=functional, supported=supported)
+        if functional is not None and not inplace:
+            raise InvalidOpError(
+                f"{self.name}: functional= is for an in-place implementation (inplace=True); "
+                "otherwise the decorated function is the functional one."
+            )
+        if inplace and not self.allow_inplace:
+            raise InvalidOpError(
+                f"{self.name}: an in-place implementation needs an op declared with "
+                f"allow_inplace=True; {self.name} ({self.site}) is not."
+            )
+        if not isinstance(supported, bool):
+            raise InvalidOpError(f"{self.name}: supported={supported!r} is neither True nor False.")
 
         def decorate(function: Function) -> Function:
             check_is_not_ours(provider, self.native, function)
-            made = [
+            impls = [
                 IrOpImpl(
                     self,
                     name,
@@ -503,10 +497,10 @@ class OpDefinition:
                 by = "" if first.owner is None else f" by the plugin {first.owner}"
                 raise DuplicateImplError(
                     f"{self.name}: provider {provider!r} is registered already{by}, at "
-                    f"{first.site}; this is {made[0].site}. Use another name, or override=True."
+                    f"{first.site}; this is {impls[0].site}. Use another name, or override=True."
                 )
             label = f"implementation {self.name}:{provider}"
-            transaction.enter(label, self._groups, provider, made, self._use_groups)
+            transaction.enter(label, self._groups, provider, impls, self._use_groups)
             self._use_groups()
             return function
 

@@ -26,32 +26,32 @@ NAME = re.compile(r"[^\W\d]\w*(\[\w+=\w+(,\w+=\w+)*\])?")
 """The name of an implementation: a provider, and values of its parameters."""
 
 
-def _check(function: Callable[..., Any], tunable: Tunable, what: str) -> None:
+def _check(function: Callable[..., Any], tunable: Tunable, label: str) -> None:
     parameters = inspect.signature(function).parameters
     count = 1
     for name, values in tunable.items():
         p = parameters.get(name)
         if p is None or p.kind is not p.KEYWORD_ONLY or p.default is p.empty:
             raise InvalidOpError(
-                f"{what}: tunable {name!r} must be a keyword-only parameter of the function with a "
-                f"default, as in def kernel(x, *, {name}=64)."
+                f"{label}: tunable {name!r} must be a keyword-only parameter of the function with "
+                f"a default, as in def kernel(x, *, {name}=64)."
             )
         texts = [*map(str, values)]
         if str(p.default) not in texts or len({*texts}) != len(texts):
             raise InvalidOpError(
-                f"{what}: the values {values!r} of {name!r} must be distinct, and contain its "
+                f"{label}: the values {values!r} of {name!r} must be distinct, and contain its "
                 f"default {p.default!r}."
             )
         for value in values:
             if type(value) not in (int, str) or not re.fullmatch(r"[a-z0-9_]+", str(value)):
                 raise InvalidOpError(
-                    f"{what}: the value {value!r} of {name!r} must be a number of at least 0, or a "
-                    "word of lower-case letters, digits and underscores."
+                    f"{label}: the value {value!r} of {name!r} must be a number of at least 0, or "
+                    "a word of lower-case letters, digits and underscores."
                 )
         count *= len(values)
     if count > MOST_VARIANTS:
         raise InvalidOpError(
-            f"{what}: {count} combinations of {', '.join(tunable)} are too many; each is verified "
+            f"{label}: {count} combinations of {', '.join(tunable)} are too many; each is verified "
             f"and measured. Give at most {MOST_VARIANTS}."
         )
 
@@ -71,8 +71,8 @@ def variants(
     yield provider, function
     parameters = inspect.signature(function).parameters
     for chosen in itertools.product(*tunable.values()):
-        given = dict(zip(tunable, chosen, strict=True))
-        changed = {name: v for name, v in given.items() if v != parameters[name].default}
+        values = dict(zip(tunable, chosen, strict=True))
+        changed = {name: v for name, v in values.items() if v != parameters[name].default}
         if changed:
             shown = ",".join(f"{name}={value}" for name, value in changed.items())
             yield f"{provider}[{shown}]", partial(function, **changed)
@@ -246,10 +246,10 @@ class IrOpPriorityConfig(Mapping[str, list[str]]):
     def __getattr__(self, op: str) -> list[str]:
         if op.startswith("_"):  # copy and pickle ask before there are lists
             raise AttributeError(op)
-        found = self._lists.get(op)
-        if found is None:
+        providers = self._lists.get(op)
+        if providers is None:
             raise AttributeError(f"no priority is set for an op {op!r}; set: {', '.join(self)}")
-        return found
+        return providers
 
     def __getitem__(self, op: str) -> list[str]:
         return self._lists[op]

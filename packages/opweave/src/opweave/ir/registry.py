@@ -266,7 +266,18 @@ class Registry:
         with self.lock:
             former = self._ops.get(op.name)
             if former is not None:
-                self._check_replaceable(former, op, override=override)
+                is_own = former.site.is_in_opweave
+                if is_own or not override:
+                    advice = (
+                        "opweave's own ops cannot be replaced"
+                        if is_own
+                        else "In a notebook, declare it again with override=True"
+                    )
+                    raise DuplicateOpError(
+                        f"op {op.name!r} is declared already, at {former.site}; this is {op.site}. "
+                        "Choose another name, or register an implementation of the existing op "
+                        f"with @ir.ops.{op.name}.register_impl. {advice}."
+                    )
                 former.torch_ops.remove()  # torch does not allow redefinition
             op.define()
             restored = partial(self._define_again, op, former)
@@ -274,21 +285,6 @@ class Registry:
             if former is not None:
                 self._reset_ops()
         return op
-
-    def _check_replaceable(self, former: IrOp, op: IrOp, *, override: bool) -> None:
-        is_own = former.site.is_in_opweave
-        if override and not is_own:
-            return
-        advice = (
-            "opweave's own ops cannot be replaced"
-            if is_own
-            else "In a notebook, declare it again with override=True"
-        )
-        raise DuplicateOpError(
-            f"op {op.name!r} is declared already, at {former.site}; this is {op.site}. Choose "
-            "another name, or register an implementation of the existing op with "
-            f"@ir.ops.{op.name}.register_impl. {advice}."
-        )
 
     def _define_again(self, op: IrOp, former: IrOp | None) -> None:
         with self.lock:

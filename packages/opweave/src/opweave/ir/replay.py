@@ -27,13 +27,13 @@ def replay(modules: list[str], op: str, provider: str, calls: list[Any]) -> list
     """
     for module in modules:
         importlib.import_module(module)
-    found = current_registry().ops.get(op)
-    if found is None or provider not in found.impls:
+    ir_op = current_registry().ops.get(op)
+    if ir_op is None or provider not in ir_op.impls:
         return []
-    call = found.using(f"{provider}!")
+    call = ir_op.using(f"{provider}!")
     results: list[Any] = []
     for values in calls:
-        args, kwargs = found.schema.split(values)
+        args, kwargs = ir_op.schema.split(values)
         try:
             with torch.no_grad():
                 results.append(call(*args, **kwargs))

@@ -209,7 +209,7 @@ class ValueRule(Rule):
 
     name: str
     test: str  # source over {v}, the value
-    wanted: str
+    supported: str  # the values that pass, in words
     constants: tuple[object, ...] = ()
 
     def check(self, schema: Schema) -> None:
@@ -221,7 +221,7 @@ class ValueRule(Rule):
     def reason(self, schema: Schema, arguments: Mapping[str, Any]) -> str:
         value = arguments[self.name]
         shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-        return f"{self.name}: {shown} (supports {self.wanted})"
+        return f"{self.name}: {shown} (supports {self.supported})"
 
 
 @dataclass(eq=False, repr=False)
@@ -282,13 +282,13 @@ def _check_rule(other: object) -> None:
 def _check_names(names: tuple[str, ...], schema: Schema, *, tensors: bool) -> None:
     if not names:
         raise PredicateSignatureError("a rule must name at least one parameter.")
-    known = [p.name for p in (schema.tensors if tensors else schema.params)]
+    names_of_op = [p.name for p in (schema.tensors if tensors else schema.params)]
     for name in names:
-        if name not in known:
+        if name not in names_of_op:
             kind = "tensor parameter" if tensors else "parameter"
             raise PredicateSignatureError(
                 f"a rule names {name!r}, which is not a {kind} of the op. "
-                f"{did_you_mean(name, known)}"
+                f"{did_you_mean(name, names_of_op)}"
             )
 
 
@@ -308,49 +308,49 @@ def _parts(rule: Rule, kind: type[All] | type[Either]) -> tuple[Rule, ...]:
 Predicate = Rule | Callable[..., bool]
 
 
-def check_predicate(predicate: Predicate, schema: Schema, what: str) -> None:
+def check_predicate(predicate: Predicate, schema: Schema, label: str) -> None:
     """Raise PredicateSignatureError unless *predicate* fits the op's parameters."""
     if isinstance(predicate, Rule):
         predicate.check(schema)
         for function in custom_functions(predicate):
-            check_predicate(function, schema, what)
+            check_predicate(function, schema, label)
         return
     if not callable(predicate):
         raise PredicateSignatureError(
-            f"{what}: supports_args must be a rule or a function, not {predicate!r}."
+            f"{label}: supports_args must be a rule or a function, not {predicate!r}."
         )
-    check_returns(predicate, f"{what}: supports_args", PredicateSignatureError)
+    check_returns(predicate, f"{label}: supports_args", PredicateSignatureError)
     try:
         parameters = list(inspect.signature(predicate).parameters.values())
     except (TypeError, ValueError) as error:
-        raise PredicateSignatureError(f"{what}: supports_args: {error}.") from error
+        raise PredicateSignatureError(f"{label}: supports_args: {error}.") from error
     if not parameters:
         raise PredicateSignatureError(
-            f"{what}: supports_args takes no parameter. Name the parameters of the op that it "
+            f"{label}: supports_args takes no parameter. Name the parameters of the op that it "
             f"reads, among {', '.join(schema.names)}; use supported= if it needs none of them."
         )
     for parameter in parameters:
-        _check_parameter(parameter, schema, f"{what}: supports_args")
+        _check_parameter(parameter, schema, f"{label}: supports_args")
 
 
-def _check_parameter(parameter: inspect.Parameter, schema: Schema, what: str) -> None:
+def _check_parameter(parameter: inspect.Parameter, schema: Schema, label: str) -> None:
     name = parameter.name
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
         raise PredicateSignatureError(
-            f"{what} takes {str(parameter)!r}. Name the parameters that it reads, among "
+            f"{label} takes {str(parameter)!r}. Name the parameters that it reads, among "
             f"{', '.join(schema.names)}."
         )
     if name not in schema.names:
         raise PredicateSignatureError(
-            f"{what} names {name!r}, which is not a parameter of the op. "
+            f"{label} names {name!r}, which is not a parameter of the op. "
             f"{did_you_mean(name, schema.names)}"
         )
-    wanted = schema.param(name)
+    param = schema.param(name)
     has_default = parameter.default is not parameter.empty
     # Tuples compare items by identity first, so that nan equals itself.
-    if has_default and not (wanted.has_default and (parameter.default,) == (wanted.default,)):
+    if has_default and not (param.has_default and (parameter.default,) == (param.default,)):
         raise PredicateSignatureError(
-            f"{what}: the default of {name!r} differs from the op's. Remove it: a predicate "
+            f"{label}: the default of {name!r} differs from the op's. Remove it: a predicate "
             "always gets a value."
         )
 
@@ -379,10 +379,10 @@ def custom_functions(rule: Rule) -> list[Callable[..., bool]]:
 def dtype(name: str, *dtypes: torch.dtype) -> Rule:
     """Parameter *name* has one of *dtypes*."""
     _check_given(dtypes, "dtype", torch.dtype)
-    wanted = ", ".join(plain(d) for d in dtypes)
+    supported = ", ".join(plain(d) for d in dtypes)
     test = " or ".join(f"{{t}}.dtype is {{{i}}}" for i in range(len(dtypes)))
     return TensorRule(
-        (name,), f"({test})", lambda n, t: f"{n}: {plain(t.dtype)} (supports {wanted})", dtypes
+        (name,), f"({test})", lambda n, t: f"{n}: {plain(t.dtype)} (supports {supported})", dtypes
     )
 
 
@@ -438,11 +438,11 @@ def unit_stride(*names: str) -> Rule:
 def ndim(name: str, *counts: int) -> Rule:
     """Parameter *name* has one of these numbers of dimensions (``Tensor.ndim``)."""
     _check_given(counts, "ndim", int)
-    wanted = " or ".join(map(str, counts))
+    supported = " or ".join(map(str, counts))
     return TensorRule(
         (name,),
         "({t}.ndim in {0})",
-        lambda n, t: f"{n}: {t.ndim}-d (supports {wanted}-d)",
+        lambda n, t: f"{n}: {t.ndim}-d (supports {supported}-d)",
         (frozenset(counts),),
     )
 
@@ -509,5 +509,5 @@ def _in_memory(kind: str) -> Callable[[str, Any], str]:
     return reason
 
 
-def _strides(wanted: str) -> Callable[[str, Any], str]:
-    return lambda n, t: f"{n}: strides {tuple(t.stride())} (supports {wanted})"
+def _strides(supported: str) -> Callable[[str, Any], str]:
+    return lambda n, t: f"{n}: strides {tuple(t.stride())} (supports {supported})"

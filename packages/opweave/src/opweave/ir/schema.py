@@ -235,14 +235,14 @@ class Schema(NamedTuple):
 
 
 def check_same(
-    native: Callable[..., Any], other: Callable[..., Any], what: str, extra: Collection[str] = ()
+    native: Callable[..., Any], other: Callable[..., Any], label: str, extra: Collection[str] = ()
 ) -> None:
     """Check that *other* has the parameters and defaults of *native*, and the types it annotates.
 
     Args:
         native: the definition.
         other: the implementation.
-        what: the implementation in words.
+        label: the implementation in words.
         extra: further parameters of *other*, which have defaults.
 
     Raises:
@@ -250,24 +250,24 @@ def check_same(
     """
     if other is native:
         return
-    check_returns(other, what, SchemaMismatchError)
+    check_returns(other, label, SchemaMismatchError)
     expected = inspect.signature(native)
     try:
-        found = inspect.signature(other)
+        actual = inspect.signature(other)
     except (TypeError, ValueError) as error:
-        raise SchemaMismatchError(f"{what} does not match native schema: {error}.") from error
+        raise SchemaMismatchError(f"{label} does not match native schema: {error}.") from error
     if extra:
-        kept = [p for name, p in found.parameters.items() if name not in extra]
-        found = found.replace(parameters=kept)
-    problem = _difference(expected, found) or _type_difference(native, other)
+        parameters = [p for name, p in actual.parameters.items() if name not in extra]
+        actual = actual.replace(parameters=parameters)
+    problem = _difference(expected, actual) or _type_difference(native, other)
     if problem:
         raise SchemaMismatchError(
-            f"{what} does not match native schema: {problem}. "
-            f"Found {_unannotated(found)}, expected {_unannotated(expected)}."
+            f"{label} does not match native schema: {problem}. "
+            f"Found {_unannotated(actual)}, expected {_unannotated(expected)}."
         )
 
 
-def check_returns(function: object, what: str, error: type[Exception]) -> None:
+def check_returns(function: object, label: str, error: type[Exception]) -> None:
     """Raise *error* if *function* is an async or generator function."""
     for test in (
         inspect.iscoroutinefunction,
@@ -275,24 +275,24 @@ def check_returns(function: object, what: str, error: type[Exception]) -> None:
         inspect.isasyncgenfunction,
     ):
         if test(function):
-            raise error(f"{what} is an async or generator function; it must return its results.")
+            raise error(f"{label} is an async or generator function; it must return its results.")
 
 
-def _difference(expected: inspect.Signature, found: inspect.Signature) -> str | None:
-    if list(expected.parameters) != list(found.parameters):
-        return f"parameters are {list(found.parameters)}, not {list(expected.parameters)}"
-    for name, want in expected.parameters.items():
-        have = found.parameters[name]
-        if have.kind != want.kind:
-            return f"{name!r} is {have.kind.description}, not {want.kind.description}"
-        if have.default is not want.default and have.default != want.default:
-            return f"the default of {name!r} is {_show(have.default)}, not {_show(want.default)}"
+def _difference(expected: inspect.Signature, actual: inspect.Signature) -> str | None:
+    if list(expected.parameters) != list(actual.parameters):
+        return f"parameters are {list(actual.parameters)}, not {list(expected.parameters)}"
+    for name, native in expected.parameters.items():
+        other = actual.parameters[name]
+        if other.kind != native.kind:
+            return f"{name!r} is {other.kind.description}, not {native.kind.description}"
+        if other.default is not native.default and other.default != native.default:
+            return f"the default of {name!r} is {_show(other.default)}, not {_show(native.default)}"
     return None
 
 
 def _type_difference(native: Callable[..., Any], other: Callable[..., Any]) -> str | None:
-    expected, found = _hints(native), _hints(other)
-    for name, hint in found.items():
+    expected, actual = _hints(native), _hints(other)
+    for name, hint in actual.items():
         if name in expected and hint != expected[name]:
             return f"{name!r} is annotated {hint}, not {expected[name]}"
     return None
@@ -369,11 +369,11 @@ def _default_problem(params: Iterable[Param]) -> str | None:
 def _plain_reason(error: Exception) -> str:
     """Return torch's reason without its long list of valid types."""
     reason, listed, _ = " ".join(str(error).split()).partition("The valid types are")
-    known = (
+    valid_types = (
         "An op takes Tensor, int, float, bool, str, torch.dtype and torch.device, list[...] of "
         "numbers, each of these | None, and list[Tensor] and list[Tensor | None]."
     )
-    return reason + known if listed else reason
+    return reason + valid_types if listed else reason
 
 
 def _outputs(returned: Any, op_name: str) -> tuple[int, bool]:

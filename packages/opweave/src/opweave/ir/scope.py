@@ -80,18 +80,18 @@ def require(*traits: str) -> Iterator[None]:
         yield
 
 
-def left_to_python(what: str, enter: Callable[..., Any]) -> None:
+def left_to_python(name: str, enter: Callable[..., Any]) -> None:
     """Make Dynamo break the graph where a compiled function enters a scope, and say why.
 
     A function is compiled for the scope that it is called in, so entering one inside would be too
     late. After the break, Python runs the block.
 
     Args:
-        what: the name in messages, such as ``ir.priority``.
+        name: the name in messages, such as ``ir.priority``.
         enter: the function that enters the scope.
     """
     message = (
-        f"{what} cannot be traced inside a compiled function. Enter it around the call of the "
+        f"{name} cannot be traced inside a compiled function. Enter it around the call of the "
         "compiled function, or name the provider at the call: op.using('provider')(...)."
     )
 

@@ -244,11 +244,13 @@ def native_for(selection: Selection) -> Selection:
         return selection
     strict = any(e.strict and e.provider == selection.provider for e in policy.priority)
     if strict or not policy.required.keys() <= op.impls[NATIVE].traits:
-        wanted = f"{selection.provider}!" if strict else f"the traits {sorted(policy.required)}"
+        requirement = (
+            f"{selection.provider}!" if strict else f"the traits {sorted(policy.required)}"
+        )
         error = ProviderRejectedError if strict else NoImplementationError
         raise error(
             f"{op.name} is called under torch.autocast, where only its native implementation casts "
-            f"as torch's operators do, but {wanted} is required. Call it under "
+            f"as torch's operators do, but {requirement} is required. Call it under "
             "torch.autocast(..., enabled=False)."
         )
     passed = Rejection(selection.provider, UNDER_AUTOCAST, selection.origin)

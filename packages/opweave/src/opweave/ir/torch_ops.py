@@ -237,12 +237,17 @@ class TorchOps:
         untyped.define(qualified + schema)
         packet = getattr(getattr(torch.ops, library.ns), name)
         torch_op: Function = getattr(packet, overload or "default")
-        plain = _drop_annotations if annotated else _keep
-        kernel = plain(self._kernel, reads_using=True) if annotated else self._plain_kernel()
+        kernel, batched, fake = self._plain_kernel(), self._batched, self._fake
+        if annotated:
+            kernel, fake = (
+                _drop_annotations(self._kernel, reads_using=True),
+                _drop_annotations(fake),
+            )
+            batched = _drop_annotations(batched, reads_using=True)
         untyped.impl(qualified, kernel, "CompositeExplicitAutograd")
         untyped.impl(qualified, partial(self._autograd, torch_op, annotated=annotated), "Autograd")
-        untyped.impl(qualified, plain(self._batched, reads_using=annotated), "FuncTorchBatched")
-        torch_compat.register_fake(library, qualified, plain(self._fake))
+        untyped.impl(qualified, batched, "FuncTorchBatched")
+        torch_compat.register_fake(library, qualified, fake)
         _all[torch_op] = self
         return torch_op
 
@@ -296,10 +301,6 @@ def _with_annotations(schema: str) -> str:
     # donate is optional: AOTInductor passes None for an omitted empty list.
     annotations = "str using='', int[]? donate=None, str autocast=''"
     return f"{parameters[:-1]}{separator}{annotations}) -> {returns}"
-
-
-def _keep(function: Function, *, reads_using: bool = False) -> Function:
-    return function
 
 
 def _drop_annotations(function: Function, *, reads_using: bool = False) -> Function:

@@ -110,11 +110,7 @@ W8A8 = (
 
 
 def w4a16_fits(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    offset: Tensor | None = None,
-    bias: Tensor | None = None,
+    x: Tensor, weight: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None
 ) -> bool:
     """Return whether the shapes of the arguments of ``linear_w4a16`` fit each other."""
     return (
@@ -130,7 +126,7 @@ def group_of(weight: Tensor, scale: Tensor) -> int:
     return 2 * weight.shape[1] // scale.shape[1]
 
 
-def q_fits(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> bool:
+def q_fits(x: Tensor, weight: Tensor, bias: Tensor | None, format: str) -> bool:
     """Return whether the arguments of ``linear_q`` have a known format and fit each other."""
     block = GGUF_BLOCKS.get(format)
     return (
@@ -142,12 +138,7 @@ def q_fits(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = 
 
 
 def w8a8_fits(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.float32,
+    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
 ) -> bool:
     """Return whether the shapes of the arguments of ``linear_w8a8`` fit each other."""
     return (

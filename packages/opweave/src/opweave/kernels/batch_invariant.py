@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,13 +16,14 @@ from opweave.ir.ops.arguments import check_sequences, check_slots
 from opweave.ir.ops.attention import check_attention, check_varlen
 from opweave.ir.ops.conv import check_conv, check_patches, patches
 from opweave.ir.ops.fused_experts import Routed, combine
+from opweave.ir.ops.fused_experts_quant import PreparedExperts, low_bit_experts
 from opweave.ir.ops.linear import scales_tokens
 from opweave.ir.ops.mla_attention import check_decode
 from opweave.ir.ops.paged_attention import check_tables
-from opweave.ir.ops.ssd import check_ssd
-from opweave.ir.ops.state_space import check_scan, check_update
+from opweave.ir.ops.state_space import check_scan
 from opweave.ir.rules import BATCH_INVARIANT, DIFFERENTIABLE
-from opweave.kernels.aten.experts import PreparedExperts, dense_experts, low_bit_experts, outputs_of
+from opweave.ir.schema import Function
+from opweave.kernels.aten.experts import dense_experts, outputs_of
 from opweave.kernels.aten.state_space import IN_PLACE, PACKED, own_slots, sequences
 from opweave.kernels.wrap import opaque as opaque_in
 
@@ -68,10 +69,18 @@ def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.cat(rows).reshape(*x.shape[:-1], rows[0].shape[-1])
 
 
-def _register(op: IrOp, function: Callable[..., Any], traits: set[str]) -> None:
-    """Register *function*, which takes the arguments of *op* in any way, as an opaque op."""
-    function.__signature__ = inspect.signature(op.native)  # type: ignore[attr-defined]
-    op.register_impl("batch_invariant", traits=traits)(opaque(op)(function))
+def _implements(op: IrOp, traits: set[str]) -> Callable[[Function], Function]:
+    """Register the decorated function of the values of all parameters as an opaque op."""
+
+    def decorate(function: Function) -> Function:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*op.bind(*args, **kwargs))
+
+        call.__signature__ = inspect.signature(op.native)  # type: ignore[attr-defined]
+        op.register_impl("batch_invariant", traits=traits)(opaque(op)(call))
+        return function
+
+    return decorate
 
 
 def _register_native(
@@ -79,11 +88,9 @@ def _register_native(
 ) -> None:
     """Register native, applied to the rows of the first argument by *apply*."""
 
-    def alone(*args: Any, **kwargs: Any) -> Any:
-        x, *rest = op.bind(*args, **kwargs)
+    @_implements(op, traits)
+    def native_by_rows(x: Tensor, *rest: Any) -> Any:
         return apply(lambda row: op.native(row, *rest), x)
-
-    _register(op, alone, traits)
 
 
 for _op in (ops.rms_norm, ops.silu_and_mul, ops.mul_and_silu):
@@ -92,27 +99,18 @@ for _op in (ops.linear, ops.linear_w4a16, ops.linear_q):
     _register_native(_op, _by_rows, _TRAITS)
 
 
-@ops.linear_w8a16.register_impl("batch_invariant", traits=_TRAITS)
-@opaque(ops.linear_w8a16)
-def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+@_implements(ops.linear_w8a16, _TRAITS)
+def linear_w8a16(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     weight = weight.contiguous()  # for a column-major weight, torch sums one by one in float32
-    return _by_rows(lambda row: ops.linear_w8a16.native(row, weight, scale, bias), x)
+    return _by_rows(lambda row: ops.linear_w8a16.native(row, weight, *rest), x)
 
 
-@ops.linear_w8a8.register_impl("batch_invariant", traits=_TRAITS)
-@opaque(ops.linear_w8a8)
-def linear_w8a8(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    rest = weight.contiguous(), scale, bias, out_dtype
+@_implements(ops.linear_w8a8, _TRAITS)
+def linear_w8a8(x: Tensor, x_scale: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    rest = weight.contiguous(), *rest
     if x.ndim < 2 or x.numel() == 0 or not scales_tokens(x_scale, x):
-        alone: Tensor = ops.linear_w8a8.native(x, x_scale, *rest)
-        return alone
+        out: Tensor = ops.linear_w8a8.native(x, x_scale, *rest)
+        return out
     codes = x.reshape(-1, x.shape[-1])
     scales = x_scale if x_scale.ndim == x.ndim else x_scale.reshape(1)
     scales = scales.reshape(-1, scales.shape[-1]).expand(len(codes), -1)
@@ -120,9 +118,8 @@ def linear_w8a8(
     return torch.cat(rows).reshape(*x.shape[:-1], weight.shape[0])
 
 
-@ops.gelu_and_mul.register_impl("batch_invariant", traits=_TRAITS)
-@opaque(ops.gelu_and_mul)
-def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+@_implements(ops.gelu_and_mul, _TRAITS)
+def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
     # Expanding each row makes it non-contiguous, which avoids oneDNN, whose gelu(inf) is NaN.
     def alone(row: Tensor) -> Tensor:
         twice: Tensor = ops.gelu_and_mul.native(row.expand(2, *row.shape), approximate)
@@ -134,60 +131,46 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 # Attention, one query at a time: the result of a query depends only on its own keys.
 
 
-@ops.bidirectional_attention.register_impl("batch_invariant", traits={BATCH_INVARIANT})
-@opaque(ops.bidirectional_attention)
-def bidirectional_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
-) -> Tensor:
-    check_attention(query, key, value, False, None, "bidirectional_attention")
-    out = query.new_zeros(*query.shape[:3], value.shape[-1])
-    for i in range(query.shape[0]):
-        _attend(out[i], query[i], key[i], value[i], scale, False, None, None)
-    return out
+_ATTENTION_TRAITS = {BATCH_INVARIANT}
 
 
-@ops.causal_attention.register_impl("batch_invariant", traits={BATCH_INVARIANT})
-@opaque(ops.causal_attention)
-def causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> Tensor:
-    check_attention(query, key, value, True, window, "causal_attention")
-    out = query.new_zeros(*query.shape[:3], value.shape[-1])
-    for i in range(query.shape[0]):
-        _attend(out[i], query[i], key[i], value[i], scale, True, window, soft_cap)
-    return out
+def _register_dense_attention(op: IrOp, *, causal: bool) -> None:
+    @_implements(op, _ATTENTION_TRAITS)
+    def dense_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        check_attention(query, key, value, causal, window, op.name)
+        out = query.new_zeros(*query.shape[:3], value.shape[-1])
+        for i in range(query.shape[0]):
+            _attend(out[i], query[i], key[i], value[i], scale, causal, window, soft_cap)
+        return out
 
 
-@ops.varlen_attention.register_impl("batch_invariant", traits={BATCH_INVARIANT})
-@opaque(ops.varlen_attention)
+_register_dense_attention(ops.bidirectional_attention, causal=False)
+_register_dense_attention(ops.causal_attention, causal=True)
+
+
+@_implements(ops.varlen_attention, _ATTENTION_TRAITS)
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    scale: float | None = None,
-    causal: bool = False,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, *options: Any
 ) -> Tensor:
-    check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, causal, window)
+    _, causal, window, _ = options
+    check_varlen(query, key, value, cu_q, cu_k, causal, window)
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
     for i in range(len(starts_q) - 1):
         q = slice(starts_q[i], starts_q[i + 1])
         k = slice(starts_k[i], starts_k[i + 1])
-        _attend(out[q], query[q], key[k], value[k], scale, causal, window, soft_cap)
+        _attend(out[q], query[q], key[k], value[k], *options)
     return out
 
 
-@ops.mla_attention_decode.register_impl("batch_invariant", traits={BATCH_INVARIANT})
-@opaque(ops.mla_attention_decode)
+@_implements(ops.mla_attention_decode, _ATTENTION_TRAITS)
 def mla_attention_decode(
     query: Tensor,
     kv_cache: Tensor,
@@ -195,7 +178,7 @@ def mla_attention_decode(
     block_tables: Tensor,
     seq_lens: Tensor,
     cu_seqlens_q: Tensor,
-    scale: float | None = None,
+    scale: float | None,
 ) -> Tensor:
     latent, sizes = kv_b_weight.shape[-1], check_decode(query, kv_cache, kv_b_weight)
     check_tables(block_tables, seq_lens, cu_seqlens_q)
@@ -242,27 +225,13 @@ def _attend(
 # Convolutions, one image at a time.
 
 
-@ops.conv_nd.register_impl("batch_invariant", traits=_TRAITS)
-@opaque(ops.conv_nd)
-def conv_nd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int = 1,
-    padding_mode: str = "zeros",
-) -> Tensor:
-    options = stride, padding, dilation, groups, padding_mode
-    return _each_image(
-        lambda image: ops.conv_nd.native(image, weight, bias, *options), x, weight.ndim
-    )
+@_implements(ops.conv_nd, _TRAITS)
+def conv_nd(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    return _each_image(lambda image: ops.conv_nd.native(image, weight, *rest), x, weight.ndim)
 
 
-@ops.patch_matmul.register_impl("batch_invariant", traits=_TRAITS)
-@opaque(ops.patch_matmul)
-def patch_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+@_implements(ops.patch_matmul, _TRAITS)
+def patch_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     check_patches(x, weight)
 
     def product(image: Tensor) -> Tensor:
@@ -286,16 +255,15 @@ _EXPERTS_TRAITS = {BATCH_INVARIANT}
 
 
 def _register_experts(op: IrOp, prepare: Callable[..., PreparedExperts]) -> None:
-    def alone(*args: Any, **kwargs: Any) -> Tensor:
-        experts = prepare(*op.bind(*args, **kwargs))
+    @_implements(op, _EXPERTS_TRAITS)
+    def mixture(*arguments: Any) -> Tensor:
+        experts = prepare(*arguments)
         # Inner ops must be batch-invariant even if the caller does not require it, so that the
         # result is the same in both cases.
         with require(BATCH_INVARIANT):
             if experts.act is not ops.silu_and_mul:
                 experts = experts._replace(act=partial(_each, experts.act))
             return _combined(outputs_of(experts), experts.routed)
-
-    _register(op, alone, _EXPERTS_TRAITS)
 
 
 _register_experts(ops.fused_experts, dense_experts)
@@ -349,51 +317,50 @@ _SEQUENCES = ("query_start_loc", "slot_idx", "has_initial_state")
 
 def _register_sequences(op: IrOp, check: Callable[..., None]) -> None:
     packed = "query_start_loc" in op.schema.names
-    one, checked = op.impls["aten"].impl_fn, inspect.signature(check).parameters
+    one = op.impls["aten"].impl_fn
+    checked = [name for name in inspect.signature(check).parameters if name in op.schema.names]
     traits = {BATCH_INVARIANT}
     fits = PACKED if packed else IN_PLACE
 
     @op.register_impl("batch_invariant", supports_args=fits, inplace=True, traits=traits)
     @functools.wraps(op.native)
     def alone(*args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        given = dict(zip(op.schema.names, op.bind(*args, **kwargs), strict=True))
-        check(**{name: given[name] for name in checked})
-        x, x_state = given["x"], given["x_state"]
+        call = dict(zip(op.schema.names, op.bind(*args, **kwargs), strict=True))
+        check(op.name, **{name: call[name] for name in checked})
+        x, x_state = call["x"], call["x_state"]
         if packed:
-            check_sequences(op.name, *(given[name] for name in _SEQUENCES))
+            check_sequences(op.name, *(call[name] for name in _SEQUENCES))
         else:
-            check_slots(op.name, given["slot_idx"], x.shape[0])
-        tokens = {name: given[name] for name in _PER_TOKEN if given.get(name) is not None}
+            check_slots(op.name, call["slot_idx"], x.shape[0])
+        tokens = {name: call[name] for name in _PER_TOKEN if call.get(name) is not None}
         out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-        for rows, slot, where in _sequences(packed, given):
+        for rows, slot, indices in _sequences(packed, call):
             state = x_state[slot : slot + 1].clone()
             part = {name: t[rows].clone() for name, t in tokens.items()}
-            out[rows], new = one(**{**given, **part, **where, "x_state": state})
+            out[rows], new = one(**{**call, **part, **indices, "x_state": state})
             x_state[slot] = new[0]
         return out, x_state
 
 
 def _sequences(
-    packed: bool, given: dict[str, Tensor]
+    packed: bool, call: dict[str, Tensor]
 ) -> Iterator[tuple[slice, int, dict[str, Tensor]]]:
     """Yield each sequence's tokens, its slot, and the index arguments for a call with it alone."""
-    slot_idx = given["slot_idx"]
-    own, first = own_slots(given["x_state"].shape[0], slot_idx), torch.zeros_like(slot_idx[:1])
+    slot_idx = call["slot_idx"]
+    slots, first = own_slots(call["x_state"].shape[0], slot_idx), torch.zeros_like(slot_idx[:1])
     if not packed:
-        for i, slot in enumerate(own):
+        for i, slot in enumerate(slots):
             if slot >= 0:
                 yield slice(i, i + 1), slot, {"slot_idx": first}
         return
-    starts, known = given["query_start_loc"], given["has_initial_state"]
-    for rows, slot, has_state in sequences(starts, own, known):
+    starts, has_states = call["query_start_loc"], call["has_initial_state"]
+    for rows, slot, has_state in sequences(starts, slots, has_states):
         ends = starts.new_tensor([0, rows.stop - rows.start])
-        flag = known.new_tensor([has_state])
-        where = {"slot_idx": first, "query_start_loc": ends, "has_initial_state": flag}
-        yield rows, slot, where
+        flag = has_states.new_tensor([has_state])
+        yield rows, slot, {"slot_idx": first, "query_start_loc": ends, "has_initial_state": flag}
 
 
-_register_sequences(ops.causal_conv1d, functools.partial(check_conv, "causal_conv1d"))
-_register_sequences(ops.causal_conv1d_update, functools.partial(check_conv, "causal_conv1d_update"))
-_register_sequences(ops.selective_scan, check_scan)
-_register_sequences(ops.selective_state_update, check_update)
-_register_sequences(ops.ssd_chunk_scan, check_ssd)
+for _op in (ops.causal_conv1d, ops.causal_conv1d_update):
+    _register_sequences(_op, check_conv)
+for _op in (ops.selective_scan, ops.selective_state_update, ops.ssd_chunk_scan):
+    _register_sequences(_op, check_scan)

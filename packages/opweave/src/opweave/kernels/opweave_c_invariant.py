@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave.ir.ops.linear import linear as op
-from opweave.ir.ops.linear import linear_w8a8 as op_w8a8
-from opweave.ir.ops.linear import linear_w8a16 as op_w8a16
-from opweave.ir.ops.low_bit import linear_q as op_q
-from opweave.ir.ops.low_bit import linear_w4a16 as op_w4a16
+from opweave.ir import ops
 from opweave.kernels.opweave_c.calls import implements, native_op, new_rows
 from opweave.kernels.opweave_c.linear import (
     ACCEPTED,
@@ -34,7 +30,7 @@ _linear_w4a16 = native_op("linear_w4a16")
 _linear_gguf = native_op("linear_gguf")
 
 
-@implements(op, ACCEPTED, provider=_PROVIDER)
+@implements(ops.linear, ACCEPTED, provider=_PROVIDER)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x @ weight.T + bias``."""
     out = new_rows(x, weight.shape[0])
@@ -42,7 +38,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-@implements(op_w8a16, ACCEPTED_W8A16, provider=_PROVIDER)
+@implements(ops.linear_w8a16, ACCEPTED_W8A16, provider=_PROVIDER)
 def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x @ (scale * weight).T + bias``; the 8-bit *weight* is widened in registers."""
     out = new_rows(x, weight.shape[0])
@@ -50,7 +46,7 @@ def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None =
     return out
 
 
-@implements(op_w8a8, ACCEPTED_W8A8, provider=_PROVIDER)
+@implements(ops.linear_w8a8, ACCEPTED_W8A8, provider=_PROVIDER)
 def linear_w8a8(
     x: Tensor,
     x_scale: Tensor,
@@ -68,7 +64,7 @@ def linear_w8a8(
     return out.to(out_dtype)
 
 
-@opaque(op_w8a8, "opweave_c_invariant")
+@opaque(ops.linear_w8a8, "opweave_c_invariant")
 def _by_blocks(
     x: Tensor,
     x_scale: Tensor,
@@ -80,7 +76,7 @@ def _by_blocks(
     return of_blocks(widened(x, x_scale), weight, scale, bias).to(out_dtype)
 
 
-@implements(op_w4a16, ACCEPTED_W4A16, provider=_PROVIDER, needs=NEEDS)
+@implements(ops.linear_w4a16, ACCEPTED_W4A16, provider=_PROVIDER, needs=NEEDS)
 def linear_w4a16(
     x: Tensor,
     weight: Tensor,
@@ -94,7 +90,7 @@ def linear_w4a16(
     return out
 
 
-@implements(op_q, ACCEPTED_Q, provider=_PROVIDER, needs=NEEDS_Q)
+@implements(ops.linear_q, ACCEPTED_Q, provider=_PROVIDER, needs=NEEDS_Q)
 def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> Tensor:
     """Return ``x @ dequantized(weight).T + bias``; blocks are dequantized in registers."""
     out = new_rows(x, weight.shape[0])

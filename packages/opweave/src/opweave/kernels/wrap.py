@@ -65,10 +65,10 @@ class ModuleFunction:
 
     def load(self) -> Function:
         module, _, path = self.name.partition(":")
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
         for part in path.split("."):
-            found = getattr(found, part)
-        return cast(Function, found)
+            target = getattr(target, part)
+        return cast(Function, target)
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class FunctionByArgument:
         return [ModuleFunction(name) for name in self.functions.values()]
 
     def obstacle(self) -> str | None:
-        return next(filter(None, (each.obstacle() for each in self.named())), None)
+        return next(filter(None, (function.obstacle() for function in self.named())), None)
 
     def load(self) -> dict[object, Function]:
-        loaded = (each.load() for each in self.named())
+        loaded = (function.load() for function in self.named())
         return dict(zip(self.functions, loaded, strict=True))
 
 
@@ -118,8 +118,8 @@ class HubKernel:
 
     def __post_init__(self) -> None:
         pins = [self.version, self.revision, self.lockfile]
-        given = sum(pin is not None for pin in pins)
-        if given != (0 if isinstance(self.repository, Path) else 1):
+        count = sum(pin is not None for pin in pins)
+        if count != (0 if isinstance(self.repository, Path) else 1):
             raise InvalidOpError(
                 f"HubKernel({self.repository!r}, {self.name!r}): give one of version=, revision= "
                 "and lockfile= with a repository's name, and none with a Path."
@@ -256,8 +256,8 @@ class Wrapped:
     @classmethod
     def by(cls, impl: IrOpImpl) -> Wrapped | None:
         """Return what *impl* wraps; None if it was not registered by :func:`wrap`."""
-        found = getattr(inspect.unwrap(impl.impl_fn), "_wrapped", None)
-        return found if isinstance(found, cls) else None
+        wrapped = getattr(inspect.unwrap(impl.impl_fn), "_wrapped", None)
+        return wrapped if isinstance(wrapped, cls) else None
 
     def named(self) -> list[ModuleFunction]:
         """Return the functions of installed packages that calls may reach."""
@@ -324,7 +324,7 @@ def wrap(
         call = f"_pick({call})"
         code.names["_pick"] = itemgetter(*([results] if isinstance(results, int) else results))
     returned = code.results()
-    body = f"({', '.join([*code.made, call, returned])})[-1]" if returned else call
+    body = f"({', '.join([*code.outputs, call, returned])})[-1]" if returned else call
     implementation: Any = op.schema.function(code.unless_empty(body), **code.names)
     implementation.__module__ = sys._getframe(1).f_globals["__name__"]
     implementation._wrapped = Wrapped(named, arguments)
@@ -347,25 +347,25 @@ class _Code:
 
     Attributes:
         names: the objects that the source refers to.
-        made: an expression for each output, which creates it and gives it a name.
+        outputs: an expression for each output, which creates it and gives it a name.
     """
 
     def __init__(self, op: IrOp) -> None:
         self.op = op
         self.names: dict[str, Any] = {}
-        self.made: list[str] = []
+        self.outputs: list[str] = []
         self._indices: list[int | None] = []
 
     def call(self, function: str, arguments: Sequence[object] | Mapping[str, object]) -> str:
         if isinstance(arguments, Mapping):
-            passed = [f"{name}={self._argument(each)}" for name, each in arguments.items()]
+            passed = [f"{name}={self._argument(argument)}" for name, argument in arguments.items()]
         else:
-            passed = [self._argument(each) for each in arguments]
+            passed = [self._argument(argument) for argument in arguments]
         return f"{function}({', '.join(passed)})"
 
     def results(self) -> str | None:
         """Return the expression for what the op returns, or None for the function's result."""
-        if not self.made:
+        if not self.outputs:
             return None
         schema = self.op.schema
         free = iter(i for i in range(schema.num_outputs) if i not in self._indices)
@@ -387,37 +387,37 @@ class _Code:
         self.names["_native"] = self.op.native
         return f"_native({schema.call()}) if {batch}.numel() == 0 else {body}"
 
-    def _argument(self, given: object) -> str:
-        if isinstance(given, Output):
-            name = f"_output_{len(self.made)}"
-            value = self._argument(given.make)
-            value = f"{value}.clone()" if isinstance(given.make, str) else value
-            self.made.append(f"({name} := {value})")
-            self._indices.append(given.index)
+    def _argument(self, argument: object) -> str:
+        if isinstance(argument, Output):
+            name = f"_output_{len(self.outputs)}"
+            value = self._argument(argument.make)
+            value = f"{value}.clone()" if isinstance(argument.make, str) else value
+            self.outputs.append(f"({name} := {value})")
+            self._indices.append(argument.index)
             return name
-        if isinstance(given, str):
-            return self.parameter(given)
+        if isinstance(argument, str):
+            return self.parameter(argument)
         name = f"_object_{len(self.names)}"
-        self.names[name] = given
-        if not callable(given) or isinstance(given, Tensor):
+        self.names[name] = argument
+        if not callable(argument) or isinstance(argument, Tensor):
             return name
         try:
-            needed = list(inspect.signature(given).parameters)
+            parameters = list(inspect.signature(argument).parameters)
         except ValueError as error:  # a function in C without a signature
             raise InvalidOpError(
-                f"{self.op.name}: the parameters of {given!r} cannot be read. Wrap it in a "
+                f"{self.op.name}: the parameters of {argument!r} cannot be read. Wrap it in a "
                 "function that names what it takes, such as 'lambda x: torch.empty_like(x)'."
             ) from error
-        for each in needed:
-            self.parameter(each)
-        return f"{name}({named_call(given)})"
+        for parameter in parameters:
+            self.parameter(parameter)
+        return f"{name}({named_call(argument)})"
 
     def parameter(self, name: str) -> str:
         """Return *name*; raise InvalidOpError if it is not a parameter of the op."""
-        known = self.op.schema.names
-        if name not in known:
+        parameters = self.op.schema.names
+        if name not in parameters:
             raise InvalidOpError(
                 f"{self.op.name}: an argument of the wrapped function is {name!r}, which is not a "
-                f"parameter of the op. {did_you_mean(name, known)}"
+                f"parameter of the op. {did_you_mean(name, parameters)}"
             )
         return name

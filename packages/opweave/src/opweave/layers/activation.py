@@ -312,10 +312,10 @@ def get_act_and_mul_fn(name: str) -> nn.Module:
     return _named(name, _GATED, "gated activation")
 
 
-def _named(name: str, known: dict[str, Callable[[], nn.Module]], kind: str) -> nn.Module:
-    plain = name.lower()
-    if plain.startswith("torch.nn.modules."):
-        plain = plain.rpartition(".")[2]
-    if plain not in known:
-        raise LayerArgumentError(f"unknown {kind} {name!r}. {did_you_mean(plain, known)}")
-    return known[plain]()
+def _named(name: str, activations: dict[str, Callable[[], nn.Module]], kind: str) -> nn.Module:
+    key = name.lower()
+    if key.startswith("torch.nn.modules."):
+        key = key.rpartition(".")[2]
+    if key not in activations:
+        raise LayerArgumentError(f"unknown {kind} {name!r}. {did_you_mean(key, activations)}")
+    return activations[key]()

@@ -132,7 +132,13 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
         attention: LatentAttentionFn = one_sequence,
     ) -> None:
         super().__init__()
-        _check_modules(mla_modules, q_lora_rank)
+        required = _WITHOUT_Q_LORA if q_lora_rank is None else _WITH_Q_LORA
+        missing = [name for name in required if getattr(mla_modules, name) is None]
+        if missing:
+            raise InvalidLayerError(
+                f"latent attention with q_lora_rank={q_lora_rank} lacks {', '.join(missing)}; give "
+                f"MLAModules {', '.join(required)}."
+            )
         self.hidden_size, self.num_heads, self.scale = hidden_size, num_heads, scale
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.v_head_dim = v_head_dim
@@ -178,16 +184,6 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
         plain, turned = query.split_with_sizes([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         turned, key = self.rotary_emb(positions, turned, k_pe[:, None])
         return torch.cat((plain, turned), -1), key[:, 0]
-
-
-def _check_modules(modules: MLAModules, q_lora_rank: int | None) -> None:
-    needed = _WITHOUT_Q_LORA if q_lora_rank is None else _WITH_Q_LORA
-    missing = [name for name in needed if getattr(modules, name) is None]
-    if missing:
-        raise InvalidLayerError(
-            f"latent attention with q_lora_rank={q_lora_rank} lacks {', '.join(missing)}; give "
-            f"MLAModules {', '.join(needed)}."
-        )
 
 
 # Attention in encoders of images, sound and video.
@@ -319,13 +315,13 @@ class MMEncoderAttention(CustomOp):
 
 def _check_tokens(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> None:
     """Raise LayerArgumentError unless the tensors have the same batch and segments."""
-    found = [tuple(x.shape[:2]) for x in (query, key, value)]
-    same = found[0] if cu_seqlens is not None else (found[0][0], found[1][1])
-    if found[1] != same or found[2] != same:
+    sizes = [tuple(x.shape[:2]) for x in (query, key, value)]
+    expected = sizes[0] if cu_seqlens is not None else (sizes[0][0], sizes[1][1])
+    if sizes[1] != expected or sizes[2] != expected:
         which = "key and value" if cu_seqlens is None else "with cu_seqlens, all three"
         raise LayerArgumentError(
-            f"mm_encoder_attn: query, key and value have (batch, tokens) {found[0]}, {found[1]} "
-            f"and {found[2]}; they must be of one batch, and {which} have the same tokens."
+            f"mm_encoder_attn: query, key and value have (batch, tokens) {sizes[0]}, {sizes[1]} "
+            f"and {sizes[2]}; they must be of one batch, and {which} have the same tokens."
         )
     if cu_seqlens is None:
         return

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from opweave import ir
+from opweave.ir.ops.conv import PADDING_MODES
 from opweave.layers.custom_op import CustomOp
 from opweave.layers.registry import LayerArgumentError
 
-_MODES = ("zeros", "reflect", "replicate", "circular")
 Sizes = int | Sequence[int]
 
 
@@ -95,9 +95,9 @@ class ConvLayer(CustomOp):
                 f"padding='same' keeps the size, which stride={self.stride} does not; give the "
                 "padding in numbers."
             )
-        if self.padding_mode not in _MODES:
+        if self.padding_mode not in PADDING_MODES:
             raise LayerArgumentError(
-                f"padding_mode={self.padding_mode!r} is not one of {', '.join(_MODES)}."
+                f"padding_mode={self.padding_mode!r} is not one of {', '.join(PADDING_MODES)}."
             )
         if self.groups < 1 or self.in_channels % self.groups or self.out_channels % self.groups:
             raise LayerArgumentError(

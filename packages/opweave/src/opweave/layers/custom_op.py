@@ -112,8 +112,8 @@ def _frozen(cls: type[CustomOp], dims: Dims | None) -> tuple[tuple[str, tuple[in
                 f"not take. It takes {', '.join(list(parameters)[1:]) or 'nothing'}."
             )
     return tuple(
-        (name, (given,) if isinstance(given, int) else tuple(given))
-        for name, given in (dims or {}).items()
+        (name, (numbers,) if isinstance(numbers, int) else tuple(numbers))
+        for name, numbers in (dims or {}).items()
     )
 
 
@@ -236,36 +236,25 @@ class CustomOp(Replaceable):
         )
 
     def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the op on CUDA; by default as ``forward_native``."""
+        """Compute the op on the platform of this name; by default as ``forward_native``.
+
+        ``forward_oot`` is for the platforms of other packages.
+        """
         return self.forward_native(*args, **kwargs)
+
+    forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
 
     def forward_hip(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the op on ROCm; by default as ``forward_cuda``."""
         return self.forward_cuda(*args, **kwargs)
 
-    def forward_cpu(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the op on the CPU; by default as ``forward_native``."""
-        return self.forward_native(*args, **kwargs)
-
-    def forward_xpu(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the op on an XPU; by default as ``forward_native``."""
-        return self.forward_native(*args, **kwargs)
-
-    def forward_tpu(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the op on a TPU; by default as ``forward_native``."""
-        return self.forward_native(*args, **kwargs)
-
-    def forward_oot(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the op on another package's platform; by default as ``forward_native``."""
-        return self.forward_native(*args, **kwargs)
-
 
 def _note_missing(cls: type[CustomOp], method: str) -> None:
     """Log once that an enabled op does not have a method for the GPU."""
-    own = any(
+    is_defined = any(
         getattr(cls, name) is not getattr(CustomOp, name) for name in (method, "forward_cuda")
     )
-    if not own and cls not in _noted:
+    if not is_defined and cls not in _noted:
         _noted.add(cls)
         _log.info("%s is enabled, but has no %s: forward_native runs.", full_name(cls), method)
 

@@ -158,8 +158,8 @@ class UnquantizedEmbeddingMethod(UnquantizedLinearMethod):
             return whole
         first = shard.org_start, shard.org_end
         second = shard.added_start, shard.added_end, shard.org_rows
-        own: Tensor = ir.ops.masked_embedding(input_ids, layer.weight, *first, *second)
-        return own
+        rows: Tensor = ir.ops.masked_embedding(input_ids, layer.weight, *first, *second)
+        return rows
 
 
 @PluggableLayer.register("vocab_parallel_embedding")
@@ -251,34 +251,34 @@ class VocabParallelEmbedding(HasLinearMethod):
         Raises:
             WeightLoadError: *loaded_weight* has another shape.
         """
-        dim, what = dim_of(param, "output_dim"), describe(self, self.prefix, param)
+        dim, label = dim_of(param, "output_dim"), describe(self, self.prefix, param)
         if dim is None:
-            return fill(param.data, loaded_weight, what)
+            return fill(param.data, loaded_weight, label)
         shard, sizes = self.shard, (self.org_vocab_size, self.num_embeddings)
         if loaded_weight.ndim != param.ndim or loaded_weight.shape[dim] not in sizes:
-            return self._load_part(param, loaded_weight, dim, what)
+            return self._load_part(param, loaded_weight, dim, label)
         ids = loaded_weight.narrow(dim, shard.org_start, shard.num_org)
         # Not zeros_like: where shapes alone are loaded (on meta), torch imports sympy for it.
         values = param.data.new_zeros(param.shape)
-        fill(values.narrow(dim, 0, shard.num_org), ids, what)
+        fill(values.narrow(dim, 0, shard.num_org), ids, label)
         if loaded_weight.shape[dim] > self.org_vocab_size:
             ids = loaded_weight.narrow(dim, shard.added_start, shard.num_added_here)
-            fill(values.narrow(dim, shard.org_rows, shard.num_added_here), ids, what)
-        return fill(param.data, values, what)
+            fill(values.narrow(dim, shard.org_rows, shard.num_added_here), ids, label)
+        return fill(param.data, values, label)
 
-    def _load_part(self, param: nn.Parameter, loaded: Tensor, dim: int, what: str) -> None:
+    def _load_part(self, param: nn.Parameter, loaded: Tensor, dim: int, label: str) -> None:
         """Fill *param* with this rank's rows, padding included.
 
         Not for a single rank: a table of its padded size belongs to another vocabulary.
         """
         if self.tp_size > 1 and loaded.shape == param.shape:
-            return fill(param.data, loaded, what)
-        wanted = [list(param.shape) for _ in range(2)]
-        wanted[0][dim], wanted[1][dim] = self.org_vocab_size, self.num_embeddings
-        shapes = " or ".join(dict.fromkeys(str(tuple(shape)) for shape in wanted))
+            return fill(param.data, loaded, label)
+        accepted = [list(param.shape) for _ in range(2)]
+        accepted[0][dim], accepted[1][dim] = self.org_vocab_size, self.num_embeddings
+        shapes = " or ".join(dict.fromkeys(str(tuple(shape)) for shape in accepted))
         part = f", or {tuple(param.shape)}, the part of this rank" if self.tp_size > 1 else ""
         raise WeightLoadError(
-            f"{what} is loaded with a tensor of shape {tuple(loaded.shape)}; it takes {shapes}, a "
+            f"{label} is loaded with a tensor of shape {tuple(loaded.shape)}; it takes {shapes}, a "
             f"row for each id{part}. The checkpoint and the model's configuration disagree."
         )
 

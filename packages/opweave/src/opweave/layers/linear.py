@@ -263,8 +263,8 @@ class ColumnParallelLinear(LinearBase):
         """Return this rank's shard of each merged output, in order."""
         return {0: self._part(self.output_size, "output_size")}
 
-    def _part(self, size: int, what: str) -> Part:
-        return Part(self.parallel.divide(size, what), self.tp_rank, self.tp_size)
+    def _part(self, size: int, label: str) -> Part:
+        return Part(self.parallel.divide(size, label), self.tp_rank, self.tp_size)
 
     def weight_loader(
         self, param: nn.Parameter, loaded_weight: Tensor, loaded_shard_id: ShardId | None = None
@@ -283,7 +283,7 @@ class ColumnParallelLinear(LinearBase):
         """
         if loaded_shard_id is not None:
             return self._load_part(param, loaded_weight, loaded_shard_id)
-        dim, what = dim_of(param, "output_dim"), self._describe(param)
+        dim, label = dim_of(param, "output_dim"), self._describe(param)
         if dim is not None and loaded_weight.ndim == param.ndim:
             rows = [self._rows(key, param.shape[dim])[1] for key in self.parts]
             counts = [part.count for part in self.parts.values()]
@@ -295,24 +295,24 @@ class ColumnParallelLinear(LinearBase):
                 return None
         # This rank's part; or no fit, and then the error names the shapes of a layer without
         # replicated heads, the only ones with different counts.
-        return fill(param.data, loaded_weight, what, dim, self.tp_rank, self.tp_size)
+        return fill(param.data, loaded_weight, label, dim, self.tp_rank, self.tp_size)
 
     def _load_part(self, param: nn.Parameter, loaded: Tensor, shard_id: ShardId) -> None:
         if shard_id not in self.parts:
-            known = ", ".join(map(repr, self.parts))
+            keys = ", ".join(map(repr, self.parts))
             raise LayerArgumentError(
-                f"{self._describe(param)}: loaded_shard_id={shard_id!r} is not one of {known}."
+                f"{self._describe(param)}: loaded_shard_id={shard_id!r} is not one of {keys}."
             )
         part, dim = self.parts[shard_id], dim_of(param, "output_dim")
-        what = f"{self._describe(param)}, part {shard_id!r},"
+        label = f"{self._describe(param)}, part {shard_id!r},"
         if dim is None and loaded.numel() == 1 and param.shape == (len(self.parts),):
             # One number for each merged output, such as the scale of its weight.
             place = list(self.parts).index(shard_id)
-            return fill(param.data[place : place + 1], loaded, what)
+            return fill(param.data[place : place + 1], loaded, label)
         if dim is None:
-            return fill(param.data, loaded, what)
+            return fill(param.data, loaded, label)
         target = param.data.narrow(dim, *self._rows(shard_id, param.shape[dim]))
-        return fill(target, loaded, what, dim, part.index, part.count)
+        return fill(target, loaded, label, dim, part.index, part.count)
 
     def _rows(self, shard_id: ShardId, rows: int) -> tuple[int, int]:
         """Return start and length of a merged output in a parameter with *rows* rows."""
@@ -524,8 +524,8 @@ class RowParallelLinear(LinearBase):
             input_size, output_size, *common, return_bias=return_bias, disable_tp=disable_tp
         )
         self.input_is_parallel, self.reduce_results = input_is_parallel, reduce_results
-        own = self.parallel.divide(input_size, "input_size")
-        self._create_parameters(bias, own, [output_size])
+        local_size = self.parallel.divide(input_size, "input_size")
+        self._create_parameters(bias, local_size, [output_size])
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor) -> None:
         """Fill *param* from the whole tensor, or from this rank's columns.
@@ -533,8 +533,8 @@ class RowParallelLinear(LinearBase):
         Raises:
             WeightLoadError: *loaded_weight* has another shape.
         """
-        dim, what = dim_of(param, "input_dim"), self._describe(param)
-        fill(param.data, loaded_weight, what, dim, self.tp_rank, self.tp_size)
+        dim, label = dim_of(param, "input_dim"), self._describe(param)
+        fill(param.data, loaded_weight, label, dim, self.tp_rank, self.tp_size)
 
     def forward(self, x: Tensor) -> Result:
         """Return ``(..., output_size)``, and the bias with *return_bias*.
@@ -543,8 +543,8 @@ class RowParallelLinear(LinearBase):
             x: ``(..., input_size / ranks)``, or ``(..., input_size)`` without *input_is_parallel*.
         """
         if not self.input_is_parallel and self.tp_size > 1:
-            own = self.input_size_per_partition
-            x = x.narrow(-1, self.tp_rank * own, own)
+            local_size = self.input_size_per_partition
+            x = x.narrow(-1, self.tp_rank * local_size, local_size)
         adds_bias = self.tp_rank == 0 and not self.skip_bias_add
         y = self.quant_method.apply(self, x, self.bias if adds_bias else None)
         if self.reduce_results and self.tp_size > 1:

@@ -81,13 +81,13 @@ class LayerSizes:
         """The number of output features of this rank."""
         return sum(self.outputs)
 
-    def check_share(self, unit: int, what: str) -> None:
+    def check_share(self, unit: int, unit_name: str) -> None:
         """Raise ShardingError if a rank's share of the inputs is not made of whole units."""
         if self.inputs != self.all_inputs and self.inputs % unit:
             raise ShardingError(
-                f"{self.layer}: a rank's {self.inputs} of {self.all_inputs} "
-                f"inputs are not a multiple of the {what} of {unit} in the quantized weight. Use "
-                "fewer tensor-parallel ranks."
+                f"{self.layer}: a rank's {self.inputs} of {self.all_inputs} inputs are not a "
+                f"multiple of the {unit_name} of {unit} in the quantized weight. Use fewer "
+                "tensor-parallel ranks."
             )
 
 
@@ -290,7 +290,9 @@ class SeparatePartsMethod:
     def __init__(
         self, methods: dict[str, LinearMethod | None], shards: dict[str, tuple[int, int]]
     ) -> None:
-        self.methods = {name: own or UnquantizedLinearMethod() for name, own in methods.items()}
+        self.methods = {
+            name: method or UnquantizedLinearMethod() for name, method in methods.items()
+        }
         self.shards = shards
 
     def create_weights(
@@ -322,8 +324,8 @@ class SeparatePartsMethod:
         sizes = [int(part.rows) for part in parts if isinstance(part, LinearPart)]
         biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
         outputs = [
-            method.apply(part, x, own)
-            for part, method, own in zip(parts, self.methods.values(), biases, strict=True)
+            method.apply(part, x, part_bias)
+            for part, method, part_bias in zip(parts, self.methods.values(), biases, strict=True)
         ]
         return torch.cat(outputs, -1)
 
@@ -344,8 +346,8 @@ class LinearPart(nn.Module):
 
     def weight_loader(self, param: nn.Parameter, loaded: Tensor) -> None:
         """Fill *param* from the whole tensor, or from this rank's rows of it."""
-        what = describe(self, self.prefix, param)
-        fill(param.data, loaded, what, dim_of(param, "output_dim"), self.index, self.count)
+        label = describe(self, self.prefix, param)
+        fill(param.data, loaded, label, dim_of(param, "output_dim"), self.index, self.count)
 
 
 # Linear method of quantized checkpoints with weights and activations of 8 bits.
@@ -412,8 +414,8 @@ class W8A8Method(MethodOfWeights):
         return replace(self, block_rows=gcd(self.block_rows, *sizes))
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        given = layer.get_parameter("input_scale") if self.activations.is_static else None
-        codes, x_scale = self.quantized(x, given)
+        input_scale = layer.get_parameter("input_scale") if self.activations.is_static else None
+        codes, x_scale = self.quantized(x, input_scale)
         output: Tensor = ir.ops.linear_w8a8(
             codes, x_scale, layer.weight, layer.scale, bias, x.dtype
         )

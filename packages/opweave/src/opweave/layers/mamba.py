@@ -71,6 +71,18 @@ class _Mixer(StatefulLayer):
             **options,
         )
 
+    def _conv(
+        self,
+        channels: list[int],
+        kernel_size: int,
+        bias: bool,
+        activation: str | None = None,
+        whole: tuple[int, ...] = (),
+    ) -> CausalConv1d:
+        """Return the convolution of this layer; see :class:`CausalConv1d`."""
+        options: Any = {"activation": activation, "params_dtype": self.params_dtype}
+        return CausalConv1d(channels, kernel_size, self.prefix, whole, bias=bias, **options)
+
     def _scan_parameter(self, name: str, *shape: int, is_rate: bool = False) -> nn.Parameter:
         """Return an uninitialized parameter, sharded along its first dimension.
 
@@ -79,14 +91,14 @@ class _Mixer(StatefulLayer):
             shape: its shape on all ranks together.
             is_rate: it is ``A = -exp(A_log)``, in float32; its loader takes ``A_log``.
         """
-        parallel, what = self.parallel, f"{type(self).__name__} {self.prefix}: {name}"
+        parallel, label = self.parallel, f"{type(self).__name__} {self.prefix}: {name}"
 
         def load(param: nn.Parameter, loaded_weight: Tensor) -> None:
             values = -torch.exp(loaded_weight.float()) if is_rate else loaded_weight
-            fill(param.data, values, what, 0, parallel.rank, parallel.size)
+            fill(param.data, values, label, 0, parallel.rank, parallel.size)
 
         dtype = torch.float32 if is_rate else self.params_dtype
-        data = torch.empty(parallel.divide(shape[0], what), *shape[1:], dtype=dtype)
+        data = torch.empty(parallel.divide(shape[0], label), *shape[1:], dtype=dtype)
         parameter = nn.Parameter(data, requires_grad=False)
         set_weight_attrs(parameter, weight_loader=load, output_dim=0)
         return parameter
@@ -161,23 +173,12 @@ class MambaMixer(_Mixer):
         self.in_proj = self._linear(
             MergedColumnParallelLinear, "in_proj", hidden_size, [intermediate_size] * 2, use_bias
         )
-        self.conv1d = CausalConv1d(
-            [intermediate_size],
-            conv_kernel_size,
-            self.prefix,
-            bias=use_conv_bias,
-            activation=activation,
-            params_dtype=params_dtype,
-        )
+        self.conv1d = self._conv([intermediate_size], conv_kernel_size, use_conv_bias, activation)
         self.x_proj = self._linear(RowParallelLinear, "x_proj", intermediate_size, sum(sizes))
         # The scan adds the bias, in float32.
+        dt_sizes = time_step_rank, intermediate_size
         self.dt_proj = self._linear(
-            ColumnParallelLinear,
-            "dt_proj",
-            time_step_rank,
-            intermediate_size,
-            True,
-            skip_bias_add=True,
+            ColumnParallelLinear, "dt_proj", *dt_sizes, True, skip_bias_add=True
         )
         self.A = self._scan_parameter("A", intermediate_size, ssm_state_size, is_rate=True)
         self.D = self._scan_parameter("D", intermediate_size)
@@ -281,31 +282,36 @@ class MambaMixer2(_Mixer):
         params_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(model_config, cache_config, quant_config, prefix, params_dtype)
-        _check(intermediate_size, num_heads, head_dim, n_groups)
+        if num_heads * head_dim != intermediate_size:
+            raise LayerArgumentError(
+                f"num_heads={num_heads} of head_dim={head_dim} make {num_heads * head_dim} "
+                f"channels, but intermediate_size={intermediate_size}."
+            )
+        if n_groups < 1 or num_heads % n_groups:
+            raise LayerArgumentError(f"n_groups={n_groups} does not divide num_heads={num_heads}.")
         self.activation, self.ssm_state_size = activation, ssm_state_size
         self.num_heads, self.head_dim = self.parallel.divide(num_heads, "num_heads"), head_dim
-        self.n_groups = _groups(n_groups, self.parallel.size)
+        if n_groups > 1 and n_groups % self.parallel.size:
+            raise ShardingError(
+                f"n_groups={n_groups} cannot be divided over {self.parallel.size} tensor-parallel "
+                "ranks; use a number of ranks that divides it. (A single group could be shared.)"
+            )
+        self.n_groups = max(1, n_groups // self.parallel.size)
         self.chunk_size, self.dt_min, self.dt_max = chunk_size, dt_min, dt_max
         grouped = n_groups * ssm_state_size
         mixed = [intermediate_size, grouped, grouped]  # x, B, C
-        shared = n_groups == 1  # by all ranks
+        is_shared = n_groups == 1  # by all ranks
         self.in_proj = MixedColumnParallelLinear(
             hidden_size,
             [intermediate_size, *mixed, num_heads],
-            (2, 3) if shared else (),
+            (2, 3) if is_shared else (),
             use_bias,
             self.params_dtype,
             quant_config,
             f"{self.prefix}.in_proj",
         )
-        self.conv1d = CausalConv1d(
-            mixed,
-            conv_kernel_size,
-            self.prefix,
-            (1, 2) if shared else (),
-            bias=use_conv_bias,
-            activation=activation,
-            params_dtype=params_dtype,
+        self.conv1d = self._conv(
+            mixed, conv_kernel_size, use_conv_bias, activation, (1, 2) if is_shared else ()
         )
         self.A = self._scan_parameter("A", num_heads, is_rate=True)
         self.D = self._scan_parameter("D", num_heads)
@@ -332,41 +338,11 @@ class MambaMixer2(_Mixer):
         sizes = [channels, channels + 2 * grouped, self.num_heads]
         gate, mixed, dt = projected.split_with_sizes(sizes, -1)
         x, b, c = self.conv1d(mixed).split_with_sizes([channels, grouped, grouped], -1)
-        y = ssd_chunk_scan(
-            torch.unflatten(x, -1, (self.num_heads, self.head_dim)),
-            dt,
-            self.A,
-            torch.unflatten(b, -1, (self.n_groups, self.ssm_state_size)),
-            torch.unflatten(c, -1, (self.n_groups, self.ssm_state_size)),
-            self.D,
-            None,
-            self.dt_bias,
-            self.prefix,
-            self.chunk_size,
-            self.dt_min,
-            self.dt_max,
-        )
+        x = torch.unflatten(x, -1, (self.num_heads, self.head_dim))
+        b, c = (torch.unflatten(t, -1, (self.n_groups, self.ssm_state_size)) for t in (b, c))
+        options = self.prefix, self.chunk_size, self.dt_min, self.dt_max
+        y = ssd_chunk_scan(x, dt, self.A, b, c, self.D, None, self.dt_bias, *options)
         return tensor_of(self.out_proj(self.norm(y.flatten(1), gate)))
-
-
-def _check(intermediate_size: int, num_heads: int, head_dim: int, n_groups: int) -> None:
-    if num_heads * head_dim != intermediate_size:
-        raise LayerArgumentError(
-            f"num_heads={num_heads} of head_dim={head_dim} make {num_heads * head_dim} channels, "
-            f"but intermediate_size={intermediate_size}."
-        )
-    if n_groups < 1 or num_heads % n_groups:
-        raise LayerArgumentError(f"n_groups={n_groups} does not divide num_heads={num_heads}.")
-
-
-def _groups(n_groups: int, ranks: int) -> int:
-    """Return the groups of one rank."""
-    if n_groups > 1 and n_groups % ranks:
-        raise ShardingError(
-            f"n_groups={n_groups} cannot be divided over {ranks} tensor-parallel ranks; use a "
-            "number of ranks that divides it. (A single group could be shared.)"
-        )
-    return max(1, n_groups // ranks)
 
 
 # The mixer of PLaMo 2.
@@ -435,14 +411,7 @@ class Plamo2MambaMixer(_Mixer):
         )
         loader: WeightLoader = self.in_proj.weight_loader
         set_weight_attrs(self.in_proj.weight, weight_loader=_by_head(heads, self.num_heads, loader))
-        self.conv1d = CausalConv1d(
-            [channels],
-            config.mamba_d_conv,
-            self.prefix,
-            bias=False,
-            activation="silu",
-            params_dtype=params_dtype,
-        )
+        self.conv1d = self._conv([channels], config.mamba_d_conv, False, "silu")
         self.bcdt_proj = self._linear(RowParallelLinear, "bcdt_proj", channels, sum(self.sizes))
         self.dt_proj = self._linear(ColumnParallelLinear, "dt_proj", self.sizes[2], heads)
         self.A = self._scan_parameter("A", heads, is_rate=True)
@@ -461,31 +430,21 @@ class Plamo2MambaMixer(_Mixer):
         x = self.conv1d(x)
         b, c, dt = tensor_of(self.bcdt_proj(x)).split_with_sizes(self.sizes, -1)
         b, c, dt = self.B_norm(b), self.C_norm(c), self.dt_norm(dt)
-        heads = self.num_heads, self.head_dim
-        y = ssd_chunk_scan(
-            torch.unflatten(x, -1, heads),
-            tensor_of(self.dt_proj(dt)),
-            self.A,
-            b,
-            c,
-            self.D,
-            torch.unflatten(gate, -1, heads),
-            self.dt_bias,
-            self.prefix,
-            self.chunk_size,
-        )
+        x, gate = (torch.unflatten(t, -1, (self.num_heads, self.head_dim)) for t in (x, gate))
+        dt, options = tensor_of(self.dt_proj(dt)), (self.prefix, self.chunk_size)
+        y = ssd_chunk_scan(x, dt, self.A, b, c, self.D, gate, self.dt_bias, *options)
         return tensor_of(self.out_proj(y.flatten(1)))
 
 
-def _by_head(all_heads: int, own_heads: int, load: WeightLoader) -> WeightLoader:
+def _by_head(all_heads: int, local_heads: int, load: WeightLoader) -> WeightLoader:
     """Return *load* for a weight that has the rows of gate and channels alternating by head."""
 
     def load_by_head(param: nn.Parameter, loaded_weight: Tensor) -> None:
-        heads = own_heads if loaded_weight.shape[:1] == param.shape[:1] else all_heads
+        heads = local_heads if loaded_weight.shape[:1] == param.shape[:1] else all_heads
         if loaded_weight.ndim == param.ndim and loaded_weight.shape[0] % (2 * heads) == 0:
             by_head = torch.unflatten(loaded_weight, 0, (heads, 2, -1))
             loaded_weight = by_head.transpose(0, 1).flatten(0, 2)
-        load(param, loaded_weight)  # which says so if the shape does not fit
+        load(param, loaded_weight)  # raises if the shape does not fit
 
     return load_by_head
 
@@ -542,13 +501,7 @@ class ShortConv(_Mixer):
         self.in_proj = self._linear(
             MergedColumnParallelLinear, "in_proj", dim, [dim] * 3, config.conv_bias
         )
-        self.conv = CausalConv1d(
-            [dim],
-            config.conv_L_cache,
-            self.prefix,
-            bias=config.conv_bias,
-            params_dtype=params_dtype,
-        )
+        self.conv = self._conv([dim], config.conv_L_cache, config.conv_bias)
         self.out_proj = self._linear(RowParallelLinear, "out_proj", dim, dim, config.conv_bias)
         self.state_shapes = {"conv": self.conv.state_shape}
 

@@ -61,10 +61,10 @@ class StatefulLayer(PluggableLayer):
 @contextmanager
 def stateful_layers() -> Iterator[dict[str, StatefulLayer]]:
     """Collect the stateful layers of the model that is built inside the block, by name."""
-    found: dict[str, StatefulLayer] = {}
-    token = _layers.set(found)
+    layers: dict[str, StatefulLayer] = {}
+    token = _layers.set(layers)
     try:
-        yield found
+        yield layers
     finally:
         _layers.reset(token)
 
@@ -116,11 +116,11 @@ class StateCache:
             shape: the shape of one sequence's state.
             dtype, device: dtype and device of the states if they are not allocated yet.
         """
-        found = self._states.get((layer, kind))
-        if found is None:
-            found = torch.zeros(self.num_slots, *shape, dtype=dtype, device=device)
-            self._states[layer, kind] = found
-        return found
+        states = self._states.get((layer, kind))
+        if states is None:
+            states = torch.zeros(self.num_slots, *shape, dtype=dtype, device=device)
+            self._states[layer, kind] = states
+        return states
 
     def put(self, layer: str, kind: str, states: Tensor) -> None:
         """Replace the states of a layer with *states*, which may be the same memory."""
@@ -167,13 +167,13 @@ class SequenceStates:
                 "slots do not fit; there must be one of each for every sequence."
             )
         decodes = [
-            new == 1 and known > 0 for new, known in zip(new_tokens, known_tokens, strict=True)
+            new == 1 and cached > 0 for new, cached in zip(new_tokens, known_tokens, strict=True)
         ]
         starts = [0, *accumulate(new_tokens)]
         return cls(
             torch.tensor(starts, dtype=torch.int32, device=device),
             torch.tensor(slots, dtype=torch.int32, device=device),
-            torch.tensor([known > 0 for known in known_tokens], dtype=torch.bool, device=device),
+            torch.tensor([cached > 0 for cached in known_tokens], dtype=torch.bool, device=device),
             cache,
             [*decodes, False].index(False),
         )

@@ -71,9 +71,9 @@ def load_expert(
         parts = [(expert[second::2] if interleaved else expert.chunk(2)[second], loaded)]
     elif gated and not interleaved:
         parts = list(zip(expert.chunk(2), loaded.chunk(2), strict=True))
-    what, advice = f"{shard_id} of an expert", "Weights (in, out) need is_transposed=True."
+    label, advice = f"{shard_id} of an expert", "Weights (in, out) need is_transposed=True."
     for target, source in parts:
-        fill(target, source, what, dim, placement.tp_rank, placement.tp_size, advice)
+        fill(target, source, label, dim, placement.tp_rank, placement.tp_size, advice)
 
 
 # The strategy of a :class:`FusedMoE`: weight format and computation.
@@ -160,13 +160,13 @@ class UnquantizedFusedMoEMethod(FusedMoEMethod):
     def create_weights(self, layer: FusedMoE, shapes: ExpertShapes) -> None:
         """Create ``w13_weight``, ``w2_weight`` and the biases, as in ``fused_experts``."""
         count, size, hidden = shapes.num_experts, shapes.intermediate_size, shapes.hidden_size
-        wanted = {
+        parameter_shapes = {
             "w13_weight": (count, shapes.rows, hidden),
             "w2_weight": (count, hidden, size),
             "w13_bias": (count, shapes.rows) if shapes.has_bias else None,
             "w2_bias": (count, hidden) if shapes.has_bias else None,
         }
-        for name, shape in wanted.items():
+        for name, shape in parameter_shapes.items():
             parameter = None
             if shape is not None:
                 empty = torch.empty(shape, dtype=shapes.dtype, device=shapes.device)
@@ -209,7 +209,7 @@ def _fused_experts(
 # A mixture of experts as a layer: routing, experts, shared experts, the sum over ranks.
 
 
-Mapping = tuple[str, str, int, str]
+ParameterMapping = tuple[str, str, int, str]
 
 
 class ActivationOptions(TypedDict):
@@ -353,11 +353,11 @@ class FusedMoE(PluggableLayer):
         Raises:
             LayerArgumentError: the logits have another shape.
         """
-        wanted = (*hidden_states.shape[:-1], self.num_experts)
-        if tuple(router_logits.shape) != wanted:
+        logits_shape = (*hidden_states.shape[:-1], self.num_experts)
+        if tuple(router_logits.shape) != logits_shape:
             raise LayerArgumentError(
-                f"fused_moe {self.prefix!r}: router_logits must have shape {wanted}, one for each "
-                f"token and expert; found {tuple(router_logits.shape)}."
+                f"fused_moe {self.prefix!r}: router_logits must have shape {logits_shape}, one for "
+                f"each token and expert; found {tuple(router_logits.shape)}."
             )
         routed = self.quant_method.apply_monolithic(self, hidden_states, router_logits)
         return self._finished(hidden_states, routed)
@@ -457,7 +457,7 @@ class FusedMoE(PluggableLayer):
         ckpt_down_proj_name: str,
         ckpt_up_proj_name: str,
         num_experts: int,
-    ) -> list[Mapping]:
+    ) -> list[ParameterMapping]:
         """Return ``(parameter, part of a checkpoint's name, expert, shard)`` for every expert.
 
         To get the name of the parameter, replace the second by the first in the name of a
@@ -508,8 +508,8 @@ class FusedMoE(PluggableLayer):
 
     def _target(self, param: nn.Parameter, shard_id: str) -> str:
         """Return the name of *param*, which must contain the shard *shard_id*."""
-        for name, own in self.named_parameters(recurse=False):
-            if own is not param:
+        for name, parameter in self.named_parameters(recurse=False):
+            if parameter is not param:
                 continue
             shards = SHARDS.get(name.partition("_")[0], ())
             if shard_id not in shards:
@@ -722,8 +722,10 @@ class QuantizedFusedMoEMethod(FusedMoEMethod):
         one: Any = nn.Module()
         one.prefix = layer.prefix
         with torch.device("meta"):
-            own, whole = inputs
-            method.create_weights(one, own, outputs, whole, sum(outputs), shapes.dtype)
+            local_inputs, all_inputs = inputs
+            method.create_weights(
+                one, local_inputs, outputs, all_inputs, sum(outputs), shapes.dtype
+            )
         for leaf, parameter in one.named_parameters():
             size = (shapes.num_experts, *parameter.shape)
             empty = torch.empty(size, dtype=parameter.dtype, device=shapes.device)

@@ -259,5 +259,5 @@ class ExpertPlacement:
         if self.ep_size == 1:
             return None
         places = {expert: place for place, expert in enumerate(self.local_experts)}
-        found = [places.get(expert, -1) for expert in range(self.num_experts)]
-        return torch.tensor(found, dtype=torch.int32, device=device)
+        local_places = [places.get(expert, -1) for expert in range(self.num_experts)]
+        return torch.tensor(local_places, dtype=torch.int32, device=device)

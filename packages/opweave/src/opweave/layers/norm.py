@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opweave import ir
+from opweave.ir.ops.norm import GATE_ACTIVATIONS
 from opweave.layers.custom_op import CustomOp
 from opweave.layers.parallel import current_tensor_parallel, fill
 from opweave.layers.registry import LayerArgumentError
@@ -38,8 +39,7 @@ class _ResidualNorm(CustomOp):
         Returns:
             The result in the shape and dtype of *x*; with a residual, the result and the sum.
         """
-        norm, fused = ir.ops.rms_norm.native, ir.ops.fused_add_rms_norm.native
-        return self._run(x, residual, norm, fused)
+        return self._run(x, residual, ir.ops.rms_norm.native, ir.ops.fused_add_rms_norm.native)
 
     def forward_cuda(
         self, x: Tensor, residual: Tensor | None = None
@@ -48,10 +48,9 @@ class _ResidualNorm(CustomOp):
 
         Do not use donated tensors afterwards.
         """
-        fused = ir.ops.fused_add_rms_norm
-        return self._run(
-            x, residual, ir.ops.rms_norm, fused.maybe_inplace if self.donates else fused
-        )
+        op = ir.ops.fused_add_rms_norm
+        fused = op.maybe_inplace if self.donates else op
+        return self._run(x, residual, ir.ops.rms_norm, fused)
 
     forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
 
@@ -144,9 +143,6 @@ class GemmaRMSNorm(_ResidualNorm):
 # Root-mean-square norms with a gate, as layers.
 
 
-_ACTIVATIONS = ("silu", "swish", "sigmoid")
-
-
 @CustomOp.register("rms_norm_gated")
 class RMSNormGated(CustomOp):
     """``norm(x * act(z)) * weight``, or ``norm(x) * weight * act(z)``: ``ir.ops.rms_norm_gated``.
@@ -178,9 +174,9 @@ class RMSNormGated(CustomOp):
         activation: str = "swish",
     ) -> None:
         super().__init__()
-        if activation not in _ACTIVATIONS:
+        if activation not in GATE_ACTIVATIONS:
             raise LayerArgumentError(
-                f"activation={activation!r} is not one of {', '.join(_ACTIVATIONS)}."
+                f"activation={activation!r} is not one of {', '.join(GATE_ACTIVATIONS)}."
             )
         if group_size is not None and (group_size < 1 or hidden_size % group_size):
             raise LayerArgumentError(
@@ -271,8 +267,8 @@ class Mixer2RMSNormGated(CustomOp):
         Raises:
             WeightLoadError: the tensor has another shape.
         """
-        what = "mixer2_gated_rms_norm: weight"
-        fill(param.data, loaded_weight, what, 0, self.parallel.rank, self.parallel.size)
+        label = "mixer2_gated_rms_norm: weight"
+        fill(param.data, loaded_weight, label, 0, self.parallel.rank, self.parallel.size)
 
     def forward_native(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalize *x*, ``(..., full_hidden_size / ranks)``, gated by *gate* of the same shape.
@@ -301,11 +297,9 @@ class Mixer2RMSNormGated(CustomOp):
             squares = self.parallel.all_reduce(y.pow(2).sum(dim=-1, keepdim=True))
             y = y * torch.rsqrt(squares / self.full_hidden_size + self.variance_epsilon)
         else:
-            whole = self.parallel.all_gather(y)
+            whole, size = self.parallel.all_gather(y), self.per_rank_hidden_size
             normed = norm(whole, None, None, self.variance_epsilon, self.group_size)
-            y = normed.narrow(
-                -1, self.parallel.rank * self.per_rank_hidden_size, self.per_rank_hidden_size
-            )
+            y = normed.narrow(-1, self.parallel.rank * size, size)
         return y.to(x.dtype)
 
     def extra_repr(self) -> str:

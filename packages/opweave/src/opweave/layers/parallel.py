@@ -77,13 +77,13 @@ class TensorParallel:
             raise ShardingError(
                 "there is no process group; call torch.distributed.init_process_group first."
             )
-        found = distributed.group.WORLD if group is None else group
-        rank = distributed.get_rank(found)
-        if found is None or rank < 0:
+        members = distributed.group.WORLD if group is None else group
+        rank = distributed.get_rank(members)
+        if members is None or rank < 0:
             raise ShardingError(
                 f"this process, rank {distributed.get_rank()} of all, is not in the process group."
             )
-        size, name = distributed.get_world_size(found), found.group_name
+        size, name = distributed.get_world_size(members), members.group_name
         if size == 1:
             return cls()
         return cls(
@@ -93,15 +93,15 @@ class TensorParallel:
             partial(_gather, size=size, group=name),
         )
 
-    def divide(self, total: int, what: str) -> int:
-        """Return ``total / size``; *what* is the name of *total* in error messages.
+    def divide(self, total: int, label: str) -> int:
+        """Return ``total / size``; *label* is the name of *total* in error messages.
 
         Raises:
             ShardingError: the number of ranks does not divide *total*.
         """
         if total % self.size:
             raise ShardingError(
-                f"{what}={total} cannot be divided over {self.size} tensor-parallel ranks; "
+                f"{label}={total} cannot be divided over {self.size} tensor-parallel ranks; "
                 "use a number of ranks that divides it."
             )
         return total // self.size
@@ -148,14 +148,16 @@ def dim_of(param: Tensor, name: str) -> int | None:
 
 def describe(layer: nn.Module, prefix: str, param: Tensor) -> str:
     """Describe a parameter of *layer* for an error message."""
-    found = (name for name, own in layer.named_parameters(recurse=False) if own is param)
-    return f"{type(layer).__name__} {prefix}".rstrip() + f": {next(found, 'a parameter')}"
+    names = (
+        name for name, parameter in layer.named_parameters(recurse=False) if parameter is param
+    )
+    return f"{type(layer).__name__} {prefix}".rstrip() + f": {next(names, 'a parameter')}"
 
 
 def fill(
     target: Tensor,
     loaded: Tensor,
-    what: str,
+    label: str,
     dim: int | None = None,
     index: int = 0,
     count: int = 1,
@@ -167,7 +169,7 @@ def fill(
         target: this rank's tensor.
         loaded: a tensor of the same shape, or one of which *target* is one of *count* equal shards
             along *dim*. A 0-d tensor counts as ``(1,)``.
-        what: the name of the parameter for error messages.
+        label: the name of the parameter for error messages.
         dim: the sharded dimension, or None if the tensor is replicated.
         index: the index of the shard.
         count: the number of shards.
@@ -185,7 +187,7 @@ def fill(
     if source.shape != target.shape:
         part = f", or {tuple(target.shape)}, the part of this rank" if count > 1 else ""
         raise WeightLoadError(
-            f"{what} is loaded with a tensor of shape {tuple(loaded.shape)}; it takes "
+            f"{label} is loaded with a tensor of shape {tuple(loaded.shape)}; it takes "
             f"{tuple(whole)}{part}. {advice}"
         )
     target.copy_(source)

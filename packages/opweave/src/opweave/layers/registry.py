@@ -151,26 +151,26 @@ def replacement(layer: type[T]) -> type[T]:
     load_general_plugins()
     by_class = _by_class_name(layer)
     by_name = op_registry_oot.get(layer.__dict__.get("name", ""))
-    found = by_class or by_name
-    if found is None or found is layer:
+    chosen = by_class or by_name
+    if chosen is None or chosen is layer:
         return layer
     if by_class is not None and by_name is not None and by_class is not by_name:
         raise DuplicateLayerError(
             f"{full_name(layer)} has two replacements: {full_name(by_class)} by its class name, "
             f"and {full_name(by_name)} by its registered name. Install one of the two only."
         )
-    check_replacement(layer, found)
-    return cast(type[T], found)
+    check_replacement(layer, chosen)
+    return cast(type[T], chosen)
 
 
 def _by_class_name(layer: type[Any]) -> type[Any] | None:
     """Return the replacement for the class name, unless it is for another class of that name."""
     key = layer.__name__
-    found = op_registry_oot.get(key)
-    if found is None or issubclass(found, layer):
-        return found
-    others = (each for each in op_registry.values() if each is not layer)
-    return None if any(_stands_for(key, each) for each in others) else found
+    candidate = op_registry_oot.get(key)
+    if candidate is None or issubclass(candidate, layer):
+        return candidate
+    others = (other for other in op_registry.values() if other is not layer)
+    return None if any(_stands_for(key, other) for other in others) else candidate
 
 
 def check_replacement(replaced: type[Any], layer: type[Any]) -> None:
@@ -183,8 +183,8 @@ def check_replacement(replaced: type[Any], layer: type[Any]) -> None:
         )
 
 
-def _enter(table: dict[str, type[Any]], key: str, layer: type[Any], what: str) -> None:
-    transaction.enter(what, table, key, layer)
+def _enter(table: dict[str, type[Any]], key: str, layer: type[Any], label: str) -> None:
+    transaction.enter(label, table, key, layer)
     if (owner := current_owner()) is not None:
         _owners[layer] = owner
 
@@ -379,9 +379,9 @@ def warn_of_unused_replacements() -> None:
 
 
 def _subclasses(cls: type[object]) -> Iterator[type[object]]:
-    for each in cls.__subclasses__():
-        yield each
-        yield from _subclasses(each)
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _meant(name: str) -> str:

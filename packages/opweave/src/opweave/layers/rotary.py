@@ -442,7 +442,7 @@ class DualChunkRotaryEmbedding(CustomOp):
 
 Rope = RotaryEmbedding | DualChunkRotaryEmbedding
 # Each with the tables it was made with: a model that is cast or moved takes its own along.
-_made: dict[object, tuple[Rope, list[Tensor]]] = {}
+_shared_layers: dict[object, tuple[Rope, list[Tensor]]] = {}
 
 
 def get_rope(
@@ -498,17 +498,17 @@ def get_rope(
     # The layer also depends on the device, on replacements and on enabled layers.
     classes = tuple((replacement(c), c.enabled()) for c in (cls, ApplyRotaryEmb))
     key = (cls, sizes, tuple(options.items()), torch.get_default_device(), classes)
-    rope, tables = _made.get(key, (None, []))
+    rope, tables = _shared_layers.get(key, (None, []))
     if rope is None or not _has(rope, tables):
         rope = cls(*sizes, **options)
-        _made[key] = rope, [*rope.buffers()]
+        _shared_layers[key] = rope, [*rope.buffers()]
     return rope
 
 
 def _has(rope: Rope, tables: list[Tensor]) -> bool:
     """Whether *rope* still has these *tables*; a cast to another dtype and back changes them."""
-    own = [*rope.buffers()]
-    return len(own) == len(tables) and all(map(is_, own, tables))
+    current = [*rope.buffers()]
+    return len(current) == len(tables) and all(map(is_, current, tables))
 
 
 def _rotary_dim(head_size: int, parameters: Mapping[str, Any]) -> int:
@@ -524,11 +524,11 @@ def _rotary_dim(head_size: int, parameters: Mapping[str, Any]) -> int:
 
 
 def _dual_chunk(config: Mapping[str, Any]) -> dict[str, Any]:
-    wanted = ("chunk_size", "local_size")
-    for key in wanted:
-        found = config.get(key)
-        if isinstance(found, bool) or not isinstance(found, int):
+    keys = ("chunk_size", "local_size")
+    for key in keys:
+        size = config.get(key)
+        if isinstance(size, bool) or not isinstance(size, int):
             raise LayerArgumentError(
-                f"dual_chunk_attention_config: {key} must be an integer, found {found!r}."
+                f"dual_chunk_attention_config: {key} must be an integer, found {size!r}."
             )
-    return {key: config[key] for key in wanted}
+    return {key: config[key] for key in keys}

@@ -75,9 +75,9 @@ class ProportionalScaling(Scaling):
     share: float
 
     def frequencies(self, size: int, theta: float) -> Tensor:
-        found = super().frequencies(size, theta) / self.factor
-        found[int(self.share * size // 2) :] = 0.0
-        return found
+        frequencies = super().frequencies(size, theta) / self.factor
+        frequencies[int(self.share * size // 2) :] = 0.0
+        return frequencies
 
 
 @dataclass(frozen=True)
@@ -331,15 +331,15 @@ def number(parameters: Mapping[str, Any], key: str, default: float | None = None
     Raises:
         LayerArgumentError: it is missing, or is not a positive number.
     """
-    found = parameters.get(key)
-    if found is None:
-        found = default
-    if isinstance(found, bool) or not isinstance(found, int | float) or not found > 0:
+    value = parameters.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         raise LayerArgumentError(
-            f"rope_parameters of type {kind!r}: {key} must be a positive number, found {found!r}."
+            f"rope_parameters of type {kind!r}: {key} must be a positive number, found {value!r}."
         )
-    return found
+    return value
 
 
 def flag(parameters: Mapping[str, Any], key: str, default: bool) -> bool:
@@ -348,10 +348,10 @@ def flag(parameters: Mapping[str, Any], key: str, default: bool) -> bool:
     Raises:
         LayerArgumentError: it is not a boolean.
     """
-    found = parameters.get(key, default)
-    if not isinstance(found, bool):
-        raise LayerArgumentError(f"rope_parameters: {key} must be true or false, found {found!r}.")
-    return found
+    value = parameters.get(key, default)
+    if not isinstance(value, bool):
+        raise LayerArgumentError(f"rope_parameters: {key} must be true or false, found {value!r}.")
+    return value
 
 
 def sections(parameters: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -360,14 +360,14 @@ def sections(parameters: Mapping[str, Any]) -> tuple[int, ...] | None:
     Raises:
         LayerArgumentError: it is not a list of integers.
     """
-    found = parameters.get("mrope_section")
-    if found is None:
+    section = parameters.get("mrope_section")
+    if section is None:
         return None
-    if not isinstance(found, list | tuple) or not all(type(size) is int for size in found):
+    if not isinstance(section, list | tuple) or not all(type(size) is int for size in section):
         raise LayerArgumentError(
-            f"rope_parameters: mrope_section must be a list of integers, found {found!r}."
+            f"rope_parameters: mrope_section must be a list of integers, found {section!r}."
         )
-    return tuple(found)
+    return tuple(section)
 
 
 def _number_or_none(parameters: Mapping[str, Any], key: str) -> float | None:
@@ -376,17 +376,9 @@ def _number_or_none(parameters: Mapping[str, Any], key: str) -> float | None:
 
 def _number_or(parameters: Mapping[str, Any], key: str, default: float) -> float:
     """Return a positive number; null and zero mean *default*, as in transformers."""
-    found = parameters.get(key)
-    absent = found is None or (found == 0 and found is not False)
+    value = parameters.get(key)
+    absent = value is None or (value == 0 and value is not False)
     return default if absent else number(parameters, key)
-
-
-def _default(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
-    return Scaling()
-
-
-def _linear(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
-    return LinearScaling(number(parameters, "factor"))
 
 
 def _proportional(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
@@ -478,12 +470,12 @@ def _longrope(parameters: Mapping[str, Any], context: RopeContext) -> Scaling:
 _READERS: dict[str, Callable[[Mapping[str, Any], RopeContext], Scaling]] = {
     "deepseek_llama_scaling": _deepseek_yarn,
     "deepseek_yarn": _deepseek_yarn,
-    "default": _default,
+    "default": lambda parameters, context: Scaling(),
     "dynamic": _dynamic,
-    "linear": _linear,
+    "linear": lambda parameters, context: LinearScaling(number(parameters, "factor")),
     "llama3": _llama3,
     "longrope": _longrope,
-    "mrope": _default,
+    "mrope": lambda parameters, context: Scaling(),
     "ntk": _ntk,
     "proportional": _proportional,
     "yarn": _yarn,

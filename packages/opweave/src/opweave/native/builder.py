@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def check_name(name: str) -> str:
     return name
 
 
-def check_list(value: object, what: str, item: str) -> tuple[Any, ...]:
+def check_list(value: object, name: str, item: str) -> tuple[Any, ...]:
     """Return *value* as a tuple of strings or, if *item* is "path", of strings and paths.
 
     Raises:
@@ -91,14 +92,14 @@ def check_list(value: object, what: str, item: str) -> tuple[Any, ...]:
     """
     kinds = (str, os.PathLike) if item == "path" else (str,)
     if isinstance(value, (*kinds, bytes)) or not isinstance(value, Iterable):
-        raise TypeError(f"{what} must be a list of {item}s, found {value!r}; write [{value!r}].")
-    found = tuple(value)
-    for element in found:
+        raise TypeError(f"{name} must be a list of {item}s, found {value!r}; write [{value!r}].")
+    elements = tuple(value)
+    for element in elements:
         if not isinstance(element, kinds):
-            raise TypeError(f"{what} must be a list of {item}s, found {element!r} in it.")
+            raise TypeError(f"{name} must be a list of {item}s, found {element!r} in it.")
         if "\0" in os.fspath(element):
-            raise TypeError(f"{what} has {element!r}; commands cannot contain NUL characters.")
-    return found
+            raise TypeError(f"{name} has {element!r}; commands cannot contain NUL characters.")
+    return elements
 
 
 def check_sources(sources: Iterable[str | Path]) -> tuple[Path, ...]:
@@ -107,10 +108,10 @@ def check_sources(sources: Iterable[str | Path]) -> tuple[Path, ...]:
     Raises:
         NativeBuildError: the list is empty, a file does not exist, or is not C++ or CUDA.
     """
-    found = _check_files(sources)
-    if not found:
+    paths = _check_files(sources)
+    if not paths:
         raise NativeBuildError("There are no sources to build.")
-    return found
+    return paths
 
 
 def check_simd_sources(sources: Iterable[str | Path]) -> tuple[Path, ...]:
@@ -119,16 +120,16 @@ def check_simd_sources(sources: Iterable[str | Path]) -> tuple[Path, ...]:
     Raises:
         NativeBuildError: a file does not exist or is not C++.
     """
-    found = _check_files(sources)
-    for path in found:
+    paths = _check_files(sources)
+    for path in paths:
         if path.suffix == CUDA_SUFFIX:
             raise NativeBuildError(f"{path} is CUDA, but SIMD sources are for the CPU's vectors.")
-    return found
+    return paths
 
 
 def _check_files(sources: Iterable[str | Path]) -> tuple[Path, ...]:
-    found = tuple(Path(source).absolute() for source in sources)
-    for path in found:
+    paths = tuple(Path(source).absolute() for source in sources)
+    for path in paths:
         if path.suffix not in _SUFFIXES:
             raise NativeBuildError(f"{path} is not a source file ({', '.join(_SUFFIXES)}).")
         if path.is_dir():
@@ -138,7 +139,7 @@ def _check_files(sources: Iterable[str | Path]) -> tuple[Path, ...]:
             raise NativeBuildError(
                 f"The source file {path} does not exist. {did_you_mean(path.name, nearby)}"
             )
-    return found
+    return paths
 
 
 # The input files of a build: those that flags and sources name, and those that compilers list.
@@ -178,9 +179,9 @@ def named(extension: Extension) -> list[Path]:
     words = [part for flag in flags for part in (flag, *_JOINED.split(flag))]
     folders = [*extension.include_dirs, *_values(compiling, _INCLUDE_FLAGS)]
     folders += _paths("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
-    found = {*_headers(extension.all_sources, folders), *_libraries(extension.ldflags)}
-    found.update(path for path in map(Path, words) if _is_file(path))
-    return sorted(found)
+    files = {*_headers(extension.all_sources, folders), *_libraries(extension.ldflags)}
+    files.update(path for path in map(Path, words) if _is_file(path))
+    return sorted(files)
 
 
 def digest(path: str | Path) -> str:
@@ -193,13 +194,12 @@ def digest(path: str | Path) -> str:
 
 def listed(folder: Path) -> list[str]:
     """Return the files in the compilers' dependency files ``*.d`` and the linker's ``*.link``."""
-    found: dict[str, None] = {}
+    words: list[str] = []
     for path in sorted(folder.glob("*.d")):
-        rule = _first_rule(path)
-        found.update(dict.fromkeys(map(_plain, _WORDS.findall(" ".join(rule)))))
+        words += _WORDS.findall(" ".join(_first_rule(path)))
     for path in sorted(folder.glob("*.link")):  # one file per line, with unescaped blanks
-        found.update(dict.fromkeys(_plain(line.strip()) for line in _first_rule(path)))
-    return [name for name in found if name]
+        words += [line.strip() for line in _first_rule(path)]
+    return [name for name in dict.fromkeys(map(_unescaped, words)) if name]
 
 
 def _first_rule(path: Path) -> list[str]:
@@ -209,7 +209,7 @@ def _first_rule(path: Path) -> list[str]:
     return rule.partition(": ")[2].split("\\\n")
 
 
-def _plain(word: str) -> str:
+def _unescaped(word: str) -> str:
     """Undo a makefile's escapes in *word*."""
     return re.sub(r"\\([ #\\:])", r"\1", word).replace("$$", "$")
 
@@ -217,16 +217,21 @@ def _plain(word: str) -> str:
 def _headers(sources: Iterable[Path], folders: Iterable[Path]) -> Iterator[Path]:
     """Yield the files that the sources include, transitively, next to them or in *folders*."""
     folders = list(folders)
-    found: set[Path] = set()
-    waiting = list(sources)
-    while waiting:
-        source = waiting.pop()
-        for match in _INCLUDE.finditer(_content(source)):
+    headers: set[Path] = set()
+    queue = list(sources)
+    while queue:
+        source = queue.pop()
+        try:
+            content = source.read_bytes()
+        except OSError:  # the compiler will report it
+            continue
+        for match in _INCLUDE.finditer(content):
             name = os.fsdecode(match.group(1))
-            for path in {_real(folder / name) for folder in (source.parent, *folders)} - found:
+            places = {os.path.realpath(folder / name) for folder in (source.parent, *folders)}
+            for path in set(map(Path, places)) - headers:
                 if _is_file(path):
-                    found.add(path)
-                    waiting.append(path)
+                    headers.add(path)
+                    queue.append(path)
                     yield path
 
 
@@ -258,10 +263,6 @@ def _paths(*variables: str) -> Iterator[Path]:
             yield from map(Path, value.split(os.pathsep))
 
 
-def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path))
-
-
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
@@ -269,18 +270,11 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:  # the compiler will report it
-        return b""
-
-
 # Compiling and linking of native modules.
 
 
 _COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden")
-_KIT_FLAGS = (*_COMMON, "-O2", "-DPy_LIMITED_API=0x030a0000")
+KIT_FLAGS = (*_COMMON, "-O2", "-DPy_LIMITED_API=0x030a0000")
 _USER_FLAGS = (*_COMMON, "-O3", "-Wall")
 _CUDA_FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden")
 
@@ -306,18 +300,13 @@ class CompileJob:
 def flags(extension: Extension) -> list[list[str]]:
     """Return all flags that *extension* is built with, grouped by use, in order."""
     return [
-        [*_KIT_FLAGS, *_USER_FLAGS, *_link_flags()],
+        [*KIT_FLAGS, *_USER_FLAGS, *_link_flags()],
         [str(folder) for folder in extension.include_dirs],
         list(extension.cflags),
         list(extension.ldflags),
         [*_CUDA_FLAGS, *_architecture(), *extension.cuda_cflags] if extension.has_cuda else [],
         [*toolchain.FLAGS, *map(str, toolchain.levels().items())] if extension.simd_sources else [],
     ]
-
-
-def kit_flags() -> list[str]:
-    """Return the flags that the kit is built with."""
-    return list(_KIT_FLAGS)
 
 
 def compile_kit(folder: Path, *, verbose: bool = False) -> None:
@@ -337,35 +326,28 @@ def build(extension: Extension, kit_objects: Path, folder: Path, *, verbose: boo
         _user_job(f"{i}_{source.stem}", source, extension, folder)
         for i, source in enumerate(extension.sources)
     ]
-    jobs.append(_kit_job(_write_entry(extension, folder), folder))
-    by_level = [
+    entry = folder / "entry.cpp"
+    names = {"module": extension.module, "namespace": extension.namespace}
+    entry.write_text(_ENTRY.format(**names), encoding="utf-8")
+    jobs.append(_kit_job(entry, folder))
+    by_source = [
         _simd_jobs(i, source, extension, folder) for i, source in enumerate(extension.simd_sources)
     ]
-    jobs += [job for each in by_level for job in each]
+    jobs += chain.from_iterable(by_source)
     _run_all(jobs, verbose=verbose)
-    for same in by_level:
-        toolchain.check_symbols(same[0].source, [job.output for job in same])
+    for simd_jobs in by_source:
+        toolchain.check_symbols(simd_jobs[0].source, [job.output for job in simd_jobs])
     objects = [*(job.output for job in jobs), *sorted(kit_objects.glob("*.o"))]
     output = folder / extension.filename
-    _run_all(
-        [CompileJob(Path("the objects"), output, _link(extension, objects, output))],
-        verbose=verbose,
-    )
+    link = CompileJob(Path("the objects"), output, _link(extension, objects, output))
+    _run_all([link], verbose=verbose)
     return output
-
-
-def _write_entry(extension: Extension, folder: Path) -> Path:
-    path = folder / "entry.cpp"
-    path.write_text(
-        _ENTRY.format(module=extension.module, namespace=extension.namespace), encoding="utf-8"
-    )
-    return path
 
 
 def _kit_job(source: Path, folder: Path) -> CompileJob:
     output = folder / f"kit_{source.stem}.o"
     includes = (f"-I{toolchain.include_dir()}", f"-I{toolchain.python_include()}")
-    command = (*toolchain.cxx().command, *_KIT_FLAGS, *includes)
+    command = (*toolchain.cxx().command, *KIT_FLAGS, *includes)
     return CompileJob(source, output, (*command, "-c", str(source), "-o", str(output)))
 
 
@@ -387,8 +369,8 @@ def _user_job(
 def _simd_jobs(number: int, source: Path, extension: Extension, folder: Path) -> list[CompileJob]:
     """Return one job per instruction set."""
     jobs = []
-    for level, own in toolchain.levels().items():
-        flags = (*toolchain.FLAGS, *own, f"-DOPWEAVE_ISA={level}")
+    for level, level_flags in toolchain.levels().items():
+        flags = (*toolchain.FLAGS, *level_flags, f"-DOPWEAVE_ISA={level}")
         name = f"simd_{number}_{source.stem}_{level}"
         jobs.append(_user_job(name, source, extension, folder, flags))
     return jobs
@@ -447,10 +429,10 @@ def _run_all(jobs: Sequence[CompileJob], *, verbose: bool) -> None:
     if not failed:
         return
     names = ", ".join(job.source.name for job, _ in failed)
-    verb = "do" if len(failed) > 1 or names.startswith("the ") else "does"
-    what = "link" if names.startswith("the ") else "compile"
+    links = names.startswith("the ")
+    verb = "do" if len(failed) > 1 or links else "does"
     raise NativeBuildError(
-        f"{names} {verb} not {what}; the compiler's message follows.",
+        f"{names} {verb} not {'link' if links else 'compile'}; the compiler's message follows.",
         "\n".join(f"{shlex.join(job.command)}\n{log}" for job, log in failed),
     )
 

@@ -49,13 +49,13 @@ def _own_folder(folder: Path) -> Path:
     """Create *folder* in a shared folder; it must belong to this user, as its files are run."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
         raise NativeBuildError(
             f"There is no home folder for the cache, and {folder} cannot be created: "
             f"{error.strerror}; set OPWEAVE_CACHE_DIR to a writable folder."
         ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise NativeBuildError(
             f"There is no home folder for the cache, and other users can write to {folder}; set "
             "OPWEAVE_CACHE_DIR to a folder of your own."
@@ -137,8 +137,8 @@ try:
         sys.path[:] = json.loads(folders)
         import torch
         raw = load()
-    found = {op: getattr(raw, op).__doc__ for op in dir(raw) if op[0] != "_"}
-    answer = {"schemas": found}
+    schemas = {op: getattr(raw, op).__doc__ for op in dir(raw) if op[0] != "_"}
+    answer = {"schemas": schemas}
 except ImportError as error:
     answer = {"error": str(error)}
 print("\\nopweave: " + json.dumps(answer), flush=True)
@@ -183,7 +183,7 @@ def _answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 _MANIFEST = "files.json"
-_OWN = "."  # key of the built file's own digest in a manifest
+_MODULE_KEY = "."  # key of the built module's digest in a manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,23 +203,24 @@ def build(extension: Extension, *, verbose: bool = False) -> Built:
     """
     key = content_key(extension)
     folder = cache_folder(f"{extension.namespace}-{key}")
-    found = _find(folder, extension.filename)
-    cached = found is not None
-    if found is None:
+    path = _find(folder, extension.filename)
+    cached = path is not None
+    if path is None:
         with locked(folder):
-            found = _find(folder, extension.filename)  # another process may have built it
-            cached = found is not None
-            found = found or _build_in(folder, extension, verbose=verbose)
-    return Built(found, f"{key}-{found.parent.name}", cached=cached)
+            path = _find(folder, extension.filename)  # another process may have built it
+            cached = path is not None
+            path = path or _build_in(folder, extension, verbose=verbose)
+    return Built(path, f"{key}-{path.parent.name}", cached=cached)
 
 
 def content_key(extension: Extension) -> str:
     """Return a hash of the inputs known before a build: sources, flags, compilers, the kit.
 
-    Files that the compilers read besides are in the manifest, and compared one by one.
+    The manifest lists the other files that the compilers read, which are compared one by one.
     """
     compilers = [toolchain.cxx()] + ([toolchain.nvcc()] if extension.has_cuda else [])
-    given = [flag for compiler in compilers for flag in compiler.command[1:]]
+    compiler_flags = [flag for compiler in compilers for flag in compiler.command[1:]]
+    flags = (*compiler_flags, *extension.cflags, *extension.cuda_cflags)
     return _hash(
         [extension.module, extension.namespace],
         [[str(path), _source_digest(path)] for path in extension.sources],
@@ -228,16 +229,16 @@ def content_key(extension: Extension) -> str:
         builder.flags(extension),
         builder.environment(),
         [[*compiler.command, compiler.version] for compiler in compilers],
-        [platform.machine(), _processor(*given, *extension.cflags, *extension.cuda_cflags)],
+        [platform.machine(), _processor(*flags)],
         [toolchain.fingerprint()],
     )
 
 
 def _source_digest(path: Path) -> str:
-    found = builder.digest(path)
-    if not found:
+    digest = builder.digest(path)
+    if not digest:
         raise NativeBuildError(f"Cannot read the source {path}; check its permissions.")
-    return found
+    return digest
 
 
 def _find(folder: Path, filename: str) -> Path | None:
@@ -246,10 +247,10 @@ def _find(folder: Path, filename: str) -> Path | None:
     for manifest in folder.glob(f"*/{_MANIFEST}"):
         files = _read_manifest(manifest)
         target = manifest.with_name(filename)
-        own = files.pop(_OWN, None)
-        if own is None or own != builder.digest(target):  # damaged or removed
+        module_digest = files.pop(_MODULE_KEY, None)
+        if module_digest is None or module_digest != builder.digest(target):  # damaged or removed
             continue
-        if all(digest(path) == known for path, known in files.items()):
+        if all(digest(path) == recorded for path, recorded in files.items()):
             return target
     return None
 
@@ -270,13 +271,13 @@ def _build_in(folder: Path, extension: Extension, *, verbose: bool) -> Path:
         began = scratch.stat().st_ctime_ns
         built = builder.build(extension, objects, scratch, verbose=verbose)
         check(extension, built)
-        own = (f"{scratch}{os.sep}", f"{objects}{os.sep}")
-        read = (path for path in builder.listed(scratch) if not path.startswith(own))
+        internal = (f"{scratch}{os.sep}", f"{objects}{os.sep}")
+        read = (path for path in builder.listed(scratch) if not path.startswith(internal))
         files = {path: _read_digest(path, began) for path in read}
         ready = scratch / "ready"
         ready.mkdir()
         target = folder / _hash(files.items())
-        manifest = {_OWN: builder.digest(built), **files}
+        manifest = {_MODULE_KEY: builder.digest(built), **files}
         (ready / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         built.rename(ready / built.name)
         shutil.rmtree(target, ignore_errors=True)  # a damaged earlier build
@@ -313,7 +314,7 @@ def _kit_objects(*, verbose: bool) -> Path:
     compiler = toolchain.cxx()
     key = _hash(
         [*compiler.command, compiler.version],
-        builder.kit_flags(),
+        builder.KIT_FLAGS,
         builder.environment(),
         [_processor(*compiler.command[1:]), toolchain.fingerprint()],
     )
@@ -336,9 +337,7 @@ def _kit_objects(*, verbose: bool) -> Path:
 def _is_whole(objects: Path) -> bool:
     """Whether all files that were compiled into the folder *objects* are unchanged."""
     files = _read_manifest(objects / _MANIFEST)
-    return bool(files) and all(
-        builder.digest(objects / name) == known for name, known in files.items()
-    )
+    return bool(files) and all(builder.digest(objects / name) == files[name] for name in files)
 
 
 def _hash(*parts: Iterable[object]) -> str:

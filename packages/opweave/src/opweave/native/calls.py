@@ -43,9 +43,9 @@ arguments_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def check_none_written(op: torch_compat.OpOverload, *arguments: object) -> None:
     """Raise RuntimeError if *op* mutates such a view, which torch would replace by a copy."""
-    for (name, is_written), given in zip(arguments_of(op), arguments, strict=False):
-        if is_written and isinstance(given, Tensor) and (given.is_neg() or given.is_conj()):
-            kind = "negated" if given.is_neg() else "conjugated"
+    for (name, is_written), value in zip(arguments_of(op), arguments, strict=False):
+        if is_written and isinstance(value, Tensor) and (value.is_neg() or value.is_conj()):
+            kind = "negated" if value.is_neg() else "conjugated"
             raise RuntimeError(
                 f"{name_of(op)}: {name} is mutated, but is a lazily {kind} view; write to another "
                 "tensor, and copy_() it into the view"
@@ -65,9 +65,9 @@ def call_watched(op: torch_compat.OpOverload, *arguments: Any) -> Any:
             while a tensor requires grad; or a tensor has a tangent.
     """
     tensors = {
-        argument: (given, is_written)
-        for (argument, is_written), given in zip(arguments_of(op), arguments, strict=False)
-        if isinstance(given, Tensor)
+        argument: (value, is_written)
+        for (argument, is_written), value in zip(arguments_of(op), arguments, strict=False)
+        if isinstance(value, Tensor)
     }
     with torch_compat.no_torch_function():  # internal calls must not reach the user's modes
         check_none_written(op, *arguments)
@@ -111,11 +111,11 @@ def call_traced(op: torch_compat.OpOverload, *arguments: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return op(*arguments)
-    named = list(zip(arguments_of(op), arguments, strict=False))
-    written = [given for (_, is_written), given in named if is_written]
+    arguments_by_name = list(zip(arguments_of(op), arguments, strict=False))
+    written = [value for (_, is_written), value in arguments_by_name if is_written]
     if any(t is not None and t.is_floating_point() for t in written):
-        for (argument, _), given in named:
-            if isinstance(given, Tensor) and given.requires_grad:
+        for (argument, _), value in arguments_by_name:
+            if isinstance(value, Tensor) and value.requires_grad:
                 raise RuntimeError(_refusal(name_of(op), argument))
     result = op(*arguments)
     for tensor in written:
@@ -140,12 +140,12 @@ def schemas(raw: ModuleType) -> dict[str, str]:
     return {name: getattr(raw, name).__doc__ for name in names}
 
 
-def refusal(found: Mapping[str, str], namespace: str) -> str | None:
+def refusal(schemas_by_op: Mapping[str, str], namespace: str) -> str | None:
     """Return why a module with these schemas is unusable, or None if it is usable."""
-    if not found:
+    if not schemas_by_op:
         return "its sources register no op with OPWEAVE_EXTENSION_MODULE(m) { m.def(...); }"
     attributes = torch_compat.namespace_attributes(namespace)  # such as 'name'
-    for op, schema in found.items():
+    for op, schema in schemas_by_op.items():
         if op in attributes:
             return (
                 f"torch reserves {op!r} in every namespace of torch.ops, so '{schema}' needs "
@@ -162,17 +162,6 @@ def refusal(found: Mapping[str, str], namespace: str) -> str | None:
                     f"'{schema}' cannot be compiled: {name!r} is a Python keyword or starts with "
                     "an underscore; choose another name"
                 )
-    return None
-
-
-def defined_before(found: Mapping[str, str], namespace: str) -> str | None:
-    """Return a message if another module has defined one of these ops."""
-    for op, schema in found.items():
-        if hasattr(getattr(torch.ops, namespace), op):
-            return (
-                f"torch.ops.{namespace}.{op} already exists, so torch cannot define '{schema}'; "
-                "choose another name"
-            )
     return None
 
 
@@ -256,8 +245,8 @@ def callable_of(
 def _torch_op(op: str, namespace: str, problem: str | None) -> Function:
     """Return the torch op, or a function that raises if it is unavailable."""
     if problem is None:
-        found: Function = getattr(getattr(torch.ops, namespace), op).default
-        return found
+        torch_op: Function = getattr(getattr(torch.ops, namespace), op).default
+        return torch_op
 
     def unavailable(*arguments: object) -> None:
         raise RuntimeError(f"torch.ops.{namespace}.{op} is not available: {problem}.")
@@ -362,8 +351,8 @@ def _mark_caches(raw: ModuleType, namespace: str) -> None:
     Otherwise a graph that was compiled for an old schema, such as one that does not declare a
     mutation, would be reused.
     """
-    found = sorted(schemas(raw).values())
-    mark = f" {namespace}:{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}"
+    digest = hashlib.sha256(repr(sorted(schemas(raw).values())).encode()).hexdigest()
+    mark = f" {namespace}:{digest[:16]}"
     if mark not in torch.compiler.config.cache_key_tag:
         torch.compiler.config.cache_key_tag += mark
 
@@ -376,10 +365,16 @@ def _check_registration(raw: Any, namespace: str) -> None:
             f"its ops belong to torch.ops.{built_for}, but those of this package must be in "
             f"torch.ops.{namespace}; build it again for this package"
         )
-    if problem is None and raw.__file__ not in _opened:
-        problem = defined_before(schemas(raw), namespace)
     if problem is not None:
         raise NativeImportError(problem)
+    if raw.__file__ in _opened:
+        return
+    for op, schema in schemas(raw).items():
+        if hasattr(getattr(torch.ops, namespace), op):
+            raise NativeImportError(
+                f"torch.ops.{namespace}.{op} already exists, so torch cannot define '{schema}'; "
+                "choose another name"
+            )
 
 
 def _fake(raw: ModuleType, op: str, namespace: str) -> Function:

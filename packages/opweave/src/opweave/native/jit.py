@@ -206,15 +206,15 @@ def _expand(folder: Path, patterns: list[str]) -> list[Path]:
     sources: dict[Path, None] = {}
     for pattern in patterns:
         try:
-            found = sorted(folder.glob(pattern))
+            matches = sorted(folder.glob(pattern))
         except (ValueError, NotImplementedError, OSError) as error:
             raise NativeBuildError(
                 f"The source {pattern!r} is not a valid pattern for files in {folder}, such as "
                 f"'csrc/*.cpp': {error}."
             ) from error
-        if not found:
+        if not matches:
             raise NativeBuildError(f"No file in {folder} matches the source {pattern!r}.")
-        sources.update(dict.fromkeys(found))
+        sources.update(dict.fromkeys(matches))
     return list(sources)
 
 

@@ -115,7 +115,7 @@ def _loaded() -> tuple[ModuleType | None, NativeStatus]:
         return None, NativeStatus(reason_missing=_import_failure(error))
     fast_call, problem = open_call_paths(raw, NAMESPACE)
     reason = raw._isa_error() or problem
-    loaded = NativeStatus(
+    native_status = NativeStatus(
         available=reason is None,
         reason_missing=reason,
         isa=raw._isa(),
@@ -124,7 +124,7 @@ def _loaded() -> tuple[ModuleType | None, NativeStatus]:
         torch_ops=problem is None,
         path=raw.__file__,
     )
-    return (raw if loaded.available else None), loaded
+    return (raw if native_status.available else None), native_status
 
 
 def _import_failure(error: ImportError) -> str:
@@ -160,7 +160,13 @@ def _passes(check: Callable[..., bool]) -> bool:
     parameter = torch.nn.Parameter(torch.empty(0, device="cpu"))
     with torch.no_grad():
         plain = check(tensor, parameter, None) and not check(None) and not check(tensor, 1)
-    return plain and not any(_answers_in(check, tensor, state) for state in _states())
+    for state in _states():
+        with ExitStack() as stack:
+            for part in state:
+                stack.enter_context(part)
+            if check(tensor):
+                return False
+    return plain
 
 
 def _states() -> Iterator[list[AbstractContextManager[object]]]:
@@ -169,12 +175,3 @@ def _states() -> Iterator[list[AbstractContextManager[object]]]:
     yield [torch.no_grad(), _FunctionMode()]
     for key in plain_call.MODE_KEYS:
         yield [torch.no_grad(), torch_compat.include_dispatch_key(key)]
-
-
-def _answers_in(
-    check: Callable[..., bool], tensor: torch.Tensor, state: list[AbstractContextManager[object]]
-) -> bool:
-    with ExitStack() as stack:
-        for part in state:
-            stack.enter_context(part)
-        return check(tensor)

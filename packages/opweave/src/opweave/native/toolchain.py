@@ -70,8 +70,8 @@ def nvcc() -> Compiler:
 
 def nm() -> str:
     """Return the program that lists the symbols of an object, as the C++ compiler names it."""
-    found = run((*cxx().command, "-print-prog-name=nm")).stdout.strip()
-    return found or "nm"
+    program = run((*cxx().command, "-print-prog-name=nm")).stdout.strip()
+    return program or "nm"
 
 
 def python_include() -> Path:
@@ -102,7 +102,7 @@ def run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         raise NativeBuildError(f"Cannot run {command[0]}: {error.strerror}.") from error
 
 
-def _command(variable: str, names: tuple[str, ...], what: str) -> tuple[str, ...]:
+def _command(variable: str, names: tuple[str, ...], description: str) -> tuple[str, ...]:
     value = os.environ.get(variable, "")
     try:
         chosen = shlex.split(value)
@@ -115,17 +115,17 @@ def _command(variable: str, names: tuple[str, ...], what: str) -> tuple[str, ...
     if chosen:
         raise NativeBuildError(f"{variable}={shlex.join(chosen)}: program {chosen[0]} not found.")
     raise NativeBuildError(
-        f"Building needs {what}, but {', '.join(names)} was not found; install one, or name it in "
-        f"{variable}."
+        f"Building needs {description}, but {', '.join(names)} was not found; install one, or name "
+        f"it in {variable}."
     )
 
 
 @functools.cache
 def _compiler(command: tuple[str, ...]) -> Compiler:
-    asked = run((*command, "--version"))
-    if asked.returncode != 0:
-        raise NativeBuildError(f"{shlex.join(command)} --version fails.", asked.stderr)
-    return Compiler(command, asked.stdout.strip())
+    result = run((*command, "--version"))
+    if result.returncode != 0:
+        raise NativeBuildError(f"{shlex.join(command)} --version fails.", result.stderr)
+    return Compiler(command, result.stdout.strip())
 
 
 # The headers and sources of the kit, which are part of the package.
@@ -153,8 +153,8 @@ def include_dir() -> Path:
 
 def core_sources() -> list[Path]:
     """Return the kit's sources that all modules share."""
-    found = sorted((include_dir() / "opweave").glob("*.cpp"))
-    return [path for path in found if path.name not in _UNUSED]
+    paths = sorted((include_dir() / "opweave").glob("*.cpp"))
+    return [path for path in paths if path.name not in _UNUSED]
 
 
 @functools.cache
@@ -210,10 +210,10 @@ def check_symbols(source: Path, objects: Iterable[Path]) -> None:
         NativeBuildError: they have one, or it cannot be checked.
     """
     for path in objects:
-        found = run((nm(), "-C", str(path)))
-        if found.returncode != 0:
-            raise NativeBuildError(f"Cannot read the symbols of {path}.", found.stderr)
-        for line in found.stdout.splitlines():
+        listing = run((nm(), "-C", str(path)))
+        if listing.returncode != 0:
+            raise NativeBuildError(f"Cannot read the symbols of {path}.", listing.stderr)
+        for line in listing.stdout.splitlines():
             # 16 digits or blanks, a blank, the kind (weak or unique), a blank, the name
             if line[17:18] in ("W", "V", "u"):
                 raise NativeBuildError(

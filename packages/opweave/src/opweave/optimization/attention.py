@@ -124,7 +124,7 @@ def attention(
             is_causal=is_causal,
             **kwargs,
         )
-    q_first, k_first, v_first = (each.transpose(1, 2) for each in (query, key, value))
+    q_first, k_first, v_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
     if causal and q > 1:
         return ir.ops.causal_attention(q_first, k_first, v_first, scaling), None
     return ir.ops.bidirectional_attention(q_first, k_first, v_first, scaling), None

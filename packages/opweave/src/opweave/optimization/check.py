@@ -226,13 +226,13 @@ def _training(module: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     modules = [*module.modules()]
     try:
-        for each in modules:
-            each.training = True
+        for part in modules:
+            part.training = True
         with torch.random.fork_rng():
             yield
     finally:
-        for each in modules:
-            each.training = False
+        for part in modules:
+            part.training = False
         with torch.no_grad():
             for buffer, values in buffers:
                 buffer.copy_(values)
@@ -241,33 +241,33 @@ def _training(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _other_weights(module: nn.Module) -> Iterator[None]:
     """Give *module* random weights of both signs."""
-    kept = [(parameter, parameter.data) for parameter in module.parameters()]
+    saved = [(parameter, parameter.data) for parameter in module.parameters()]
     generator = torch.Generator().manual_seed(0)
     try:
-        for parameter, values in kept:
+        for parameter, values in saved:
             random = torch.randn(values.shape, generator=generator, device="cpu")
             parameter.data = (3 * random).to(values.device, values.dtype)
         yield
     finally:
-        for parameter, values in kept:
+        for parameter, values in saved:
             parameter.data = values
 
 
-def _compare(found: Any, expected: Any, replacement: Replacement) -> str:
+def _compare(result: Any, expected: Any, replacement: Replacement) -> str:
     if not isinstance(expected, Tensor):
         return f"it returns {type(expected).__name__}, not a tensor"
-    if not isinstance(found, Tensor):
+    if not isinstance(result, Tensor):
         return "its arguments are not covered"
-    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
-        return f"it returns {expected.dtype} {tuple(expected.shape)}, and the op {found.dtype}"
+    if (result.dtype, result.shape) != (expected.dtype, expected.shape):
+        return f"it returns {expected.dtype} {tuple(expected.shape)}, and the op {result.dtype}"
     bounds = [getattr(ir.ops, op).get_tolerance(expected.dtype) for op in replacement.ops]
-    rtol = max(each.rtol for each in bounds)
+    rtol = max(tolerance.rtol for tolerance in bounds)
     # Sums of different order differ relative to the largest results, not to each single one.
     largest = expected.nan_to_num(0.0, 0.0, 0.0).abs().amax().item() if expected.numel() else 0.0
-    atol = max(each.atol for each in bounds) * max(1.0, largest)
-    if torch.allclose(found, expected, rtol=rtol, atol=atol, equal_nan=True):
+    atol = max(tolerance.atol for tolerance in bounds) * max(1.0, largest)
+    if torch.allclose(result, expected, rtol=rtol, atol=atol, equal_nan=True):
         return ""
-    off = (found.double() - expected.double()).abs().max().item()
+    off = (result.double() - expected.double()).abs().max().item()
     return f"it differs from {', '.join(replacement.ops)} by up to {off:.2g}"
 
 

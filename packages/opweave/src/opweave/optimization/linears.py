@@ -87,8 +87,8 @@ def gated_candidates(module: nn.Module) -> tuple[list[Replacement], int]:
 
 def _activation_of(module: nn.Module) -> Any:
     """Return the first attribute that may be the activation, or None."""
-    found = (getattr(module, name, None) for name in _ACTIVATIONS)
-    return next((each for each in found if callable(each)), None)
+    candidates = (getattr(module, name, None) for name in _ACTIVATIONS)
+    return next((candidate for candidate in candidates if callable(candidate)), None)
 
 
 def _is_unchanged(module: Any) -> bool:
@@ -131,12 +131,15 @@ def _gate_of(module: nn.Module) -> str:
         return ""
     x = torch.linspace(-8, 8, 257, dtype=torch.float64)
     try:
-        found = activation(x)
+        y = activation(x)
     except Exception:  # not a function of one tensor
         return ""
-    if not isinstance(found, Tensor) or (found.shape, found.dtype) != (x.shape, x.dtype):
+    if not isinstance(y, Tensor) or (y.shape, y.dtype) != (
+        x.shape,
+        x.dtype,
+    ):
         return ""
     for gate, function in _GATES.items():
-        if torch.allclose(found, function(x), rtol=1e-9, atol=1e-9):
+        if torch.allclose(y, function(x), rtol=1e-9, atol=1e-9):
             return gate
     return ""

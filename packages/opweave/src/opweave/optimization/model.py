@@ -57,24 +57,24 @@ class OptimizeReport:
     @property
     def replaced(self) -> dict[str, tuple[str, ...]]:
         """The ops that each replaced module runs, by the module's name."""
-        return {each.name: each.ops for each in self.outcomes if each.is_replaced}
+        return {o.name: o.ops for o in self.outcomes if o.is_replaced}
 
     @property
     def kept(self) -> dict[str, str]:
         """Why each of the other candidates was not replaced, by the module's name."""
-        return {each.name: each.reason for each in self.outcomes if not each.is_replaced}
+        return {o.name: o.reason for o in self.outcomes if not o.is_replaced}
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the outcomes as JSON values."""
-        return [asdict(each) for each in self.outcomes]
+        return [asdict(o) for o in self.outcomes]
 
     def __str__(self) -> str:
         if not self.outcomes:
             return "no module that opweave could replace"
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for each in self.outcomes:
-            text = ", ".join(each.ops) if each.is_replaced else f"not replaced: {each.reason}"
-            groups[each.module, text].append(each.name)
+        for o in self.outcomes:
+            text = ", ".join(o.ops) if o.is_replaced else f"not replaced: {o.reason}"
+            groups[o.module, text].append(o.name)
         rows = [("module", "count", "ops", "for example")]
         rows += [
             (module, str(len(names)), text, names[0] or "the model")
@@ -167,15 +167,15 @@ def _choose(
     problems = []
     with _undisturbed(module):
         for candidate in candidates:
-            kept = candidate.kept(module)
-            vars(module).update(kept)
+            attributes = candidate.kept(module)
+            vars(module).update(attributes)
             problem = _cannot_derive(module, candidate) or difference(
                 module, candidate, width, like
             )
             if not problem:
                 return candidate, ""
             problems.append(problem)
-            for name in kept:
+            for name in attributes:
                 del vars(module)[name]
     return None, problems[0]
 
@@ -192,13 +192,13 @@ def _cannot_derive(module: nn.Module, replacement: Replacement) -> str:
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
     """Run *module* and its children in evaluation mode, without calling the user's hooks."""
-    kept = []
-    for each in module.modules():
+    saved = []
+    for part in module.modules():
         names = ("_forward_hooks", "_forward_pre_hooks", "training")
-        kept.append((each, {name: vars(each)[name] for name in names}))
-        vars(each).update(_forward_hooks={}, _forward_pre_hooks={}, training=False)
+        saved.append((part, {name: vars(part)[name] for name in names}))
+        vars(part).update(_forward_hooks={}, _forward_pre_hooks={}, training=False)
     try:
         yield
     finally:
-        for each, values in kept:
-            vars(each).update(values)
+        for part, values in saved:
+            vars(part).update(values)

@@ -92,8 +92,8 @@ def is_put_back_possible(module: Replaced) -> bool:
 
     Others derive a class from it: parametrizations of torch, FSDP.
     """
-    own: type = class_of(module._opweave_original, module._opweave_replacement)
-    return type(module) is own
+    expected: type = class_of(module._opweave_original, module._opweave_replacement)
+    return type(module) is expected
 
 
 def put_back(module: Replaced) -> None:
@@ -125,5 +125,5 @@ def _derive(original: type[nn.Module], replacement: Replacement) -> type[nn.Modu
 
 
 def _new(original: type[nn.Module], name: str) -> nn.Module:
-    made = class_of(original, _replacements[name])
-    return copyreg.__newobj__(made)  # type: ignore[attr-defined, no-any-return]
+    cls = class_of(original, _replacements[name])
+    return copyreg.__newobj__(cls)  # type: ignore[attr-defined, no-any-return]

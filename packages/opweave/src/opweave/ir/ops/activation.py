@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from opweave.ir.op import ROWWISE_ELEMENTS
+from opweave.ir.ops.arguments import inputs_from_rows
 from opweave.ir.registry import register_op
 from opweave.ir.rules import ROWWISE
 
@@ -162,23 +162,9 @@ def _halves(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return x[..., :width], x[..., width:]
 
 
-def _random(
-    num_tokens: int = 8,
-    hidden_size: int = 64,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> Tensor:
-    return torch.randn(num_tokens, 2 * hidden_size, device=device).to(dtype)
-
-
 def _inputs(*rest: Any, scale: float = 1.0) -> Callable[..., tuple[Any, ...]]:
-    """Return a function that makes random halves times *scale*, followed by *rest*."""
-
-    @functools.wraps(_random)
-    def generate(*args: Any, **options: Any) -> tuple[Any, ...]:
-        return scale * _random(*args, **options), *rest
-
-    return generate
+    """Return an input generator that makes random halves times *scale*, followed by *rest*."""
+    return inputs_from_rows(lambda x: (scale * torch.cat((x, torch.randn_like(x)), -1), *rest))
 
 
 for _op in (silu_and_mul, mul_and_silu, fatrelu_and_mul):
@@ -228,16 +214,12 @@ def _gelu_of_chunk(x: Tensor, approximate: str = "none") -> Tensor:
     return functional.gelu(first, approximate=approximate) * second
 
 
-def _gelu_and_mul_by_tanh_inputs(**options: Any) -> tuple[Tensor, str]:
-    return _random(**options), "tanh"
-
-
 for _op in (silu_and_mul, mul_and_silu):
     _op.register_spelling(marker="exp", elements=ROWWISE_ELEMENTS)(_op.native)
 gelu_and_mul.register_spelling(marker="erf", elements=ROWWISE_ELEMENTS)(gelu_and_mul.native)
 for _spelling in (_gelu_of_chunk, gelu_and_mul.native):
     gelu_and_mul.register_spelling(
-        marker="tanh", elements=ROWWISE_ELEMENTS, inputs=_gelu_and_mul_by_tanh_inputs
+        marker="tanh", elements=ROWWISE_ELEMENTS, inputs=_inputs("tanh")
     )(_spelling)
 
 
@@ -357,24 +339,15 @@ def _number(name: str, value: Tensor, x: Tensor) -> Tensor:
 @gelu_fast.register_input_generator
 @quick_gelu.register_input_generator
 @relu2.register_input_generator
-def _pointwise_inputs(
-    num_tokens: int = 8,
-    hidden_size: int = 64,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> tuple[Tensor]:
-    return (torch.randn(num_tokens, hidden_size, device=device).to(dtype),)
+@inputs_from_rows
+def _pointwise_inputs(x: Tensor) -> tuple[Tensor]:
+    return (x,)
 
 
 @xielu.register_input_generator
-def _xielu_inputs(
-    num_tokens: int = 8,
-    hidden_size: int = 64,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> tuple[Tensor, Tensor, Tensor, float, float]:
-    (x,) = _pointwise_inputs(num_tokens, hidden_size, dtype, device)
-    alpha_p, alpha_n = torch.tensor([[0.2], [-1.1]], device=device).to(dtype)
+@inputs_from_rows
+def _xielu_inputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor, float, float]:
+    alpha_p, alpha_n = torch.tensor([[0.2], [-1.1]], device=x.device).to(x.dtype)
     return x, alpha_p, alpha_n, 0.5, -1e-6
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,20 +28,46 @@ def is_readable(tensor: Tensor) -> bool:
 def check_shape(op: str, name: str, tensor: Tensor, *shape: int) -> None:
     """Raise ValueError unless *tensor* has *shape*; -1 stands for any size."""
     fits = tensor.ndim == len(shape) and all(
-        wanted in (-1, found) for wanted, found in zip(shape, tensor.shape, strict=True)
+        size in (-1, actual) for size, actual in zip(shape, tensor.shape, strict=True)
     )
     if not fits:
         sizes = ", ".join("any" if size == -1 else str(size) for size in shape)
         raise misfit(op, name, tensor, f"({sizes}{',' * (len(shape) == 1)})")
 
 
-def misfit(op: str, name: str, tensor: Tensor, wanted: str) -> ValueError:
-    """Return the error for an argument *name* of *op* that must be *wanted*."""
-    found = f"{plain(tensor.dtype)}, {tuple(tensor.shape)}"
-    return ValueError(f"{op}: {name} must be {wanted}; found {found}.")
+def misfit(op: str, name: str, tensor: Tensor, expected: str) -> ValueError:
+    """Return the error for an argument *name* of *op* that must be *expected*."""
+    return ValueError(
+        f"{op}: {name} must be {expected}; found {plain(tensor.dtype)}, {tuple(tensor.shape)}."
+    )
 
 
-# Lengths of packed sequences for input generators.
+# Rows and lengths of packed sequences for input generators.
+
+
+def random_rows(
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Tensor:
+    """Make random rows, ``(num_tokens, hidden_size)``."""
+    return torch.randn(num_tokens, hidden_size, device=device).to(dtype)
+
+
+def random_row(x: Tensor) -> Tensor:
+    """Make a random vector with an element for each column of *x*, in its dtype."""
+    return torch.randn(x.shape[-1], device=x.device).to(x.dtype)
+
+
+def inputs_from_rows(make: Callable[[Tensor], tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Return an input generator with the options of :func:`random_rows`, which *make* receives."""
+
+    @functools.wraps(random_rows)
+    def generate(*args: Any, **options: Any) -> tuple[Any, ...]:
+        return make(random_rows(*args, **options))
+
+    return generate
 
 
 def sequence_lengths(num_tokens: int, num_seqs: int) -> list[int]:
@@ -84,8 +112,8 @@ def write_states(x_state: Tensor, slot_idx: Tensor, new: Tensor) -> Tensor:
 
 def initial_states(x_state: Tensor, slot_idx: Tensor, has_initial_state: Tensor) -> Tensor:
     """Return the initial state of each sequence: that of its slot, or zeros."""
-    known = has_initial_state.view(-1, *[1] * (x_state.ndim - 1))
-    return torch.where(known, read_states(x_state, slot_idx), 0)
+    is_initialized = has_initial_state.view(-1, *[1] * (x_state.ndim - 1))
+    return torch.where(is_initialized, read_states(x_state, slot_idx), 0)
 
 
 def is_computed(sequence: Tensor, slot_idx: Tensor) -> Tensor:

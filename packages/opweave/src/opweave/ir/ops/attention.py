@@ -202,10 +202,10 @@ def check_varlen(
     both = cu_seqlens_q, cu_seqlens_k
     whole = all(t.dtype in (torch.int32, torch.int64) for t in both)
     if not whole or cu_seqlens_q.ndim != 1 or cu_seqlens_q.shape != cu_seqlens_k.shape:
-        found = " and ".join(f"{t.dtype}, {tuple(t.shape)}" for t in both).replace("torch.", "")
+        actual = " and ".join(f"{t.dtype}, {tuple(t.shape)}" for t in both).replace("torch.", "")
         raise ValueError(
             f"{name}: cu_seqlens_q and cu_seqlens_k must both be int32 or int64, (sequences + 1,); "
-            f"found {found}."
+            f"found {actual}."
         )
     if cu_seqlens_q.shape[0] == 0:
         raise ValueError(f"{name}: cu_seqlens_q is empty; it must start with 0.")

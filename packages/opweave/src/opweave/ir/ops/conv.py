@@ -15,6 +15,8 @@ from opweave.ir.ops.arguments import (
     initial_states,
     is_computed,
     misfit,
+    random_row,
+    random_rows,
     read_states,
     sequence_inputs,
     some_slots,
@@ -32,12 +34,7 @@ _CONV: dict[int, Callable[..., Tensor]] = {
     2: functional.conv2d,
     3: functional.conv3d,
 }
-_MODES = {
-    "zeros": "constant",
-    "reflect": "reflect",
-    "replicate": "replicate",
-    "circular": "circular",
-}
+PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
 @register_op
@@ -70,22 +67,6 @@ def conv_nd(
             values, or *padding_mode* is unknown.
     """
     dims = weight.ndim - 2
-    _check_conv(dims, stride, padding, dilation, padding_mode)
-    before, after = list(padding[::2]), list(padding[1::2])
-    if padding_mode != "zeros" or before != after:
-        pairs = zip(before[::-1], after[::-1], strict=True)  # torch pads the last dimension first
-        x = functional.pad(x, [n for pair in pairs for n in pair], mode=_MODES[padding_mode])
-        before = [0] * dims
-    return _CONV[dims](x, weight, bias, list(stride), before, list(dilation), groups)
-
-
-def _check_conv(
-    dims: int,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    padding_mode: str,
-) -> None:
     if dims not in _CONV:
         raise ValueError(
             f"conv_nd: weight must have 3 to 5 dimensions (1 to 3 of the kernel); found {dims + 2}."
@@ -96,10 +77,18 @@ def _check_conv(
             f"and {2 * dims} of padding; found stride={list(stride)}, dilation={list(dilation)}, "
             f"padding={list(padding)}."
         )
-    if padding_mode not in _MODES:
+    if padding_mode not in PADDING_MODES:
         raise ValueError(
-            f"conv_nd: padding_mode must be one of {', '.join(_MODES)}; found {padding_mode!r}."
+            f"conv_nd: padding_mode must be one of {', '.join(PADDING_MODES)}; found "
+            f"{padding_mode!r}."
         )
+    before, after = list(padding[::2]), list(padding[1::2])
+    if padding_mode != "zeros" or before != after:
+        pairs = zip(before[::-1], after[::-1], strict=True)  # torch pads the last dimension first
+        mode = "constant" if padding_mode == "zeros" else padding_mode
+        x = functional.pad(x, [n for pair in pairs for n in pair], mode=mode)
+        before = [0] * dims
+    return _CONV[dims](x, weight, bias, list(stride), before, list(dilation), groups)
 
 
 @register_op(composite=True)
@@ -233,14 +222,14 @@ def causal_conv1d(
     tokens, count, history = x.shape[0], slot_idx.shape[0], weight.shape[1] - 1
     dtype = torch.promote_types(x.dtype, torch.float32)
     sequence, _ = locate(tokens, query_start_loc)
-    known = initial_states(x_state, slot_idx, has_initial_state).to(dtype).transpose(1, 2)
+    first_inputs = initial_states(x_state, slot_idx, has_initial_state).to(dtype).transpose(1, 2)
     # Lay out the inputs of each sequence after its initial state, so that an output is a sum over
     # neighbors. Tokens after the last sequence follow unused space.
     places = torch.arange(tokens, device=x.device) + (sequence + 1) * history
     earlier = _windows(query_start_loc[:-1], count, history)
     inputs = x.new_zeros(tokens + (count + 1) * history, x.shape[1], dtype=dtype)
     inputs = inputs.index_copy(0, places, x.to(dtype))
-    inputs = inputs.index_copy(0, earlier.flatten(), known.flatten(0, 1))
+    inputs = inputs.index_copy(0, earlier.flatten(), first_inputs.flatten(0, 1))
     length = tokens + count * history
     taps = [inputs[j : j + length] for j in range(history + 1)]
     y = convolve(taps, weight.to(dtype), bias, activation)[places - history]
@@ -302,12 +291,7 @@ def convolve(
 
 
 def check_conv(
-    op: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    x_state: Tensor,
-    activation: str | None,
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, x_state: Tensor, activation: str | None
 ) -> None:
     """Raise ValueError unless the arguments of a convolution called *op* fit together."""
     check_shape(op, "x", x, -1, -1)
@@ -356,15 +340,10 @@ def _causal_conv_update_inputs(
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, str]:
     """Make one token for each of *num_tokens* sequences; the first quarter is padding."""
-    slots = some_slots(num_tokens, device)
-    return (
-        torch.randn(num_tokens, hidden_size, device=device).to(dtype),
-        torch.randn(hidden_size, width, device=device).to(dtype) / width**0.5,
-        torch.randn(hidden_size, device=device).to(dtype),
-        torch.randn(num_tokens + 4, hidden_size, width - 1, device=device).to(dtype),
-        slots,
-        "silu",
-    )
+    x = random_rows(num_tokens, hidden_size, dtype, device)
+    weight = torch.randn(hidden_size, width, device=device).to(dtype) / width**0.5
+    state = torch.randn(num_tokens + 4, hidden_size, width - 1, device=device).to(dtype)
+    return x, weight, random_row(x), state, some_slots(num_tokens, device), "silu"
 
 
 for _causal_conv_op in (causal_conv1d, causal_conv1d_update):

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from opweave import torch_compat
+from opweave.ir.ops.arguments import inputs_from_rows, random_row
 from opweave.ir.ops.norm import fused_add_rms_norm
 from opweave.ir.registry import register_op
 from opweave.ir.rules import BATCH_INVARIANT
@@ -79,21 +80,17 @@ def masked_embedding(
     """
     first = (input_ids >= start) & (input_ids < end)
     second = (input_ids >= added_start) & (input_ids < added_end)
-    found = first | second
+    is_inside = first | second
     rows = torch.where(second, input_ids - (added_start - added_row), input_ids - start)
-    values = functional.embedding(torch.where(found, rows, 0), weight)
-    return torch.where(found.unsqueeze(-1), values, torch.zeros_like(values))
+    values = functional.embedding(torch.where(is_inside, rows, 0), weight)
+    return torch.where(is_inside.unsqueeze(-1), values, torch.zeros_like(values))
 
 
 @masked_embedding.register_input_generator
-def _masked_embedding_inputs(
-    num_tokens: int = 8,
-    hidden_size: int = 64,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> tuple[Tensor, Tensor, int, int, int, int, int]:
-    weight = torch.randn(24, hidden_size, device=device).to(dtype)
-    return torch.randint(40, (num_tokens,), device=device), weight, 8, 22, 32, 36, 16
+@inputs_from_rows
+def _masked_embedding_inputs(x: Tensor) -> tuple[Tensor, Tensor, int, int, int, int, int]:
+    weight = torch.randn(24, x.shape[1], device=x.device).to(x.dtype)
+    return torch.randint(40, x.shape[:1], device=x.device), weight, 8, 22, 32, 36, 16
 
 
 # Composites of a collective and the following op, for kernels that overlap the two.
@@ -101,11 +98,7 @@ def _masked_embedding_inputs(
 
 @register_op(allow_inplace=True, composite=True)
 def all_reduce_rms_norm(
-    x: Tensor,
-    x_residual: Tensor,
-    weight: Tensor | None,
-    epsilon: float,
-    group: str = "0",
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, group: str = "0"
 ) -> tuple[Tensor, Tensor]:
     """All-reduce, add a residual, then normalize.
 
@@ -130,14 +123,9 @@ def all_reduce_rms_norm(
 
 
 @all_reduce_rms_norm.register_input_generator
-def _collective_inputs(
-    num_tokens: int = 8,
-    hidden_size: int = 64,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> tuple[Tensor, Tensor, Tensor, float, str]:
-    x, residual = torch.randn(2, num_tokens, hidden_size, device=device).to(dtype)
-    return x, residual, torch.randn(hidden_size, device=device).to(dtype), 1e-6, "0"
+@inputs_from_rows
+def _collective_inputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor, float, str]:
+    return x, torch.randn_like(x), random_row(x), 1e-6, "0"
 
 
 # Kernels may round once less than native, and 1 ulp of float16 is large.

@@ -116,13 +116,13 @@ def bound_activation(
         ValueError: the activation does not exist, or does not have a given constant.
     """
     activation = expert_activation(name)
-    given = {"alpha": alpha, "beta": beta, "limit": limit}
-    chosen = {key: value for key, value in given.items() if value is not None}
+    constants = {"alpha": alpha, "beta": beta, "limit": limit}
+    chosen = {key: value for key, value in constants.items() if value is not None}
     for key in sorted(chosen.keys() - activation.options.keys()):
-        having = [n for n, a in EXPERT_ACTIVATIONS.items() if key in a.options]
+        others = [n for n, a in EXPERT_ACTIVATIONS.items() if key in a.options]
         raise ValueError(
             f"the activation {name!r} has no {key}, found {key}={chosen[key]}. Activations that "
-            f"have it: {', '.join(having)}."
+            f"have it: {', '.join(others)}."
         )
     options = {**activation.options, **chosen}
     return lambda x: activation.function(x, **options)
@@ -233,11 +233,11 @@ def route(
     Raises:
         ValueError: *weight_on_input* with more than one expert per token.
     """
-    known = num_local if expert_map is None else expert_map.shape[0]
-    valid = (topk_ids >= 0) & (topk_ids < known)
+    num_experts = num_local if expert_map is None else expert_map.shape[0]
+    valid = (topk_ids >= 0) & (topk_ids < num_experts)
     experts = torch.where(valid, topk_ids, 0)
     if expert_map is not None:
-        experts = expert_map[experts.long()] if known else experts
+        experts = expert_map[experts.long()] if num_experts else experts
         valid = valid & (experts >= 0) & (experts < num_local)
         experts = torch.where(valid, experts, 0)
     if not weight_on_input:
@@ -302,10 +302,10 @@ def check_experts(
             )
 
 
-def _check_shape(name: str, tensor: Tensor, wanted: tuple[int, ...], because: str) -> None:
-    if tuple(tensor.shape) != wanted:
+def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], because: str) -> None:
+    if tuple(tensor.shape) != expected:
         raise ValueError(
-            f"fused_experts: {name} must have shape {wanted} to fit {because}; found "
+            f"fused_experts: {name} must have shape {expected} to fit {because}; found "
             f"{tuple(tensor.shape)}."
         )
 
@@ -335,20 +335,20 @@ def _inputs(
     weights, ids = scores.topk(topk)
     w13, w2 = w13 / hidden_size**0.5, w2 / intermediate_size**0.5
     weights = weights / weights.sum(-1, keepdim=True)
-    places = None
+    expert_map = None
     biases: list[Tensor | None] = [None, None]
     if has_map:
-        known = torch.arange(2 * num_experts, device=device)
-        places = torch.where(known % 2 == 0, known.flip(0) // 2, -1).to(torch.int32)
+        experts = torch.arange(2 * num_experts, device=device)
+        expert_map = torch.where(experts % 2 == 0, experts.flip(0) // 2, -1).to(torch.int32)
         ids = 2 * ids + torch.randint(2, ids.shape, device=device)
     if unrouted:
-        nobody = torch.tensor([-1, 2 * num_experts], device=device)
-        ids = torch.where(torch.rand(ids.shape, device=device) < 0.3, nobody[ids % 2], ids)
+        invalid = torch.tensor([-1, 2 * num_experts], device=device)
+        ids = torch.where(torch.rand(ids.shape, device=device) < 0.3, invalid[ids % 2], ids)
         ids[:1] = -1
     if has_bias:
         biases = [torch.randn(w.shape[:2], device=device).to(dtype) for w in (w13, w2)]
     values = x.to(dtype), w13.to(dtype), w2.to(dtype), weights, ids.to(torch.int32)
-    return *values, "silu", places, *biases, False, None, None, None
+    return *values, "silu", expert_map, *biases, False, None, None, None
 
 
 # Sums in a different order with three roundings to the dtype: the error grows with the number of

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from opweave.ir.ops.activation import silu_and_mul
 from opweave.ir.ops.arguments import misfit
 from opweave.ir.ops.fused_experts import (
+    Routed,
     bound_activation,
     combine,
     expert_activation,
@@ -86,19 +88,34 @@ def fused_experts_quant(
 
     Source: as for the linear layers and ``fused_experts``.
     """
-    act = bound_activation(activation, alpha, beta, limit)
-    check_experts_quant(
+    routed, count, first, act, second = low_bit_experts(
         x, w13, w13_scale, w13_offset, w2, w2_scale, w2_offset, topk_weights, topk_ids,
-        w13_format, w2_format, activation,
+        w13_format, w2_format, activation, expert_map, apply_router_weight_on_input,
+        alpha, beta, limit, _native,
     )  # fmt: skip
-    routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
-    if len(w13) == 0:
+    if count == 0:
         return x.new_zeros(x.shape)
-    first = low_bit_product(w13, w13_scale, w13_offset, w13_format, _native)
-    second = low_bit_product(w2, w2_scale, w2_offset, w2_format, _native)
-    outputs = [second(expert, act(first(expert, routed.x))) for expert in range(len(w13))]
+    outputs = [second(expert, act(first(expert, routed.x))) for expert in range(count)]
     index = routed.experts.long()[..., None].expand(-1, -1, x.shape[1])
     return combine(torch.stack(outputs, 1).gather(1, index), routed)
+
+
+class PreparedExperts(NamedTuple):
+    """The arguments of a call, checked.
+
+    Attributes:
+        routed: the tokens.
+        num_experts: the number of experts in the weights.
+        first: the product before the activation.
+        act: the activation.
+        second: the product after it.
+    """
+
+    routed: Routed
+    num_experts: int
+    first: ExpertFunction
+    act: Callable[[Tensor], Tensor]
+    second: ExpertFunction
 
 
 def _native(op: IrOp) -> Callable[..., Any]:
@@ -109,48 +126,41 @@ def _selected(op: IrOp) -> Callable[..., Any]:
     return cast("Callable[..., Any]", op)
 
 
-def low_bit_product(
+def _product(
     weight: Tensor,
     scale: Tensor | None,
     offset: Tensor | None,
     format: str,
-    of_op: Callable[[IrOp], Callable[..., Any]] = _selected,
+    of_op: Callable[[IrOp], Callable[..., Any]],
 ) -> ExpertFunction:
-    """Return the product of each expert by the linear layer of *format*.
-
-    Args:
-        weight, scale, offset, format: as in ``fused_experts_quant``.
-        of_op: returns the function to call for an op; by default, each call selects one.
-    """
+    """Return the product of each expert by the linear layer of *format*."""
 
     def product(expert: int, rows: Tensor) -> Tensor:
-        found: Tensor
-        own = weight[expert]
+        out: Tensor
+        matrix = weight[expert]
         if scale is None:
-            found = of_op(linear_q)(rows, own, None, format)
+            out = of_op(linear_q)(rows, matrix, None, format)
         elif format == "w4a16":
-            own_offset = None if offset is None else offset[expert]
-            found = of_op(linear_w4a16)(rows, own, scale[expert], own_offset)
+            offsets = None if offset is None else offset[expert]
+            out = of_op(linear_w4a16)(rows, matrix, scale[expert], offsets)
         elif format == "w8a16":
-            found = of_op(linear_w8a16)(rows, own, scale[expert])
+            out = of_op(linear_w8a16)(rows, matrix, scale[expert])
         else:
-            factors = scale[expert]
+            factors, use_ue8m0 = scale[expert], format == "w8a8_ue8m0"
             if factors.ndim == 2:
-                group = own.shape[1] // factors.shape[1]
-                codes, of_token = of_op(per_token_group_quant_fp8)(
-                    rows, group, format == "w8a8_ue8m0"
-                )
-            elif own.dtype is torch.int8:
-                codes, of_token = of_op(dynamic_per_token_quant_int8)(rows)
+                group = matrix.shape[1] // factors.shape[1]
+                codes, row_scale = of_op(per_token_group_quant_fp8)(rows, group, use_ue8m0)
+            elif matrix.dtype is torch.int8:
+                codes, row_scale = of_op(dynamic_per_token_quant_int8)(rows)
             else:
-                codes, of_token = of_op(dynamic_per_token_quant_fp8)(rows)
-            found = of_op(linear_w8a8)(codes, of_token, own, factors, None, rows.dtype)
-        return found
+                codes, row_scale = of_op(dynamic_per_token_quant_fp8)(rows)
+            out = of_op(linear_w8a8)(codes, row_scale, matrix, factors, None, rows.dtype)
+        return out
 
     return product
 
 
-def check_experts_quant(
+def low_bit_experts(
     x: Tensor,
     w13: Tensor,
     w13_scale: Tensor | None,
@@ -163,15 +173,29 @@ def check_experts_quant(
     w13_format: str,
     w2_format: str,
     activation: str,
-) -> None:
-    """Raise ValueError unless the shapes and dtypes fit together."""
+    expert_map: Tensor | None,
+    apply_router_weight_on_input: bool,
+    alpha: float | None,
+    beta: float | None,
+    limit: float | None,
+    of_op: Callable[[IrOp], Callable[..., Any]] = _selected,
+) -> PreparedExperts:
+    """Check the arguments of ``fused_experts_quant``, and return its experts.
+
+    Args:
+        of_op: returns the function to call for an op; by default, each call selects one.
+
+    Raises:
+        ValueError: a format is unknown, or shapes or dtypes do not fit.
+    """
+    act = bound_activation(activation, alpha, beta, limit)
     if x.ndim != 2 or not x.is_floating_point():
         raise _misfit("x", x, "floating point, (tokens, hidden)")
     if topk_ids.ndim != 2 or topk_ids.is_floating_point() or topk_ids.dtype is torch.bool:
         raise _misfit("topk_ids", topk_ids, "integers, (tokens, experts per token)")
     if topk_ids.shape[0] != x.shape[0] or topk_weights.shape != topk_ids.shape:
-        wanted = f"like topk_ids, with a row for each of {x.shape[0]} tokens"
-        raise _misfit("topk_weights", topk_weights, wanted)
+        expected = f"like topk_ids, with a row for each of {x.shape[0]} tokens"
+        raise _misfit("topk_weights", topk_weights, expected)
     hidden = x.shape[1]
     _check_weight("w13", w13, w13_scale, w13_offset, w13_format, hidden)
     rows = w13.shape[1]
@@ -179,6 +203,12 @@ def check_experts_quant(
     _check_weight("w2", w2, w2_scale, w2_offset, w2_format, size)
     if tuple(w2.shape[:2]) != (w13.shape[0], hidden):
         raise _misfit("w2", w2, f"({w13.shape[0]}, {hidden}, ...) to fit w13 and x")
+    routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
+    first = _product(w13, w13_scale, w13_offset, w13_format, of_op)
+    second = _product(w2, w2_scale, w2_offset, w2_format, of_op)
+    if activation == "silu":  # the same function, for which there may be a kernel
+        act = of_op(silu_and_mul)
+    return PreparedExperts(routed, len(w13), first, act, second)
 
 
 def _check_weight(
@@ -190,13 +220,14 @@ def _check_weight(
     columns: int,
 ) -> None:
     if format not in EXPERT_FORMATS:
-        known = ", ".join(map(repr, EXPERT_FORMATS))
+        formats = ", ".join(map(repr, EXPERT_FORMATS))
         raise ValueError(
-            f"fused_experts_quant: {name}_format must be one of {known}; found {format!r}."
+            f"fused_experts_quant: {name}_format must be one of {formats}; found {format!r}."
         )
-    if weight.ndim != 3 or weight.shape[2] != _width(format, columns):
-        wanted = f"(experts, rows, {_width(format, columns)}) for {format}"
-        raise _misfit(name, weight, f"{wanted} of {columns} columns")
+    width = _width(format, columns)
+    if weight.ndim != 3 or weight.shape[2] != width:
+        expected = f"(experts, rows, {width}) for {format} of {columns} columns"
+        raise _misfit(name, weight, expected)
     if (scale is not None) != (format in SCALED_FORMATS):
         raise ValueError(
             f"fused_experts_quant: {name}_scale must be {'a tensor' if scale is None else 'None'} "
@@ -237,7 +268,7 @@ def _inputs(
     An empty *w2_format* stands for *format*. *block_size* and *weight_dtype* are those of
     ``linear_w8a8``.
     """
-    x, _, _, weights, ids, activation, places, *_ = fused_experts.generate_inputs(
+    x, _, _, weights, ids, activation, expert_map, *_ = fused_experts.generate_inputs(
         num_tokens=num_tokens, hidden_size=hidden_size, intermediate_size=intermediate_size,
         num_experts=num_experts, topk=topk, unrouted=unrouted, has_map=has_map, dtype=dtype,
         device=device,
@@ -246,7 +277,7 @@ def _inputs(
     rest = block_size, weight_dtype, device
     w13 = _weights(num_experts, 2 * intermediate_size, hidden_size, formats[0], *rest)
     w2 = _weights(num_experts, hidden_size, intermediate_size, formats[1], *rest)
-    return x, *w13, *w2, weights, ids, *formats, activation, places, False, None, None, None
+    return x, *w13, *w2, weights, ids, *formats, activation, expert_map, False, None, None, None
 
 
 def _weights(
@@ -255,27 +286,24 @@ def _weights(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the weights of all experts, their scales and offsets."""
     sizes = {"hidden_size": columns, "output_size": rows, "num_tokens": 0, "device": device}
-    made: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
+    if format in GGUF_BLOCKS:
+        blocks = [random_blocks(rows, columns, format, device) for _ in range(experts)]
+        return torch.stack(blocks), None, None
+    tensors: list[tuple[Tensor, ...]] = []
     for _ in range(experts):
-        if format in GGUF_BLOCKS:
-            made.append((random_blocks(rows, columns, format, device), None, None))
-        elif format == "w4a16":
+        if format == "w4a16":
             _, q, scale, offset, _ = linear_w4a16.generate_inputs(**sizes)
-            made.append((q, scale, offset))
+            tensors.append((q, scale, offset))
         elif format == "w8a16":
             _, q, scale, _ = linear_w8a16.generate_inputs(**sizes, weight_dtype=weight_dtype)
-            made.append((q, scale, None))
+            tensors.append((q, scale))
         else:
             _, _, q, scale, *_ = linear_w8a8.generate_inputs(
                 **sizes, weight_dtype=weight_dtype, block_size=block_size
             )
-            made.append((q, scale, None))
-    weight, *rest = (
-        None if parts[0] is None else torch.stack([part for part in parts if part is not None])
-        for parts in zip(*made, strict=True)
-    )
-    assert weight is not None
-    return weight, rest[0], rest[1]
+            tensors.append((q, scale))
+    weight, scale, *offsets = map(torch.stack, zip(*tensors, strict=True))
+    return weight, scale, offsets[0] if offsets else None
 
 
 # Sums in a different order with three roundings to the dtype, as for fused_experts; and a hidden

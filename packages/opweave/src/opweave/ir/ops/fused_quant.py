@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from opweave.ir.ops.activation import silu_and_mul
+from opweave.ir.ops.arguments import random_row, random_rows
 from opweave.ir.ops.norm import fused_add_rms_norm, rms_norm
 from opweave.ir.ops.quant import (
     block_scales,
@@ -223,35 +224,19 @@ def silu_and_mul_per_token_group_quant_fp8(
     return quantized, scale
 
 
-def _inputs_of(
+def _arguments(
     op: IrOp, num_tokens: int, hidden_size: int, dtype: torch.dtype, device: str
 ) -> list[Any]:
-    """Return the activations of *op*, and a weight and epsilon if it has them."""
+    """Return the arguments of *op* before those of the quantization."""
     width = 2 * hidden_size if op.name.startswith("silu") else hidden_size
-    shape = (num_tokens, width)
-    found: list[Any] = [torch.randn(shape, device=device).to(dtype) for _ in op.activations]
+    arguments: list[Any] = [random_rows(num_tokens, width, dtype, device) for _ in op.activations]
     if "weight" in op.schema.names:
-        found += [torch.randn(width, device=device).to(dtype), 1e-6]
-    return found
+        arguments += [random_row(arguments[0]), 1e-6]
+    return arguments
 
 
-def _register_inputs(op: IrOp, *rest: Callable[[str], Any]) -> None:
-    """Register inputs: the activations, a weight if *op* has one, then the results of *rest*."""
-
-    def inputs(
-        num_tokens: int = 8,
-        hidden_size: int = 64,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-    ) -> tuple[Any, ...]:
-        found = _inputs_of(op, num_tokens, hidden_size, dtype, device)
-        return (*found, *(make(device) for make in rest))
-
-    op.register_input_generator(inputs)
-
-
-def _register_static_inputs(op: IrOp) -> None:
-    """Register inputs with one scale, or one for each block of rows and columns."""
+def _static_inputs(op: IrOp) -> Callable[..., tuple[Any, ...]]:
+    """Return an input generator with one scale, or one for each block of rows and columns."""
 
     def inputs(
         num_tokens: int = 8,
@@ -261,55 +246,58 @@ def _register_static_inputs(op: IrOp) -> None:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> tuple[Any, ...]:
-        found = _inputs_of(op, num_tokens, hidden_size, dtype, device)
-        quantized = found[0][:, :hidden_size]
-        return *found, block_scales(quantized, row_block_size, column_block_size)
+        arguments = _arguments(op, num_tokens, hidden_size, dtype, device)
+        quantized = arguments[0][:, :hidden_size]
+        return *arguments, block_scales(quantized, row_block_size, column_block_size)
 
-    op.register_input_generator(inputs)
+    return inputs
 
 
-def _register_group_inputs(op: IrOp) -> None:
-    """Register inputs with a group size."""
+def _dynamic_inputs(op: IrOp) -> Callable[..., tuple[Any, ...]]:
+    """Return an input generator with an upper bound, where the op has one."""
 
     def inputs(
         num_tokens: int = 8,
         hidden_size: int = 64,
-        group_size: int = 24,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> tuple[Any, ...]:
-        return *_inputs_of(op, num_tokens, hidden_size, dtype, device), group_size, False
+        bound = [torch.full((1,), 3.0, device=device)] if "scale_ub" in op.schema.names else []
+        return *_arguments(op, num_tokens, hidden_size, dtype, device), *bound
 
-    op.register_input_generator(inputs)
-
-
-def _bound(device: str) -> Tensor:
-    return torch.full((1,), 3.0, device=device)
+    return inputs
 
 
-_register_static_inputs(rms_norm_static_quant_fp8)
-_register_inputs(rms_norm_dynamic_per_token_quant_fp8, _bound)
-_register_inputs(rms_norm_dynamic_per_token_quant_int8)
-_register_static_inputs(fused_add_rms_norm_static_quant_fp8)
-_register_inputs(fused_add_rms_norm_dynamic_per_token_quant_fp8, _bound)
-_register_inputs(fused_add_rms_norm_dynamic_per_token_quant_int8)
-_register_static_inputs(silu_and_mul_static_quant_fp8)
-_register_inputs(silu_and_mul_dynamic_per_token_quant_fp8, _bound)
-_register_inputs(silu_and_mul_dynamic_per_token_quant_int8)
-_register_group_inputs(silu_and_mul_per_token_group_quant_fp8)
+@silu_and_mul_per_token_group_quant_fp8.register_input_generator
+def _group_inputs(
+    num_tokens: int = 8,
+    hidden_size: int = 64,
+    group_size: int = 24,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, int, bool]:
+    return random_rows(num_tokens, 2 * hidden_size, dtype, device), group_size, False
 
-for _op in (
+
+_STATIC_OPS = (
     rms_norm_static_quant_fp8,
+    fused_add_rms_norm_static_quant_fp8,
+    silu_and_mul_static_quant_fp8,
+)
+_DYNAMIC_OPS = (
     rms_norm_dynamic_per_token_quant_fp8,
     rms_norm_dynamic_per_token_quant_int8,
-    fused_add_rms_norm_static_quant_fp8,
     fused_add_rms_norm_dynamic_per_token_quant_fp8,
     fused_add_rms_norm_dynamic_per_token_quant_int8,
-    silu_and_mul_static_quant_fp8,
     silu_and_mul_dynamic_per_token_quant_fp8,
     silu_and_mul_dynamic_per_token_quant_int8,
-    silu_and_mul_per_token_group_quant_fp8,
-):
+)
+for _op in _STATIC_OPS:
+    _op.register_input_generator(_static_inputs(_op))
+for _op in _DYNAMIC_OPS:
+    _op.register_input_generator(_dynamic_inputs(_op))
+
+for _op in (*_STATIC_OPS, *_DYNAMIC_OPS, silu_and_mul_per_token_group_quant_fp8):
     # The quantized values may differ by 1 ulp of float16 or bfloat16, which may give the next code,
     # up to 1/8 of the value (or 2**-9) away. Scales change with the largest value of a row.
     _op.override_tolerance(torch.float8_e4m3fn, atol=2**-9, rtol=0.125)

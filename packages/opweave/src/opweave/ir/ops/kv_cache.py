@@ -52,7 +52,18 @@ def reshape_and_cache(
         ValueError: shapes or dtypes do not fit.
         IndexError: a slot is out of range and not -1 (RuntimeError from native kernels).
     """
-    _check_cache(key, value, key_cache, value_cache, slot_mapping)
+    op = "reshape_and_cache"
+    if slot_mapping.ndim != 1 or slot_mapping.dtype != torch.int64:
+        raise misfit(op, "slot_mapping", slot_mapping, "int64, (tokens,)")
+    if key_cache.ndim != 4:
+        raise misfit(op, "key_cache", key_cache, "(blocks, kv_heads, block_size, head_size)")
+    blocks, heads, block_size, _ = key_cache.shape
+    for name, x, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        fits = cache.ndim == 4 and cache.shape[:3] == (blocks, heads, block_size)
+        if not fits or cache.dtype != x.dtype:
+            expected = f"{plain(x.dtype)}, ({blocks}, {heads}, {block_size}, {name}'s head size)"
+            raise misfit(op, f"{name}_cache", cache, expected)
+        check_shape(op, name, x, slot_mapping.shape[0], heads, cache.shape[3])
     return _scatter(key, key_cache, slot_mapping), _scatter(value, value_cache, slot_mapping)
 
 
@@ -116,23 +127,6 @@ def _scatter(x: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
     return new.contiguous() if cache.is_contiguous() else empty_in_layout(cache).copy_(new)
 
 
-def _check_cache(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-) -> None:
-    op = "reshape_and_cache"
-    if slot_mapping.ndim != 1 or slot_mapping.dtype != torch.int64:
-        raise misfit(op, "slot_mapping", slot_mapping, "int64, (tokens,)")
-    if key_cache.ndim != 4:
-        raise misfit(op, "key_cache", key_cache, "(blocks, kv_heads, block_size, head_size)")
-    blocks, heads, block_size, _ = key_cache.shape
-    for name, x, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        fits = cache.ndim == 4 and cache.shape[:3] == (blocks, heads, block_size)
-        if not fits or cache.dtype != x.dtype:
-            wanted = f"{plain(x.dtype)}, ({blocks}, {heads}, {block_size}, {name}'s head size)"
-            raise misfit(op, f"{name}_cache", cache, wanted)
-        check_shape(op, name, x, slot_mapping.shape[0], heads, cache.shape[3])
-
-
 @reshape_and_cache.register_input_generator
 def _inputs(
     num_tokens: int = 8,
@@ -165,16 +159,10 @@ def _rope_inputs(
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, bool]:
     query, key, positions, table, _, is_neox = rotary_embedding.generate_inputs(
-        num_tokens=num_tokens,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        rotary_size=rotary_size,
-        max_position=max_position,
-        negative_positions=negative_positions,
-        dtype=dtype,
-        device=device,
-    )
+        num_tokens=num_tokens, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        head_size=head_size, rotary_size=rotary_size, max_position=max_position,
+        negative_positions=negative_positions, dtype=dtype, device=device,
+    )  # fmt: skip
     _, value, *caches_and_slots = _inputs(
         num_tokens, num_kv_heads, head_size, block_size, dtype, device
     )
@@ -237,22 +225,27 @@ def advance_step_flashattn(
             cannot advance: its length is negative or the largest of its dtype, or its table has no
             block for the position.
     """
-    queries = _count_queries(
-        input_tokens,
-        sampled_token_ids,
-        input_positions,
-        seq_lens,
-        slot_mapping,
-        block_tables,
-        block_size,
-    )
+    name, int64, count = "advance_step_flashattn", (torch.int64,), seq_lens.numel()
+    _check_vector("seq_lens", seq_lens, _INDICES, count)
+    _check_vector("input_tokens", input_tokens, int64, count)
+    _check_vector("input_positions", input_positions, int64, count)
+    _check_vector("slot_mapping", slot_mapping, int64, count)
+    is_column = sampled_token_ids.ndim == 2 and sampled_token_ids.shape[1] == 1
+    queries = sampled_token_ids.shape[0] if sampled_token_ids.ndim == 1 or is_column else -1
+    if sampled_token_ids.dtype != torch.int64 or not 0 <= queries <= count:
+        expected = f"int64, (q,) or (q, 1) with q <= {count}"
+        raise misfit(name, "sampled_token_ids", sampled_token_ids, expected)
+    if block_tables.dtype not in _INDICES or block_tables.shape[:-1] != (count,):
+        raise misfit(name, "block_tables", block_tables, f"int32 or int64, ({count}, blocks)")
+    if block_size < 1:
+        raise ValueError(f"{name}: block_size={block_size} is not positive.")
     if is_readable(seq_lens) and is_readable(block_tables):
         _check_values(seq_lens[:queries], block_tables[:queries], block_size)
     positions = seq_lens[:queries].to(torch.int64)
     columns = torch.div(positions, block_size, rounding_mode="floor")
     blocks = block_tables[:queries].gather(1, columns.unsqueeze(1)).squeeze(1).to(torch.int64)
     slots = blocks * block_size + positions % block_size
-    padding = (0, seq_lens.shape[0] - queries)
+    padding = (0, count - queries)
     return (
         pad(sampled_token_ids.reshape(queries), padding),
         pad(positions, padding),
@@ -276,37 +269,10 @@ def _fake(
     return tokens, positions, lengths, slots
 
 
-def _count_queries(
-    input_tokens: Tensor,
-    sampled_token_ids: Tensor,
-    input_positions: Tensor,
-    seq_lens: Tensor,
-    slot_mapping: Tensor,
-    block_tables: Tensor,
-    block_size: int,
-) -> int:
-    """Check everything but values; return the number of queries."""
-    name, int64, count = "advance_step_flashattn", (torch.int64,), seq_lens.numel()
-    _check_vector("seq_lens", seq_lens, _INDICES, count)
-    _check_vector("input_tokens", input_tokens, int64, count)
-    _check_vector("input_positions", input_positions, int64, count)
-    _check_vector("slot_mapping", slot_mapping, int64, count)
-    is_column = sampled_token_ids.ndim == 2 and sampled_token_ids.shape[1] == 1
-    queries = sampled_token_ids.shape[0] if sampled_token_ids.ndim == 1 or is_column else -1
-    if sampled_token_ids.dtype != torch.int64 or not 0 <= queries <= count:
-        wanted = f"int64, (q,) or (q, 1) with q <= {count}"
-        raise misfit(name, "sampled_token_ids", sampled_token_ids, wanted)
-    if block_tables.dtype not in _INDICES or block_tables.shape[:-1] != (count,):
-        raise misfit(name, "block_tables", block_tables, f"int32 or int64, ({count}, blocks)")
-    if block_size < 1:
-        raise ValueError(f"advance_step_flashattn: block_size={block_size} is not positive.")
-    return queries
-
-
 def _check_vector(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], count: int) -> None:
     if tensor.dtype not in dtypes or tensor.shape != (count,):
-        wanted = " or ".join(map(plain, dtypes))
-        raise misfit("advance_step_flashattn", name, tensor, f"{wanted}, ({count},)")
+        expected = f"{' or '.join(map(plain, dtypes))}, ({count},)"
+        raise misfit("advance_step_flashattn", name, tensor, expected)
 
 
 def _check_values(seq_lens: Tensor, block_tables: Tensor, block_size: int) -> None:
@@ -365,15 +331,10 @@ def _advance_step_inputs(
     tokens = torch.randint(1000, (num_tokens,), device=device)
     lengths = torch.randint(num_blocks * block_size, (num_tokens,), device=device).to(dtype)
     tables = torch.randperm(num_tokens * num_blocks, device=device).to(dtype)
-    return (
-        tokens,
-        torch.randint(1000, (num_tokens - num_tokens // 4, 1), device=device),
-        torch.zeros_like(tokens),
-        lengths,
-        torch.zeros_like(tokens),
-        tables.view(num_tokens, num_blocks),
-        block_size,
-    )
+    sampled = torch.randint(1000, (num_tokens - num_tokens // 4, 1), device=device)
+    positions, slots = torch.zeros_like(tokens), torch.zeros_like(tokens)
+    rest = tables.view(num_tokens, num_blocks), block_size
+    return tokens, sampled, positions, lengths, slots, *rest
 
 
 for _advance_step_dtype in _INDICES:

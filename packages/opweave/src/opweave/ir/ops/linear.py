@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from opweave.ir.ops.arguments import misfit
 from opweave.ir.ops.quant import (
+    FP8_MAX,
     INT8_MAX,
     dynamic_per_token_quant_fp8,
     dynamic_per_token_quant_int8,
@@ -56,18 +57,6 @@ def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None =
 
     Source: LLM.int8(), arXiv:2208.07339, for one scale per row; arXiv:2209.05433 for float8.
     """
-    _check_w8(weight, scale)
-    y = x.to(torch.promote_types(x.dtype, torch.float32))
-    wide = weight.to(y.dtype) * scale.to(y.dtype).reshape(-1, 1)
-    return functional.linear(y, wide, None if bias is None else bias.to(y.dtype)).to(x.dtype)
-
-
-def scales_rows(scale: Tensor, weight: Tensor) -> bool:
-    """Whether *scale* has one element, or one per row of *weight*."""
-    return scale.numel() == 1 or scale.shape in (weight.shape[:1], (*weight.shape[:1], 1))
-
-
-def _check_w8(weight: Tensor, scale: Tensor) -> None:
     if weight.dtype not in (torch.int8, torch.float8_e4m3fn):
         raise ValueError(
             "linear_w8a16: weight must be int8 or float8_e4m3fn; found "
@@ -79,6 +68,14 @@ def _check_w8(weight: Tensor, scale: Tensor) -> None:
             f"(out_features, 1); weight has shape {tuple(weight.shape)}, scale "
             f"{tuple(scale.shape)}."
         )
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = weight.to(y.dtype) * scale.to(y.dtype).reshape(-1, 1)
+    return functional.linear(y, wide, None if bias is None else bias.to(y.dtype)).to(x.dtype)
+
+
+def scales_rows(scale: Tensor, weight: Tensor) -> bool:
+    """Whether *scale* has one element, or one per row of *weight*."""
+    return scale.numel() == 1 or scale.shape in (weight.shape[:1], (*weight.shape[:1], 1))
 
 
 @linear.register_input_generator
@@ -107,12 +104,15 @@ def _linear_w8a16_inputs(
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, weight, bias = _linear_inputs(num_tokens, hidden_size, output_size, torch.float32, device)
-    largest = 127.0 if weight_dtype is torch.int8 else 448.0
-    scale = weight.abs().amax(dim=-1) / largest
+    return x.to(dtype), *_quantized_rows(weight, weight_dtype), bias.to(dtype)
+
+
+def _quantized_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantize *weight* to 8 bits with one scale per row; return the codes and the scales."""
+    is_int = dtype is torch.int8
+    scale = weight.abs().amax(dim=-1) / (INT8_MAX if is_int else FP8_MAX)
     quantized = weight / scale[:, None]
-    if weight_dtype is torch.int8:
-        quantized = quantized.round()
-    return x.to(dtype), quantized.to(weight_dtype), scale, bias.to(dtype)
+    return (quantized.round() if is_int else quantized).to(dtype), scale
 
 
 # Sums in a different order: the error grows with the number of terms.
@@ -166,7 +166,24 @@ def linear_w8a8(
     Source: SmoothQuant, arXiv:2211.10438, for int8 with one scale per token and per row;
     DeepSeek-V3, arXiv:2412.19437, section 3.3, for float8 with groups of 128 and blocks of 128x128.
     """
-    _check_w8a8(x, x_scale, weight, scale, out_dtype)
+    op = "linear_w8a8"
+    if x.dtype not in _DTYPES or x.ndim == 0:
+        raise misfit(op, "x", x, "int8 or float8_e4m3fn, (..., in_features)")
+    if weight.dtype != x.dtype or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        expected = f"like x, {plain(x.dtype)} (out_features, {x.shape[-1]})"
+        raise misfit(op, "weight", weight, expected)
+    if x_scale.dtype not in _SCALES or not scales_tokens(x_scale, x):
+        shape = tuple(x.shape)
+        expected = f"float32 with one element, or (..., groups) for equal groups of x {shape}"
+        raise misfit(op, "x_scale", x_scale, expected)
+    if scale.dtype not in _SCALES or not scales_weight(scale, weight):
+        shape = tuple(weight.shape)
+        expected = f"float32 with one element, (out_features,), or (a, b) that divides {shape}"
+        raise misfit(op, "scale", scale, expected)
+    if not out_dtype.is_floating_point or out_dtype.itemsize == 1:
+        raise ValueError(
+            f"{op}: out_dtype must be floating point of 16 bits or more; found {plain(out_dtype)}."
+        )
     dtype = torch.promote_types(out_dtype, scale.dtype)
     y = x.to(dtype) * spread_token_scales(x_scale, x).to(dtype)
     wide = weight.to(dtype) * spread_weight_scales(scale, weight).to(dtype)
@@ -207,29 +224,6 @@ def scales_weight(scale: Tensor, weight: Tensor) -> bool:
     return scale.shape == weight.shape[:1] or scale_covers(scale, weight)
 
 
-def _check_w8a8(
-    x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, out_dtype: torch.dtype
-) -> None:
-    op = "linear_w8a8"
-    if x.dtype not in _DTYPES or x.ndim == 0:
-        raise misfit(op, "x", x, "int8 or float8_e4m3fn, (..., in_features)")
-    if weight.dtype != x.dtype or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-        wanted = f"like x, {plain(x.dtype)} (out_features, {x.shape[-1]})"
-        raise misfit(op, "weight", weight, wanted)
-    if x_scale.dtype not in _SCALES or not scales_tokens(x_scale, x):
-        shape = tuple(x.shape)
-        wanted = f"float32 with one element, or (..., groups) for equal groups of x {shape}"
-        raise misfit(op, "x_scale", x_scale, wanted)
-    if scale.dtype not in _SCALES or not scales_weight(scale, weight):
-        shape = tuple(weight.shape)
-        wanted = f"float32 with one element, (out_features,), or (a, b) that divides {shape}"
-        raise misfit(op, "scale", scale, wanted)
-    if not out_dtype.is_floating_point or out_dtype.itemsize == 1:
-        raise ValueError(
-            f"{op}: out_dtype must be floating point of 16 bits or more; found {plain(out_dtype)}."
-        )
-
-
 @linear_w8a8.register_input_generator
 def _linear_w8a8_inputs(
     num_tokens: int = 8,
@@ -250,16 +244,13 @@ def _linear_w8a8_inputs(
             raise ValueError(f"linear_w8a8: {tuple(weight.shape)} is not blocks of {block_size}.")
         codes, x_scale = per_token_group_quant_fp8.native(x, block_size)
         blocks = weight.unflatten(1, (-1, block_size)).unflatten(0, (-1, block_size))
-        scale = blocks.abs().amax((1, 3)) / 448.0
+        scale = blocks.abs().amax((1, 3)) / FP8_MAX
         quantized = weight / spread_weight_scales(scale, weight)
         return codes, x_scale, quantized.to(torch.float8_e4m3fn), scale, *rest
     is_int = weight_dtype is torch.int8
     quantize = dynamic_per_token_quant_int8 if is_int else dynamic_per_token_quant_fp8
     codes, x_scale = quantize.native(x)
-    scale = weight.abs().amax(dim=-1) / (INT8_MAX if is_int else 448.0)
-    quantized = weight / scale[:, None]
-    quantized = quantized.round() if is_int else quantized
-    return codes, x_scale, quantized.to(weight_dtype), scale, *rest
+    return codes, x_scale, *_quantized_rows(weight, weight_dtype), *rest
 
 
 # Sums in a different order, as for linear.

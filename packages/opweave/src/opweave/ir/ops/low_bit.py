@@ -46,17 +46,16 @@ def dequantized_blocks(weight: Tensor, format: str, dtype: torch.dtype) -> Tenso
 def check_blocks(op: str, x: Tensor, weight: Tensor, format: str) -> None:
     """Raise ValueError unless rows of *weight* consist of the blocks for the columns of *x*."""
     if format not in GGUF_BLOCKS:
-        known = ", ".join(map(repr, GGUF_BLOCKS))
-        raise ValueError(f"{op}: format must be one of {known}; found {format!r}.")
+        formats = ", ".join(map(repr, GGUF_BLOCKS))
+        raise ValueError(f"{op}: format must be one of {formats}; found {format!r}.")
     columns, size = GGUF_BLOCKS[format][:2]
     width = x.shape[-1] if x.ndim else 0
     if x.ndim == 0 or width % columns:
         raise misfit(op, "x", x, f"(..., a multiple of {columns}) for {format}")
-    wanted = width // columns * size
-    if weight.dtype is not torch.uint8 or weight.ndim != 2 or weight.shape[1] != wanted:
-        raise misfit(
-            op, "weight", weight, f"uint8, (out_features, {wanted}) for {width} columns of {format}"
-        )
+    row_bytes = width // columns * size
+    if weight.dtype is not torch.uint8 or weight.ndim != 2 or weight.shape[1] != row_bytes:
+        expected = f"uint8, (out_features, {row_bytes}) for {width} columns of {format}"
+        raise misfit(op, "weight", weight, expected)
 
 
 def random_blocks(rows: int, columns: int, format: str, device: str = "cpu") -> Tensor:
@@ -178,7 +177,15 @@ def linear_w4a16(
 
     Source: GPTQ, arXiv:2210.17323; AWQ, arXiv:2306.00978.
     """
-    _check_w4(weight, scale, offset)
+    op = "linear_w4a16"
+    if weight.dtype is not torch.uint8 or weight.ndim != 2:
+        raise misfit(op, "weight", weight, "uint8, (out_features, in_features / 2)")
+    if not scale.is_floating_point() or not groups_rows(scale, weight):
+        groups = f"groups of an equal, even number of the {2 * weight.shape[1]} columns"
+        expected = f"floating point, ({weight.shape[0]}, groups), with {groups}"
+        raise misfit(op, "scale", scale, expected)
+    if offset is not None and (offset.dtype != scale.dtype or offset.shape != scale.shape):
+        raise misfit(op, "offset", offset, "None or like scale")
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = dequantized_w4(weight, scale, offset, y.dtype)
     return functional.linear(y, wide, None if bias is None else bias.to(y.dtype)).to(x.dtype)
@@ -193,26 +200,8 @@ def dequantized_w4(
     values = values.reshape(rows, groups, 2 * weight.shape[1] // groups)
     wide_scale = scale.to(dtype)[..., None]
     if offset is None:
-        wide = (values - 8) * wide_scale
-    else:
-        wide = values * wide_scale + offset.to(dtype)[..., None]
-    return wide.flatten(1)
-
-
-def _check_w4(weight: Tensor, scale: Tensor, offset: Tensor | None) -> None:
-    op = "linear_w4a16"
-    if weight.dtype is not torch.uint8 or weight.ndim != 2:
-        raise misfit(op, "weight", weight, "uint8, (out_features, in_features / 2)")
-    if not scale.is_floating_point() or not groups_rows(scale, weight):
-        raise misfit(
-            op,
-            "scale",
-            scale,
-            f"floating point, ({weight.shape[0]}, groups), with groups of an equal, even number of "
-            f"the {2 * weight.shape[1]} columns",
-        )
-    if offset is not None and (offset.dtype != scale.dtype or offset.shape != scale.shape):
-        raise misfit(op, "offset", offset, "None or like scale")
+        return ((values - 8) * wide_scale).flatten(1)
+    return (values * wide_scale + offset.to(dtype)[..., None]).flatten(1)
 
 
 def groups_rows(scale: Tensor, weight: Tensor) -> bool:

@@ -105,16 +105,10 @@ def mla_attention_decode(
     w_uk, w_uv = weights.split_with_sizes([sizes.nope, sizes.value], 1)
     absorbed = torch.einsum("tnp,npl->tnl", query[..., : sizes.nope], w_uk)
     rows = kv_cache[:, None]  # one key head
+    scale = query.shape[2] ** -0.5 if scale is None else scale
+    queries = torch.cat((absorbed, query[..., sizes.nope :]), -1)
     # Values are whole rows, as kernels require; the rotated part is cut off afterwards.
-    attended = paged_attention(
-        torch.cat((absorbed, query[..., sizes.nope :]), -1),
-        rows,
-        rows,
-        block_tables,
-        seq_lens,
-        cu_seqlens_q,
-        query.shape[2] ** -0.5 if scale is None else scale,
-    )
+    attended = paged_attention(queries, rows, rows, block_tables, seq_lens, cu_seqlens_q, scale)
     return torch.einsum("tnl,nvl->tnv", attended[..., :latent], w_uv).contiguous()
 
 
@@ -141,11 +135,10 @@ def _sizes(name: str, query: Tensor, kv_b_weight: Tensor, latent: int, rope: int
     rows = kv_b_weight.shape[0]
     fits = kv_b_weight.ndim == 2 and kv_b_weight.shape[1] == latent
     if not fits or rows % heads or rows // heads < nope:
-        wanted = f"({heads} * ({nope} + value_size), {latent})"
-        raise misfit(name, "kv_b_weight", kv_b_weight, wanted)
+        expected = f"({heads} * ({nope} + value_size), {latent})"
+        raise misfit(name, "kv_b_weight", kv_b_weight, expected)
     if kv_b_weight.dtype != query.dtype:
-        wanted = f"{plain(query.dtype)}, as query is"
-        raise misfit(name, "kv_b_weight", kv_b_weight, wanted)
+        raise misfit(name, "kv_b_weight", kv_b_weight, f"{plain(query.dtype)}, as query is")
     return Sizes(heads, nope, rows // heads - nope)
 
 
@@ -207,15 +200,9 @@ def _decode_inputs(
     blocks = num_tokens * width
     cache = torch.randn(blocks + 1, block_size, latent_size + rope_size, device=device)
     tables = torch.randperm(blocks + 1, device=device)[:blocks].view(num_tokens, width)
-    return (
-        query.to(dtype),
-        cache.to(dtype),
-        weight.to(dtype),
-        tables.to(torch.int32),
-        lengths,
-        torch.arange(num_tokens + 1, dtype=torch.int32, device=device),
-        None,
-    )
+    cu_seqlens_q = torch.arange(num_tokens + 1, dtype=torch.int32, device=device)
+    tensors = query.to(dtype), cache.to(dtype), weight.to(dtype)
+    return *tensors, tables.to(torch.int32), lengths, cu_seqlens_q, None
 
 
 for _op in (mla_attention_prefill, mla_attention_decode):

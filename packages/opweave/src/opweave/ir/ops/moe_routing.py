@@ -132,9 +132,9 @@ def grouped_topk(
     groups = torch.unflatten(choice, -1, (num_expert_group, size))
     best = 1 if e_score_correction_bias is None else 2
     group_scores = groups.topk(best, dim=-1).values.sum(dim=-1)
-    kept = torch.zeros_like(group_scores, dtype=torch.bool)
-    kept = kept.scatter(1, _highest(group_scores, topk_group), True)
-    masked = groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    is_chosen = torch.zeros_like(group_scores, dtype=torch.bool)
+    is_chosen = is_chosen.scatter(1, _highest(group_scores, topk_group), True)
+    masked = groups.masked_fill(~is_chosen[..., None], float("-inf")).flatten(1)
     return _weights(scores, masked, topk, renormalize, routed_scaling_factor)
 
 
@@ -184,19 +184,19 @@ def _weights(
     return weights * scale, ids.to(torch.int32)
 
 
-def _group_size(experts: int, topk: int, groups: int, kept: int, has_bias: bool) -> int:
+def _group_size(experts: int, topk: int, groups: int, topk_group: int, has_bias: bool) -> int:
     if groups < 1 or experts % groups:
         raise ValueError(
             f"grouped_topk: num_expert_group={groups} does not divide the {experts} experts."
         )
     size = experts // groups
-    if not 1 <= kept <= groups:
+    if not 1 <= topk_group <= groups:
         raise ValueError(
-            f"grouped_topk: topk_group={kept} must be from 1 to num_expert_group={groups}."
+            f"grouped_topk: topk_group={topk_group} must be from 1 to num_expert_group={groups}."
         )
-    if topk > kept * size:
+    if topk > topk_group * size:
         raise ValueError(
-            f"grouped_topk: topk={topk} experts cannot come from topk_group={kept} groups of "
+            f"grouped_topk: topk={topk} experts cannot come from topk_group={topk_group} groups of "
             f"{size}."
         )
     if has_bias and size < 2:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from opweave.ir.op import ROWWISE_ELEMENTS
+from opweave.ir.ops.arguments import inputs_from_rows, random_row
 from opweave.ir.registry import register_op
 from opweave.ir.rules import BATCH_INVARIANT, ROWWISE
 
@@ -41,11 +42,7 @@ def rms_norm(
     """
     if not x.is_floating_point():
         raise ValueError(f"rms_norm: x is {x.dtype}, not floating point.")
-    if weight is not None and weight.shape != x.shape[-1:]:
-        raise ValueError(
-            f"rms_norm: weight must have shape {tuple(x.shape[-1:])}, the last dimension of x; "
-            f"found {tuple(weight.shape)}."
-        )
+    _check_weight("rms_norm", x, weight)
     if variance_size is not None and not 0 < variance_size <= x.shape[-1]:
         raise ValueError(
             f"rms_norm: variance_size={variance_size} is not between 1 and the last dimension of "
@@ -57,6 +54,14 @@ def rms_norm(
     if weight is not None:
         y = y.to(weight.dtype) * weight
     return y.to(x.dtype)
+
+
+def _check_weight(op: str, x: Tensor, weight: Tensor | None) -> None:
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"{op}: weight must have shape {tuple(x.shape[-1:])}, the last dimension of x; found "
+            f"{tuple(weight.shape)}."
+        )
 
 
 @register_op(allow_inplace=True, composite=True, native_traits={BATCH_INVARIANT, ROWWISE})
@@ -92,26 +97,15 @@ def fused_add_rms_norm(
 
 
 @rms_norm.register_input_generator
-def _rms_norm_inputs(
-    num_tokens: int = 8,
-    hidden_size: int = 64,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> tuple[Tensor, Tensor, float, None]:
-    x = torch.randn(num_tokens, hidden_size, device=device).to(dtype)
-    weight = torch.randn(hidden_size, device=device).to(dtype)
-    return x, weight, 1e-6, None
+@inputs_from_rows
+def _rms_norm_inputs(x: Tensor) -> tuple[Tensor, Tensor, float, None]:
+    return x, random_row(x), 1e-6, None
 
 
 @fused_add_rms_norm.register_input_generator
-def _fused_add_rms_norm_inputs(
-    num_tokens: int = 8,
-    hidden_size: int = 64,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> tuple[Tensor, Tensor, Tensor, float, None]:
-    x, weight, epsilon, _ = _rms_norm_inputs(num_tokens, hidden_size, dtype, device)
-    return x, torch.randn_like(x), weight, epsilon, None
+@inputs_from_rows
+def _fused_add_rms_norm_inputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor, float, None]:
+    return x, torch.randn_like(x), random_row(x), 1e-6, None
 
 
 for _op in (rms_norm, fused_add_rms_norm):
@@ -148,9 +142,8 @@ def _torch_rms_norm(
     return (y if weight is None else y * weight).to(x.dtype)
 
 
-rms_norm.register_spelling(marker="rsqrt", elements=ROWWISE_ELEMENTS)(
-    rms_norm.native
-)  # as in Llama
+# As in Llama.
+rms_norm.register_spelling(marker="rsqrt", elements=ROWWISE_ELEMENTS)(rms_norm.native)
 
 
 # Layer normalization.
@@ -179,15 +172,9 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: f
 
 
 @layer_norm.register_input_generator
-def _layer_norm_inputs(
-    num_tokens: int = 8,
-    hidden_size: int = 64,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> tuple[Tensor, Tensor, Tensor, float]:
-    x = 1 + torch.randn(num_tokens, hidden_size, device=device)
-    weight, bias = torch.randn(2, hidden_size, device=device)
-    return x.to(dtype), weight.to(dtype), bias.to(dtype), 1e-5
+@inputs_from_rows
+def _layer_norm_inputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
+    return 1 + x, random_row(x), random_row(x), 1e-5
 
 
 @layer_norm.register_spelling(marker="var_mean", elements=ROWWISE_ELEMENTS)
@@ -203,7 +190,7 @@ layer_norm.register_spelling(marker="var_mean", elements=ROWWISE_ELEMENTS)(layer
 # Root-mean-square normalization with a gate.
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+GATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "swish": functional.silu,
     "sigmoid": torch.sigmoid,
@@ -244,9 +231,24 @@ def rms_norm_gated(
     Source: Mamba-2, Dao and Gu, arXiv:2405.21060; with ``norm_before_gate``, Gated DeltaNet,
     arXiv:2412.06464.
     """
-    groups = _check(x, weight, z, group_size, activation)
+    if z is not None and z.shape != x.shape:
+        raise ValueError(
+            f"rms_norm_gated: z must have the shape of x, {tuple(x.shape)}; found {tuple(z.shape)}."
+        )
+    _check_weight("rms_norm_gated", x, weight)
+    if activation not in GATE_ACTIVATIONS:
+        raise ValueError(
+            f"rms_norm_gated: activation must be one of {', '.join(GATE_ACTIVATIONS)}; found "
+            f"{activation!r}."
+        )
+    if group_size is not None and (group_size < 1 or x.shape[-1] % group_size):
+        raise ValueError(
+            f"rms_norm_gated: group_size={group_size} does not divide the last dimension of x, "
+            f"{x.shape[-1]}."
+        )
+    groups = 1 if group_size is None else max(1, x.shape[-1] // group_size)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    gate = None if z is None else _ACTIVATIONS[activation](z.to(dtype))
+    gate = None if z is None else GATE_ACTIVATIONS[activation](z.to(dtype))
     y = x.to(dtype)
     if gate is not None and not norm_before_gate:
         y = y * gate
@@ -259,34 +261,6 @@ def rms_norm_gated(
     if gate is not None and norm_before_gate:
         y = y * gate
     return y.to(x.dtype)
-
-
-def _check(
-    x: Tensor, weight: Tensor | None, z: Tensor | None, group_size: int | None, activation: str
-) -> int:
-    """Return the number of groups."""
-    if z is not None and z.shape != x.shape:
-        raise ValueError(
-            f"rms_norm_gated: z must have the shape of x, {tuple(x.shape)}; found {tuple(z.shape)}."
-        )
-    if weight is not None and weight.shape != x.shape[-1:]:
-        raise ValueError(
-            f"rms_norm_gated: weight must have shape {tuple(x.shape[-1:])}, the last dimension of "
-            f"x; found {tuple(weight.shape)}."
-        )
-    if activation not in _ACTIVATIONS:
-        raise ValueError(
-            f"rms_norm_gated: activation must be one of {', '.join(_ACTIVATIONS)}; found "
-            f"{activation!r}."
-        )
-    if group_size is None:
-        return 1
-    if group_size < 1 or x.shape[-1] % group_size:
-        raise ValueError(
-            f"rms_norm_gated: group_size={group_size} does not divide the last dimension of x, "
-            f"{x.shape[-1]}."
-        )
-    return max(1, x.shape[-1] // group_size)
 
 
 @rms_norm_gated.register_input_generator

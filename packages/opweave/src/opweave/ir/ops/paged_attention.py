@@ -24,6 +24,8 @@ from opweave.ir.ops.quant import static_quant_fp8
 from opweave.ir.registry import register_op
 from opweave.ir.rules import plain
 
+_misfit = functools.partial(misfit, "paged_attention")
+
 
 @register_op(autocast=False)
 def paged_attention(
@@ -69,7 +71,8 @@ def paged_attention(
         IndexError: a used block is not in the cache (RuntimeError from native kernels, which also
             check lengths).
     """
-    _check_layout(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q)
+    _check_caches(query, key_cache, value_cache)
+    check_tables(block_tables, seq_lens, cu_seqlens_q)
     check_heads(query.shape[1], key_cache.shape[1], value_cache.shape[1], "paged_attention")
     check_window(causal, window, "paged_attention")
     num_seqs, block_size = seq_lens.shape[0], key_cache.shape[2]
@@ -82,8 +85,8 @@ def paged_attention(
     q_seq, q_pos = locate(query.shape[0], cu_seqlens_q)
     cached = cached_keys(seq_lens, cu_seqlens_q)[q_seq]
     visible = _visible(q_pos + cached, k_pos, causal, window)  # (queries, positions)
-    own = q_seq[:, None] == torch.arange(num_seqs, device=query.device)  # (queries, sequences)
-    visible = (visible[:, None] & own[..., None] & used).flatten(1)
+    in_sequence = q_seq[:, None] == torch.arange(num_seqs, device=query.device)
+    visible = (visible[:, None] & in_sequence[..., None] & used).flatten(1)
     return _attend(query[None], keys[None], values[None], visible, scale, soft_cap)[0]
 
 
@@ -119,48 +122,30 @@ def attention_quant(
         ValueError, IndexError: as in ``paged_attention``; or the shape of ``out_scale`` does not
             fit.
     """
-    attended = paged_attention(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        cu_seqlens_q,
-        scale,
-        causal,
-        window,
-        soft_cap,
-    )
+    tables, options = (block_tables, seq_lens, cu_seqlens_q), (scale, causal, window, soft_cap)
+    attended = paged_attention(query, key_cache, value_cache, *tables, *options)
     quantized: Tensor = static_quant_fp8(attended.flatten(1), out_scale)
     return quantized
 
 
 def _gather(cache: Tensor, tables: Tensor, used: Tensor) -> Tensor:
     """Return the cached rows of all sequences, ``(sequences * positions, heads, size)``."""
-    found = cache[tables].transpose(2, 3).flatten(1, 2)  # (sequences, positions, heads, size)
-    return torch.where(used[..., None, None], found, 0).flatten(0, 1)
+    rows = cache[tables].transpose(2, 3).flatten(1, 2)  # (sequences, positions, heads, size)
+    return torch.where(used[..., None, None], rows, 0).flatten(0, 1)
 
 
-def _check_layout(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-) -> None:
+def _check_caches(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
     if query.ndim != 3:
         raise _misfit("query", query, "(tokens, query_heads, head_size)")
     if key_cache.ndim != 4 or key_cache.shape[3] != query.shape[2]:
-        wanted = f"(blocks, kv_heads, block_size, {query.shape[2]})"
-        raise _misfit("key_cache", key_cache, wanted)
+        expected = f"(blocks, kv_heads, block_size, {query.shape[2]})"
+        raise _misfit("key_cache", key_cache, expected)
     if value_cache.ndim != 4 or value_cache.shape[:3] != key_cache.shape[:3]:
-        wanted = f"({', '.join(map(str, key_cache.shape[:3]))}, value_size)"
-        raise _misfit("value_cache", value_cache, wanted)
+        expected = f"({', '.join(map(str, key_cache.shape[:3]))}, value_size)"
+        raise _misfit("value_cache", value_cache, expected)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.dtype != query.dtype:
             raise _misfit(name, cache, f"{plain(query.dtype)}, as query is")
-    check_tables(block_tables, seq_lens, cu_seqlens_q)
 
 
 def check_tables(block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -> None:
@@ -174,10 +159,6 @@ def check_tables(block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -
     ):
         if vector.dtype != torch.int32 or vector.shape != (count,):
             raise _misfit(name, vector, f"int32, ({count},)")
-
-
-def _misfit(name: str, tensor: Tensor, wanted: str) -> ValueError:
-    return misfit("paged_attention", name, tensor, wanted)
 
 
 @paged_attention.register_input_generator

@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor
 
+from opweave.ir.ops.arguments import inputs_from_rows, random_rows
 from opweave.ir.registry import register_op
 from opweave.ir.rules import BATCH_INVARIANT, ROWWISE
 
@@ -248,10 +249,6 @@ def _inverse_scales(x: Tensor, scale: Tensor, name: str) -> Tensor:
     return inverse.reshape(*x.shape[:-1], inverse.shape[1])
 
 
-def _random(num_tokens: int, hidden_size: int, dtype: torch.dtype, device: str) -> Tensor:
-    return torch.randn(num_tokens, hidden_size, device=device).to(dtype)
-
-
 @static_quant_fp8.register_input_generator
 @static_quant_int8.register_input_generator
 def _static_inputs(
@@ -263,7 +260,7 @@ def _static_inputs(
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor]:
     """One scale for each block of so many rows and columns; 0 is all of them."""
-    x = _random(num_tokens, hidden_size, dtype, device)
+    x = random_rows(num_tokens, hidden_size, dtype, device)
     return x, block_scales(x, row_block_size, column_block_size)
 
 
@@ -278,23 +275,15 @@ def block_scales(x: Tensor, row_block_size: int, column_block_size: int) -> Tens
 
 @dynamic_per_tensor_quant_fp8.register_input_generator
 @dynamic_per_token_quant_int8.register_input_generator
-def _dynamic_inputs(
-    num_tokens: int = 8,
-    hidden_size: int = 64,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> tuple[Tensor]:
-    return (_random(num_tokens, hidden_size, dtype, device),)
+@inputs_from_rows
+def _dynamic_inputs(x: Tensor) -> tuple[Tensor]:
+    return (x,)
 
 
 @dynamic_per_token_quant_fp8.register_input_generator
-def _dynamic_fp8_inputs(
-    num_tokens: int = 8,
-    hidden_size: int = 64,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> tuple[Tensor, Tensor]:
-    return _random(num_tokens, hidden_size, dtype, device), torch.full((1,), 3.0, device=device)
+@inputs_from_rows
+def _dynamic_fp8_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, torch.full((1,), 3.0, device=x.device)
 
 
 @per_token_group_quant_fp8.register_input_generator
@@ -305,7 +294,7 @@ def _group_inputs(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, int, bool]:
-    return _random(num_tokens, hidden_size, dtype, device), group_size, False
+    return random_rows(num_tokens, hidden_size, dtype, device), group_size, False
 
 
 for _op in (

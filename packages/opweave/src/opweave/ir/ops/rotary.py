@@ -81,12 +81,10 @@ def rotary_embedding(
         IndexError: a position is not in the table (RuntimeError from native kernels).
     """
     angles = cos_sin_cache[positions.flatten()].to(x_query.dtype).unsqueeze(-2)
-    cos, sin = angles.chunk(2, dim=-1)
     query, key = (
-        _rotate(_heads(x, positions, head_size), cos, sin, is_neox_style, False)
-        for x in (x_query, x_key)
+        _rotate_heads(x, angles, positions, head_size, is_neox_style) for x in (x_query, x_key)
     )
-    return query.reshape(x_query.shape), key.reshape(x_key.shape)
+    return query, key
 
 
 @register_op(allow_inplace=True, native_traits={BATCH_INVARIANT}, autocast=False)
@@ -111,8 +109,7 @@ def rotary_embedding_single(
         IndexError: a position is not in the table (RuntimeError from native kernels).
     """
     angles = cos_sin_cache[positions.flatten()].to(x.dtype).unsqueeze(-2)
-    cos, sin = angles.chunk(2, dim=-1)
-    return _rotate(_heads(x, positions, head_size), cos, sin, is_neox_style, False).reshape(x.shape)
+    return _rotate_heads(x, angles, positions, head_size, is_neox_style)
 
 
 @register_op(allow_inplace=True, composite=True, native_traits={BATCH_INVARIANT}, autocast=False)
@@ -149,13 +146,9 @@ def qk_norm_rope(
     """
     query = rms_norm(_heads(x_query, positions, head_size), query_weight, epsilon)
     key = rms_norm(_heads(x_key, positions, head_size), key_weight, epsilon)
+    heads = query.reshape(x_query.shape), key.reshape(x_key.shape)
     rotated: tuple[Tensor, Tensor] = rotary_embedding(
-        query.reshape(x_query.shape),
-        key.reshape(x_key.shape),
-        positions,
-        cos_sin_cache,
-        head_size,
-        is_neox_style,
+        *heads, positions, cos_sin_cache, head_size, is_neox_style
     )
     return rotated
 
@@ -164,6 +157,14 @@ def _heads(x: Tensor, positions: Tensor, head_size: int) -> Tensor:
     """Return *x* as ``(tokens, heads, head_size)``."""
     heads = math.prod(x.shape[positions.ndim :]) // head_size
     return x.reshape(positions.numel(), heads, head_size)
+
+
+def _rotate_heads(
+    x: Tensor, angles: Tensor, positions: Tensor, head_size: int, neox: bool
+) -> Tensor:
+    """Rotate *x* by the cosines and sines of each token, ``(tokens, 1, r)``."""
+    cos, sin = angles.chunk(2, dim=-1)
+    return _rotate(_heads(x, positions, head_size), cos, sin, neox, False).reshape(x.shape)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, neox: bool, in_float32: bool) -> Tensor:
@@ -304,31 +305,6 @@ def dual_chunk_rotary_embedding(
         ValueError: ``local_size`` is out of range, the cache has too few rows, or ``r`` exceeds the
             head size.
     """
-    _check(cos_sin_cache, chunk_size, local_size)
-    size = chunk_size - local_size
-    where = positions % size
-    by_slot = torch.stack(
-        (
-            where,
-            (where + size).clamp(max=chunk_size),
-            torch.full_like(where, min(2 * size - 1, chunk_size)),
-            where + size,
-            where + chunk_size,
-        ),
-        dim=-1,
-    )
-    queries = x_query.flatten(positions.ndim).unsqueeze(-2).expand(*by_slot.shape, -1)
-    rotated = rotary_embedding_single.native(
-        queries, by_slot, cos_sin_cache, head_size, is_neox_style
-    )
-    keys = x_key.flatten(positions.ndim)
-    return (
-        rotated.flatten(-2),
-        rotary_embedding_single.native(keys, where, cos_sin_cache, head_size, is_neox_style),
-    )
-
-
-def _check(cos_sin_cache: Tensor, chunk_size: int, local_size: int) -> None:
     if not 0 <= local_size < chunk_size:
         raise ValueError(
             f"dual_chunk_rotary_embedding: local_size={local_size} is not in [0, "
@@ -340,6 +316,20 @@ def _check(cos_sin_cache: Tensor, chunk_size: int, local_size: int) -> None:
             f"dual_chunk_rotary_embedding: cos_sin_cache has {cos_sin_cache.shape[0]} rows; "
             f"chunk_size={chunk_size} and local_size={local_size} need {rows}."
         )
+    size = chunk_size - local_size
+    where = positions % size
+    slots = (
+        where,
+        (where + size).clamp(max=chunk_size),
+        torch.full_like(where, min(2 * size - 1, chunk_size)),
+        where + size,
+        where + chunk_size,
+    )
+    by_slot = torch.stack(slots, dim=-1)
+    queries = x_query.flatten(positions.ndim).unsqueeze(-2).expand(*by_slot.shape, -1)
+    rotate, rest = rotary_embedding_single.native, (cos_sin_cache, head_size, is_neox_style)
+    keys = rotate(x_key.flatten(positions.ndim), where, *rest)
+    return rotate(queries, by_slot, *rest).flatten(-2), keys
 
 
 @dual_chunk_rotary_embedding.register_input_generator
@@ -351,10 +341,10 @@ def _inputs(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int, bool]:
-    query = torch.randn(num_tokens, num_heads * head_size, device=device).to(dtype)
-    key = torch.randn(num_tokens, num_kv_heads * head_size, device=device).to(dtype)
-    angles = torch.rand(28, head_size // 2, device=device) * 6.3
-    cache = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+    query, key, _, cache, *_ = rotary_embedding.generate_inputs(
+        num_tokens=num_tokens, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        head_size=head_size, max_position=28, dtype=dtype, device=device,
+    )  # fmt: skip
     positions = torch.randint(200, (num_tokens,), device=device)
     return query, key, positions, cache, head_size, 16, 4, True
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from opweave.ir.ops.arguments import (
     check_sequences,
-    check_shape,
     initial_states,
     is_computed,
     sequence_inputs,
@@ -20,7 +19,7 @@ from opweave.ir.ops.arguments import (
 )
 from opweave.ir.ops.attention import locate
 from opweave.ir.ops.state_space import (
-    check_groups,
+    check_scan,
     finish,
     linear_recurrence,
     one_before,
@@ -82,11 +81,11 @@ def ssd_chunk_scan(
         ValueError: shapes or dtypes do not fit, or *chunk_size* is not positive.
         IndexError: a slot does not exist.
     """
-    check_ssd(x, dt, a, b, c, d, z, dt_bias, x_state, chunk_size)
+    check_scan("ssd_chunk_scan", x, dt, a, b, c, d, z, dt_bias, x_state, chunk_size)
     check_sequences("ssd_chunk_scan", query_start_loc, slot_idx, has_initial_state)
     dtype = torch.promote_types(x.dtype, torch.float32)
     sequence, position = locate(x.shape[0], query_start_loc)
-    known = initial_states(x_state, slot_idx, has_initial_state).to(dtype)
+    initial = initial_states(x_state, slot_idx, has_initial_state).to(dtype)
     step = time_step(dt, dt_bias, dt_softplus, dt_min, dt_max, dtype)
     chunks = _Chunks(query_start_loc, x.shape[0], chunk_size)
     place = chunks.first[sequence] * chunk_size + position
@@ -100,11 +99,11 @@ def ssd_chunk_scan(
     gate = one_before(torch.exp(total))[..., None, None]
     value = torch.where(begins, 0, one_before(ends))
     # An empty sequence shares the index of the next one's first chunk, and adds zeros there.
-    value = value.index_add(0, first, torch.where(some, known, 0))
+    value = value.index_add(0, first, torch.where(some, initial, 0))
     enter = linear_recurrence(gate, value, begins)
     y = y + read_out(enter, queries, decay)
     ended = torch.exp(total)[..., None, None] * enter + ends
-    last = torch.where(some, ended[(chunks.first[1:] - 1).clamp(min=0).long()], known)
+    last = torch.where(some, ended[(chunks.first[1:] - 1).clamp(min=0).long()], initial)
     y = finish(y.flatten(0, 1)[place], x, None if d is None else d[:, None], z)
     y = torch.where(is_computed(sequence, slot_idx)[:, None, None], y, 0)
     return y.to(x.dtype).contiguous(), write_states(x_state, slot_idx, last)
@@ -150,9 +149,9 @@ def scan_chunks(
     passed = decay.cumsum(1).transpose(1, 2)  # (chunks, heads, size)
     later = torch.ones(size, size, dtype=torch.bool, device=decay.device).triu(1)
     # Masked before the exponential, which could overflow above the diagonal.
-    kept = (passed[..., :, None] - passed[..., None, :]).masked_fill(later, float("-inf")).exp()
+    decays = (passed[..., :, None] - passed[..., None, :]).masked_fill(later, float("-inf")).exp()
     scores = queries.transpose(1, 2) @ keys.permute(0, 2, 3, 1)  # (chunks, groups, size, size)
-    weights = kept * scores.masked_fill(later, 0).repeat_interleave(share, dim=1)
+    weights = decays * scores.masked_fill(later, 0).repeat_interleave(share, dim=1)
     values = inputs.transpose(1, 2)  # (chunks, heads, size, head_size)
     # 0 * NaN is NaN, so non-finite inputs are left out of the product; adding x - x (NaN for them,
     # else 0), summed over tokens, makes the later results NaN.
@@ -177,34 +176,7 @@ def grouped(t: Tensor) -> Tensor:
     return t[:, None] if t.ndim == 2 else t
 
 
-def check_ssd(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    x_state: Tensor,
-    chunk_size: int,
-) -> None:
-    """Raise ValueError unless the arguments of ``ssd_chunk_scan`` fit together."""
-    op = "ssd_chunk_scan"
-    check_shape(op, "x", x, -1, -1, -1)
-    check_shape(op, "dt", dt, *x.shape[:2])
-    check_shape(op, "x_state", x_state, -1, *x.shape[1:], -1)
-    for name, vector in (("a", a), ("d", d), ("dt_bias", dt_bias)):
-        if vector is not None:
-            check_shape(op, name, vector, x.shape[1])
-    if z is not None:
-        check_shape(op, "z", z, *x.shape)
-    check_groups(op, x, b, c, x_state.shape[-1])
-    if chunk_size < 1:
-        raise ValueError(f"{op}: chunk_size={chunk_size} is not positive.")
-
-
-register_scan_fake(ssd_chunk_scan, lambda *values: check_ssd(*(*values[:9], values[12])))
+register_scan_fake(ssd_chunk_scan)
 
 
 @ssd_chunk_scan.register_input_generator

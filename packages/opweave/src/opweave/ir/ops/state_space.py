@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -126,12 +125,12 @@ def selective_scan(
         ValueError: shapes or dtypes do not fit.
         IndexError: a slot does not exist.
     """
-    check_scan(x, dt, a, b, c, d, z, dt_bias, x_state)
+    check_scan("selective_scan", x, dt, a, b, c, d, z, dt_bias, x_state)
     check_sequences("selective_scan", query_start_loc, slot_idx, has_initial_state)
     dtype = torch.promote_types(x.dtype, torch.float32)
     tokens, count = x.shape[0], slot_idx.shape[0]
     sequence, position = locate(tokens, query_start_loc)
-    known = initial_states(x_state, slot_idx, has_initial_state).to(dtype)
+    initial = initial_states(x_state, slot_idx, has_initial_state).to(dtype)
     step = time_step(dt, dt_bias, dt_softplus, None, None, dtype)
     gate = torch.exp(step[..., None] * a.to(dtype))  # (tokens, channels, N)
     value = (step * x.to(dtype))[..., None] * by_channel(b.to(dtype), x.shape[1])
@@ -141,12 +140,12 @@ def selective_scan(
     some = (ends > starts)[:, None, None]
     # Each sequence starts from its initial state, independent of the previous one.
     first = torch.where(some[:, 0, 0], starts, tokens).long()
-    value = value.index_add(0, first, torch.where(some, gate[first] * known, 0))
+    value = value.index_add(0, first, torch.where(some, gate[first] * initial, 0))
     begins = functional.pad((position == 0) & (sequence < count), (0, 1), value=True)
     h = linear_recurrence(gate, value, begins[:, None, None])
     y = (h[:tokens] * by_channel(c.to(dtype), x.shape[1])).sum(-1)
     y = torch.where(is_computed(sequence, slot_idx)[:, None], finish(y, x, d, z), 0)
-    last = torch.where(some, h[(ends - 1).clamp(min=0).long()], known)
+    last = torch.where(some, h[(ends - 1).clamp(min=0).long()], initial)
     return y.to(x.dtype).contiguous(), write_states(x_state, slot_idx, last)
 
 
@@ -181,7 +180,12 @@ def finish(y: Tensor, x: Tensor, d: Tensor | None, z: Tensor | None) -> Tensor:
     return y if z is None else y * functional.silu(z.to(y.dtype))
 
 
+_SCAN_SHAPES = {2: "(tokens, channels)", 3: "(tokens, heads, head_size)"}
+_SCAN_DIMS = {"selective_scan": (2,), "ssd_chunk_scan": (3,), "selective_state_update": (2, 3)}
+
+
 def check_scan(
+    op: str,
     x: Tensor,
     dt: Tensor,
     a: Tensor,
@@ -191,35 +195,44 @@ def check_scan(
     z: Tensor | None,
     dt_bias: Tensor | None,
     x_state: Tensor,
+    chunk_size: int = 1,
 ) -> None:
-    """Raise ValueError unless the arguments of ``selective_scan`` fit together."""
-    op = "selective_scan"
-    check_shape(op, "x", x, -1, -1)
-    check_shape(op, "a", a, x.shape[1], -1)
-    for name, tensor in (("dt", dt), ("z", z)):
-        if tensor is not None:
-            check_shape(op, name, tensor, *x.shape)
+    """Raise ValueError unless the arguments of the scan or step called *op* fit together."""
+    if x.ndim not in _SCAN_DIMS[op]:
+        raise misfit(op, "x", x, " or ".join(_SCAN_SHAPES[ndim] for ndim in _SCAN_DIMS[op]))
+
+    def end(t: Tensor, ndim: int) -> int | None:
+        """Return 2 for a *t* with one number per head, which then has *ndim* dimensions."""
+        is_per_head = op == "ssd_chunk_scan" or (x.ndim == 3 and t.ndim == ndim)
+        return 2 if is_per_head else None
+
+    check_shape(op, "x_state", x_state, -1, *x.shape[1:], -1)
+    check_shape(op, "a", a, *x_state.shape[1 : end(a, 1)])
+    check_shape(op, "dt", dt, *x.shape[: end(dt, 2)])
+    if z is not None:
+        check_shape(op, "z", z, *x.shape)
     for name, vector in (("d", d), ("dt_bias", dt_bias)):
         if vector is not None:
-            check_shape(op, name, vector, x.shape[1])
-    check_groups(op, x, b, c, a.shape[1])
-    check_shape(op, "x_state", x_state, -1, *a.shape)
+            check_shape(op, name, vector, *x.shape[1 : end(vector, 1)])
+    _check_groups(op, x, b, c, x_state.shape[-1])
+    if chunk_size < 1:
+        raise ValueError(f"{op}: chunk_size={chunk_size} is not positive.")
 
 
-def check_groups(op: str, x: Tensor, b: Tensor, c: Tensor, states: int) -> None:
+def _check_groups(op: str, x: Tensor, b: Tensor, c: Tensor, states: int) -> None:
     """Raise ValueError unless *b* and *c* are ``(tokens, [groups,] N)`` for the heads of *x*."""
     if b.ndim == 2:
         check_shape(op, "b", b, x.shape[0], states)
     else:
         check_shape(op, "b", b, x.shape[0], -1, states)
         if b.shape[1] == 0 or x.shape[1] % b.shape[1]:
-            wanted = f"({x.shape[0]}, a divisor of {x.shape[1]}, {states})"
-            raise misfit(op, "b", b, wanted)
+            expected = f"({x.shape[0]}, a divisor of {x.shape[1]}, {states})"
+            raise misfit(op, "b", b, expected)
     check_shape(op, "c", c, *b.shape)
 
 
-def register_scan_fake(op: IrOp, check: Callable[..., None]) -> None:
-    """Give *op* a fake implementation that checks shapes by *check*, a function of all arguments.
+def register_scan_fake(op: IrOp) -> None:
+    """Give *op* a fake implementation that only checks shapes.
 
     The native function would specialize a graph on the sequence length.
     """
@@ -227,7 +240,9 @@ def register_scan_fake(op: IrOp, check: Callable[..., None]) -> None:
     @wraps(op.native, assigned=())
     def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         values = op.bind(*args, **kwargs)
-        check(*values)
+        named = dict(zip(op.schema.names, values, strict=True))
+        checked = (*values[:9], named.get("chunk_size", 1))
+        check_scan(op.name, *checked)
         check_sequences(op.name, *values[9:12])
         x, x_state = values[0], values[8]
         return x.new_empty(x.shape), x_state.new_empty(x_state.shape)
@@ -235,7 +250,7 @@ def register_scan_fake(op: IrOp, check: Callable[..., None]) -> None:
     op.register_fake(fake)
 
 
-register_scan_fake(selective_scan, lambda *values: check_scan(*values[:9]))
+register_scan_fake(selective_scan)
 
 
 def scan_inputs(
@@ -338,7 +353,8 @@ def selective_state_update(
         ValueError: shapes or dtypes do not fit.
         IndexError: a slot does not exist.
     """
-    check_update(x, dt, a, b, c, d, z, dt_bias, x_state, slot_idx)
+    check_scan("selective_state_update", x, dt, a, b, c, d, z, dt_bias, x_state)
+    check_slots("selective_state_update", slot_idx, x.shape[0])
     state = read_states(x_state, slot_idx)
     y, h = scan_step(x, dt, a, b, c, d, z, dt_bias, state, dt_softplus, dt_min, dt_max)
     y = torch.where(slot_idx.view(-1, *[1] * (x.ndim - 1)) >= 0, y, 0)
@@ -371,34 +387,6 @@ def scan_step(
     h = gate * state.to(dtype) + step * x.to(dtype)[..., None] * b
     y = finish((h * c).sum(-1), x, None if d is None else _filled(d, one), z)
     return y.to(x.dtype), h
-
-
-def check_update(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    x_state: Tensor,
-    slot_idx: Tensor,
-) -> None:
-    """Raise ValueError unless the arguments of ``selective_state_update`` fit together."""
-    op = "selective_state_update"
-    if x.ndim not in (2, 3):
-        raise misfit(op, "x", x, "(sequences, channels) or (sequences, heads, head_size)")
-    check_shape(op, "x_state", x_state, -1, *x.shape[1:], -1)
-    check_shape(op, "a", a, *x_state.shape[1 : 2 if a.ndim == 1 and x.ndim == 3 else None])
-    check_shape(op, "dt", dt, *x.shape[: 2 if dt.ndim == 2 else None])
-    if z is not None:
-        check_shape(op, "z", z, *x.shape)
-    for name, vector in (("d", d), ("dt_bias", dt_bias)):
-        if vector is not None:
-            check_shape(op, name, vector, *x.shape[1 : 2 if vector.ndim == 1 else None])
-    check_groups(op, x, b, c, x_state.shape[-1])
-    check_slots(op, slot_idx, x.shape[0])
 
 
 def _filled(t: Tensor, ndim: int) -> Tensor:

@@ -230,9 +230,9 @@ def paged_attention(
             prompts.append(_Prompt(i, slice(starts[i], starts[i + 1]), length))
         elif count:
             short.append(i)
-    for each in prompts:
-        keys, values = _gathered(caches, block_tables, each)
-        out[each.queries] = attend(query[None, each.queries], keys, values, *options)[0]
+    for sequence in prompts:
+        keys, values = _gathered(caches, block_tables, sequence)
+        out[sequence.queries] = attend(query[None, sequence.queries], keys, values, *options)[0]
     if causal and not out.isfinite().all():
         _mend(out, query, caches, block_tables, prompts, options)
     if short:
@@ -257,10 +257,10 @@ def _paged(
     options: _AttentionOptions,
 ) -> Tensor:
     """Compute attention with a kernel that reads the cache in place."""
-    found: Tensor = ops.paged_attention.using("triton", "opweave_c", "native")(
+    out: Tensor = ops.paged_attention.using("triton", "opweave_c", "native")(
         query, *caches, block_tables, seq_lens, cu_seqlens_q, *options
     )
-    return found
+    return out
 
 
 def _gathered(
@@ -289,11 +289,11 @@ def _mend(
 
     torch multiplies the values of masked keys by zero, so that NaN and infinity spread from them.
     """
-    for each in prompts:
-        if not out[each.queries].isfinite().all():
-            keys, values = _gathered(caches, block_tables, each)
-            out[each.queries] = ops.causal_attention.native(
-                query[None, each.queries], keys, values, options.scale, options.window
+    for prompt in prompts:
+        if not out[prompt.queries].isfinite().all():
+            keys, values = _gathered(caches, block_tables, prompt)
+            out[prompt.queries] = ops.causal_attention.native(
+                query[None, prompt.queries], keys, values, options.scale, options.window
             )[0]
 
 

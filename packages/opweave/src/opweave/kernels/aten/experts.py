@@ -8,36 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opweave.ir import IrOp, ops
 from opweave.ir.ops.fused_experts import Routed, bound_activation, check_experts, combine, route
-from opweave.ir.ops.fused_experts_quant import (
-    ExpertFunction,
-    check_experts_quant,
-    low_bit_product,
-)
-
-
-class PreparedExperts(NamedTuple):
-    """The arguments of a call, checked.
-
-    Attributes:
-        routed: the tokens.
-        num_experts: the number of experts in the weights.
-        first: the product before the activation.
-        act: the activation.
-        second: the product after it.
-    """
-
-    routed: Routed
-    num_experts: int
-    first: ExpertFunction
-    act: Callable[[Tensor], Tensor]
-    second: ExpertFunction
+from opweave.ir.ops.fused_experts_quant import ExpertFunction, PreparedExperts, low_bit_experts
 
 
 def dense_experts(
@@ -56,38 +34,10 @@ def dense_experts(
     """Return the experts of ``fused_experts``."""
     check_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
     routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
-    products = _product(w13, w13_bias), _product(w2, w2_bias)
-    return PreparedExperts(
-        routed, len(w13), products[0], _activation(activation, *limits), products[1]
-    )
-
-
-def low_bit_experts(
-    x: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor | None,
-    w13_offset: Tensor | None,
-    w2: Tensor,
-    w2_scale: Tensor | None,
-    w2_offset: Tensor | None,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    w13_format: str,
-    w2_format: str,
-    activation: str,
-    expert_map: Tensor | None,
-    apply_router_weight_on_input: bool,
-    *limits: float | None,
-) -> PreparedExperts:
-    """Return the experts of ``fused_experts_quant``."""
-    check_experts_quant(
-        x, w13, w13_scale, w13_offset, w2, w2_scale, w2_offset, topk_weights, topk_ids,
-        w13_format, w2_format, activation,
-    )  # fmt: skip
-    routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)
-    first = low_bit_product(w13, w13_scale, w13_offset, w13_format)
-    second = low_bit_product(w2, w2_scale, w2_offset, w2_format)
-    return PreparedExperts(routed, len(w13), first, _activation(activation, *limits), second)
+    act = bound_activation(activation, *limits)
+    if activation == "silu":  # the same function, for which there may be a kernel
+        act = ops.silu_and_mul
+    return PreparedExperts(routed, len(w13), _product(w13, w13_bias), act, _product(w2, w2_bias))
 
 
 def _product(weight: Tensor, bias: Tensor | None) -> ExpertFunction:
@@ -96,12 +46,6 @@ def _product(weight: Tensor, bias: Tensor | None) -> ExpertFunction:
         return out
 
     return product
-
-
-def _activation(name: str, *limits: float | None) -> Callable[[Tensor], Tensor]:
-    act = bound_activation(name, *limits)
-    # silu_and_mul is the same function, for which there may be a kernel.
-    return ops.silu_and_mul if name == "silu" else act
 
 
 def outputs_of(experts: PreparedExperts) -> Tensor:

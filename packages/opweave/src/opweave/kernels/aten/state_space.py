@@ -10,15 +10,8 @@ from torch import Tensor
 from opweave.ir import ops, rules
 from opweave.ir.ops.arguments import check_sequences, check_slots
 from opweave.ir.ops.conv import check_conv, conv_step, convolve
-from opweave.ir.ops.ssd import check_ssd, grouped, read_out, scan_chunks
-from opweave.ir.ops.state_space import (
-    by_channel,
-    check_scan,
-    check_update,
-    finish,
-    scan_step,
-    time_step,
-)
+from opweave.ir.ops.ssd import grouped, read_out, scan_chunks
+from opweave.ir.ops.state_space import by_channel, check_scan, finish, scan_step, time_step
 
 # Read the tokens and state slots of sequences on the host.
 
@@ -46,10 +39,10 @@ def sequences(
     query_start_loc: Tensor, slots: list[int], has_initial_state: Tensor
 ) -> Iterator[tuple[slice, int, bool]]:
     """Yield (tokens, slot, has initial state) for each sequence that is not padding."""
-    starts, known = query_start_loc.tolist(), has_initial_state.tolist()
+    starts, has_states = query_start_loc.tolist(), has_initial_state.tolist()
     for i, slot in enumerate(slots):
         if slot >= 0:
-            yield slice(starts[i], starts[i + 1]), slot, known[i]
+            yield slice(starts[i], starts[i + 1]), slot, has_states[i]
 
 
 def padded_slots(count: int, slot_idx: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,10 +86,10 @@ def causal_conv1d(
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     dtype = torch.promote_types(x.dtype, torch.float32)
     taps, history = weight.to(dtype), weight.shape[1] - 1
-    own = own_slots(x_state.shape[0], slot_idx)
-    for tokens, slot, known in sequences(query_start_loc, own, has_initial_state):
+    slots = own_slots(x_state.shape[0], slot_idx)
+    for tokens, slot, has_state in sequences(query_start_loc, slots, has_initial_state):
         state, new = x_state[slot], x[tokens].to(dtype)
-        before = state.to(dtype).T if known else new.new_zeros(history, x.shape[1])
+        before = state.to(dtype).T if has_state else new.new_zeros(history, x.shape[1])
         inputs, length = torch.cat((before, new)), new.shape[0]
         shifted = [inputs[j : j + length] for j in range(history + 1)]
         out[tokens] = convolve(shifted, taps, bias, activation)
@@ -148,14 +141,14 @@ def selective_scan(
     has_initial_state: Tensor,
     dt_softplus: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    check_scan(x, dt, a, b, c, d, z, dt_bias, x_state)
+    check_scan("selective_scan", x, dt, a, b, c, d, z, dt_bias, x_state)
     check_sequences("selective_scan", query_start_loc, slot_idx, has_initial_state)
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    rates, own = a.to(dtype), own_slots(x_state.shape[0], slot_idx)
-    for tokens, slot, known in sequences(query_start_loc, own, has_initial_state):
+    rates, slots = a.to(dtype), own_slots(x_state.shape[0], slot_idx)
+    for tokens, slot, has_state in sequences(query_start_loc, slots, has_initial_state):
         state = x_state[slot]
-        h = state.to(dtype) if known else torch.zeros_like(state, dtype=dtype)
+        h = state.to(dtype) if has_state else torch.zeros_like(state, dtype=dtype)
         for start in range(tokens.start, tokens.stop, _BLOCK):
             block = slice(start, min(start + _BLOCK, tokens.stop))
             u = x[block].to(dtype)
@@ -186,7 +179,8 @@ def selective_state_update(
     dt_min: float | None = None,
     dt_max: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    check_update(x, dt, a, b, c, d, z, dt_bias, x_state, slot_idx)
+    check_scan("selective_state_update", x, dt, a, b, c, d, z, dt_bias, x_state)
+    check_slots("selective_state_update", slot_idx, x.shape[0])
     rows, slots = padded_slots(x_state.shape[0], slot_idx)
     gate = None if z is None else z[rows]
     limits = (dt_softplus, dt_min, dt_max)
@@ -218,15 +212,15 @@ def ssd_chunk_scan(
     dt_min: float | None = None,
     dt_max: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    check_ssd(x, dt, a, b, c, d, z, dt_bias, x_state, chunk_size)
+    check_scan("ssd_chunk_scan", x, dt, a, b, c, d, z, dt_bias, x_state, chunk_size)
     check_sequences("ssd_chunk_scan", query_start_loc, slot_idx, has_initial_state)
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     dtype = torch.promote_types(x.dtype, torch.float32)
     b, c, d = grouped(b), grouped(c), None if d is None else d[:, None]
-    own = own_slots(x_state.shape[0], slot_idx)
-    for tokens, slot, known in sequences(query_start_loc, own, has_initial_state):
+    slots = own_slots(x_state.shape[0], slot_idx)
+    for tokens, slot, has_state in sequences(query_start_loc, slots, has_initial_state):
         state = x_state[slot]
-        h = state.to(dtype)[None] if known else torch.zeros_like(state, dtype=dtype)[None]
+        h = state.to(dtype)[None] if has_state else torch.zeros_like(state, dtype=dtype)[None]
         for start in range(tokens.start, tokens.stop, chunk_size):
             chunk = slice(start, min(start + chunk_size, tokens.stop))
             u = x[chunk].to(dtype)

@@ -8,6 +8,8 @@ device instead of that of the tensors.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from opweave.ir import ops, rules
@@ -34,10 +36,6 @@ def _columns(x: Tensor) -> tuple[int]:
     return (x.shape[-1],)
 
 
-def _half_of(x: Tensor) -> Tensor:
-    return half_of(x)
-
-
 def _cosines(x_query: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
     return _first_half(angles(x_query, positions, cos_sin_cache))
 
@@ -51,57 +49,49 @@ def _is_interleaved(is_neox_style: bool) -> bool:
 
 
 if is_installed("flag_gems"):
-    wrap(
+    register = partial(wrap, provider="flag_gems", traits={ROUNDS_LESS})
+    register(
         ops.rms_norm,
-        "flag_gems",
-        "flag_gems.ops.rms_norm:rms_norm_forward",
-        ["x", _columns, "weight", "epsilon"],
+        function="flag_gems.ops.rms_norm:rms_norm_forward",
+        arguments=["x", _columns, "weight", "epsilon"],
         results=0,
         supports_args=_NORM,
-        traits={ROUNDS_LESS},
     )
-    wrap(
+    register(
         ops.fused_add_rms_norm,
-        "flag_gems",
-        "flag_gems.fused.fused_add_rms_norm:fused_add_rms_norm",
-        [Output("x"), Output("x_residual"), _columns, "weight", "epsilon"],
+        function="flag_gems.fused.fused_add_rms_norm:fused_add_rms_norm",
+        arguments=[Output("x"), Output("x_residual"), _columns, "weight", "epsilon"],
         supports_args=_NORM & residual("x_residual"),
-        traits={ROUNDS_LESS},
     )
-    wrap(
+    register(
         ops.layer_norm,
-        "flag_gems",
-        "flag_gems.ops.layernorm:layer_norm",
-        ["x", _columns, "weight", "bias", "epsilon"],
+        function="flag_gems.ops.layernorm:layer_norm",
+        arguments=["x", _columns, "weight", "bias", "epsilon"],
         results=0,
         supports_args=_X
         & (rules.is_none("weight") | (row("weight") & rules.dtype("weight", *LIBRARY_FLOATS)))
         & (rules.is_none("bias") | (row("bias") & rules.dtype("bias", *LIBRARY_FLOATS))),
+        traits=(),
     )
-    wrap(
+    register(
         ops.silu_and_mul,
-        "flag_gems",
-        "flag_gems.fused.silu_and_mul:silu_and_mul_out",
-        [_first_half, _second_half, Output(_half_of)],
+        function="flag_gems.fused.silu_and_mul:silu_and_mul_out",
+        arguments=[_first_half, _second_half, Output(lambda x: half_of(x, x.dtype))],
         supports_args=_X & rules.last_dim_multiple_of("x", 2),
-        traits={ROUNDS_LESS},
     )
-    wrap(
+    register(
         ops.gelu_and_mul,
-        "flag_gems",
-        "flag_gems.fused.gelu_and_mul:gelu_and_mul",
-        [_first_half, _second_half, "approximate"],
+        function="flag_gems.fused.gelu_and_mul:gelu_and_mul",
+        arguments=[_first_half, _second_half, "approximate"],
         supports_args=_X
         & rules.last_dim_multiple_of("x", 2)
         & rules.one_of("approximate", "none", "tanh"),
-        traits={ROUNDS_LESS},
     )
     # The kernel rotates whole heads, and returns them split.
-    wrap(
+    register(
         ops.rotary_embedding,
-        "flag_gems",
-        "flag_gems.fused.rotary_embedding:apply_rotary_pos_emb",
-        ["x_query", "x_key", _cosines, _sines, tokens, _is_interleaved],
+        function="flag_gems.fused.rotary_embedding:apply_rotary_pos_emb",
+        arguments=["x_query", "x_key", _cosines, _sines, tokens, _is_interleaved],
         supports_args=on_device("x_query")
         & rules.dtype("x_query", *LIBRARY_FLOATS)
         & HEADS
@@ -110,5 +100,4 @@ if is_installed("flag_gems"):
             lambda cos_sin_cache, head_size: cos_sin_cache.shape[1] == head_size,
             "the table is not as wide as a head",
         ),
-        traits={ROUNDS_LESS},
     )

@@ -7,6 +7,8 @@ them. Attention over the paged cache needs blocks of 256 positions, and is left 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -89,27 +91,25 @@ _TENSORS = {
 }
 
 if is_installed("flash_attn"):
-    wrap(
+    register = partial(wrap, provider="flash_attn")
+    register(
         ops.causal_attention,
-        "flash_attn",
-        "flash_attn.flash_attn_interface:flash_attn_func",
-        {**_TENSORS, "causal": True, "window_size": _window_size, "softcap": _soft_cap},
+        function="flash_attn.flash_attn_interface:flash_attn_func",
+        arguments={**_TENSORS, "causal": True, "window_size": _window_size, "softcap": _soft_cap},
         supports_args=_attention(4)
         & _CAPPED
         & rules.custom(lambda window: window is None or window > 0, "window is not positive"),
     )
-    wrap(
+    register(
         ops.bidirectional_attention,
-        "flash_attn",
-        "flash_attn.flash_attn_interface:flash_attn_func",
-        _TENSORS,
+        function="flash_attn.flash_attn_interface:flash_attn_func",
+        arguments=_TENSORS,
         supports_args=_attention(4),
     )
-    wrap(
+    register(
         ops.varlen_attention,
-        "flash_attn",
-        "flash_attn.flash_attn_interface:flash_attn_varlen_func",
-        {
+        function="flash_attn.flash_attn_interface:flash_attn_varlen_func",
+        arguments={
             **_TENSORS,
             "cu_seqlens_q": _query_boundaries,
             "cu_seqlens_k": _key_boundaries,

@@ -8,6 +8,8 @@ from sequence lengths on the host before the call.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from opweave.ir import ops, rules
@@ -37,55 +39,46 @@ def _rotates_vectors(cos_sin_cache: Tensor, head_size: int) -> bool:
 
 
 if is_installed("flashinfer"):
-    wrap(
+    register = partial(wrap, provider="flashinfer", traits={ROUNDS_LESS})
+    register(
         ops.rms_norm,
-        "flashinfer",
-        "flashinfer.norm:rmsnorm",
-        ["x", "weight", "epsilon"],
+        function="flashinfer.norm:rmsnorm",
+        arguments=["x", "weight", "epsilon"],
         supports_args=_NORM & rules.ndim("x", 2, 3),
-        traits={ROUNDS_LESS},
     )
-    wrap(
+    register(
         ops.fused_add_rms_norm,
-        "flashinfer",
-        "flashinfer.norm:fused_add_rmsnorm",
-        [Output("x"), Output("x_residual"), "weight", "epsilon"],
+        function="flashinfer.norm:fused_add_rmsnorm",
+        arguments=[Output("x"), Output("x_residual"), "weight", "epsilon"],
         supports_args=_NORM & rules.ndim("x", 2) & residual("x_residual"),
-        traits={ROUNDS_LESS},
     )
-    wrap(
+    register(
         ops.silu_and_mul,
-        "flashinfer",
-        "flashinfer.activation:silu_and_mul",
-        ["x"],
+        function="flashinfer.activation:silu_and_mul",
+        arguments=["x"],
         supports_args=_GATED,
-        traits={ROUNDS_LESS},
     )
-    wrap(
+    register(
         ops.gelu_and_mul,
-        "flashinfer",
-        FunctionByArgument(
+        function=FunctionByArgument(
             "approximate",
             {
                 "none": "flashinfer.activation:gelu_and_mul",
                 "tanh": "flashinfer.activation:gelu_tanh_and_mul",
             },
         ),
-        ["x"],
+        arguments=["x"],
         supports_args=_GATED & rules.one_of("approximate", "none", "tanh"),
-        traits={ROUNDS_LESS},
     )
     # Heads of other sizes go through a kernel for quantized caches.
-    wrap(
+    register(
         ops.rotary_embedding,
-        "flashinfer",
-        "flashinfer.rope:apply_rope_with_cos_sin_cache",
-        [tokens, "x_query", "x_key", "head_size", float32_angles, "is_neox_style"],
+        function="flashinfer.rope:apply_rope_with_cos_sin_cache",
+        arguments=[tokens, "x_query", "x_key", "head_size", float32_angles, "is_neox_style"],
         supports_args=nvidia("x_query", 8, 0)
         & rules.dtype("x_query", *NARROW_FLOATS)
         & HEADS
         & aligned("x_query", "x_key")
         & rules.one_of("head_size", 64, 128, 256, 512)
         & rules.custom(_rotates_vectors, "the rotated part is not made of whole vectors"),
-        traits={ROUNDS_LESS},
     )

@@ -6,6 +6,8 @@ call.
 
 from __future__ import annotations
 
+from functools import partial
+
 from opweave.ir import ops, rules
 from opweave.kernels.arguments import residual, row
 from opweave.kernels.triton.launch import library_rows
@@ -18,35 +20,32 @@ _X = library_rows("x")
 _NORM = _X & rules.is_none("variance_size") & row("weight") & rules.same_dtype("x", "weight")
 
 if is_installed("liger_kernel"):
-    wrap(
+    register = partial(wrap, provider="liger")
+    register(
         ops.rms_norm,
-        "liger",
-        "liger_kernel.ops.rms_norm:rms_norm_forward",
-        {"X": "x", "W": "weight", "eps": "epsilon", **_LLAMA, "row_mode": None},
+        function="liger_kernel.ops.rms_norm:rms_norm_forward",
+        arguments={"X": "x", "W": "weight", "eps": "epsilon", **_LLAMA, "row_mode": None},
         results=0,
         supports_args=_NORM,
     )
-    wrap(
+    register(
         ops.fused_add_rms_norm,
-        "liger",
-        "liger_kernel.ops.fused_add_rms_norm:fused_add_rms_norm_forward",
-        {"X": "x", "R": "x_residual", "W": "weight", "eps": "epsilon", **_LLAMA},
+        function="liger_kernel.ops.fused_add_rms_norm:fused_add_rms_norm_forward",
+        arguments={"X": "x", "R": "x_residual", "W": "weight", "eps": "epsilon", **_LLAMA},
         results=(0, 1),
         supports_args=_NORM & residual("x_residual"),
     )
-    wrap(
+    register(
         ops.layer_norm,
-        "liger",
-        "liger_kernel.ops.layer_norm:layer_norm_forward",
-        ["x", "weight", "bias", "epsilon"],
+        function="liger_kernel.ops.layer_norm:layer_norm_forward",
+        arguments=["x", "weight", "bias", "epsilon"],
         results=0,
         supports_args=_X & row("weight") & row("bias"),
     )
-    wrap(
+    register(
         ops.silu_and_mul,
-        "liger",
-        "liger_kernel.ops.swiglu:swiglu_fused_gate_up_forward",
-        ["x"],
+        function="liger_kernel.ops.swiglu:swiglu_fused_gate_up_forward",
+        arguments=["x"],
         results=1,
         supports_args=_X & rules.last_dim_multiple_of("x", 2),
     )

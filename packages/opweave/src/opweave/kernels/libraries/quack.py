@@ -6,6 +6,8 @@ top-k and cross entropy are not ops of opweave, or treat ties and NaN otherwise.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from opweave.ir import ops, rules
@@ -26,37 +28,31 @@ _WEIGHT = row("weight") & rules.dtype("weight", *FLOATS) & aligned("weight")
 _NORM = _X & rules.is_none("variance_size") & (rules.is_none("weight") | _WEIGHT)
 
 
-def _float32_weight(weight: Tensor) -> Tensor:
-    return weight.float()
-
-
 def _float32_bias(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.float()
 
 
 if is_installed("quack"):
-    wrap(
+    register = partial(wrap, provider="quack")
+    register(
         ops.rms_norm,
-        "quack",
-        "quack.rmsnorm:rmsnorm_fwd",
-        {"x": "x", "weight": "weight", "eps": "epsilon"},
+        function="quack.rmsnorm:rmsnorm_fwd",
+        arguments={"x": "x", "weight": "weight", "eps": "epsilon"},
         results=0,
         supports_args=_NORM,
         traits={ROUNDS_LESS},
     )
-    wrap(
+    register(
         ops.fused_add_rms_norm,
-        "quack",
-        "quack.rmsnorm:rmsnorm_fwd",
-        {"x": "x", "weight": "weight", "residual": "x_residual", "eps": "epsilon"},
+        function="quack.rmsnorm:rmsnorm_fwd",
+        arguments={"x": "x", "weight": "weight", "residual": "x_residual", "eps": "epsilon"},
         results=(0, 1),
         supports_args=_NORM & residual("x_residual") & aligned("x_residual"),
         traits={ROUNDS_LESS},
     )
-    wrap(
+    register(
         ops.layer_norm,
-        "quack",
-        "quack.rmsnorm:layernorm_fwd",
-        ["x", _float32_weight, _float32_bias, "epsilon"],
+        function="quack.rmsnorm:layernorm_fwd",
+        arguments=["x", lambda weight: weight.float(), _float32_bias, "epsilon"],
         supports_args=_X & _WEIGHT & (rules.is_none("bias") | (row("bias") & aligned("bias"))),
     )

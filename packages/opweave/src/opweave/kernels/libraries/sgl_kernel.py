@@ -8,6 +8,8 @@ dtype of the input, where the op adds in float32.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from opweave.ir import ops, rules
@@ -38,47 +40,50 @@ def _shares_keys(x_query: Tensor, x_key: Tensor) -> bool:
 
 
 if is_installed("sgl_kernel"):
-    wrap(
+    register = partial(wrap, provider="sgl_kernel")
+    register(
         ops.rms_norm,
-        "sgl_kernel",
-        "sgl_kernel.elementwise:rmsnorm",
-        ["x", "weight", "epsilon"],
+        function="sgl_kernel.elementwise:rmsnorm",
+        arguments=["x", "weight", "epsilon"],
         supports_args=_NORM,
         traits={ROUNDS_LESS},
     )
-    wrap(
+    register(
         ops.fused_add_rms_norm,
-        "sgl_kernel",
-        "sgl_kernel.elementwise:fused_add_rmsnorm",
-        [Output("x"), Output("x_residual"), "weight", "epsilon"],
+        function="sgl_kernel.elementwise:fused_add_rmsnorm",
+        arguments=[Output("x"), Output("x_residual"), "weight", "epsilon"],
         supports_args=_NORM & residual("x_residual"),
         traits={ROUNDS_LESS},
     )
-    wrap(
+    register(
         ops.silu_and_mul,
-        "sgl_kernel",
-        "sgl_kernel.elementwise:silu_and_mul",
-        ["x"],
+        function="sgl_kernel.elementwise:silu_and_mul",
+        arguments=["x"],
         supports_args=_GATED,
     )
-    wrap(
+    register(
         ops.gelu_and_mul,
-        "sgl_kernel",
-        FunctionByArgument(
+        function=FunctionByArgument(
             "approximate",
             {
                 "none": "sgl_kernel.elementwise:gelu_and_mul",
                 "tanh": "sgl_kernel.elementwise:gelu_tanh_and_mul",
             },
         ),
-        ["x"],
+        arguments=["x"],
         supports_args=_GATED & rules.one_of("approximate", "none", "tanh"),
     )
-    wrap(
+    register(
         ops.rotary_embedding,
-        "sgl_kernel",
-        "sgl_kernel.elementwise:rotary_embedding",
-        [tokens, Output("x_query"), Output("x_key"), "head_size", angles, "is_neox_style"],
+        function="sgl_kernel.elementwise:rotary_embedding",
+        arguments=[
+            tokens,
+            Output("x_query"),
+            Output("x_key"),
+            "head_size",
+            angles,
+            "is_neox_style",
+        ],
         supports_args=nvidia("x_query", 8, 0)
         & rules.dtype("x_query", *FLOATS)
         & HEADS

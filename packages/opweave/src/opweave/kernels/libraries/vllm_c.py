@@ -21,9 +21,7 @@ from opweave.ir.ops.arguments import (
 from opweave.ir.ops.attention import locate
 from opweave.ir.ops.conv import check_conv
 from opweave.ir.ops.fused_experts import bound_activation, check_experts
-from opweave.ir.ops.rotary import rotary_embedding as op
-from opweave.ir.ops.ssd import check_ssd
-from opweave.ir.ops.state_space import check_update, time_step
+from opweave.ir.ops.state_space import check_scan, time_step
 from opweave.ir.rules import BATCH_INVARIANT, ROUNDS_LESS, Predicate
 from opweave.kernels.arguments import FLOATS, one_element
 from opweave.packages import folders_of
@@ -203,7 +201,7 @@ def _fits(x_query: Tensor, x_key: Tensor, cos_sin_cache: Tensor, head_size: int)
 
 
 @implements(
-    op,
+    ops.rotary_embedding,
     rules.cpu("x_query")
     & rules.dtype("x_query", *FLOATS)
     & rules.same_dtype("x_query", "x_key", "cos_sin_cache")
@@ -229,7 +227,7 @@ def rotary_embedding(
     # The kernel does not count negative positions from the end.
     positions = positions.where(positions >= 0, positions + rows)
     tokens = len(positions)
-    heads = [each.view(tokens, each.numel() // tokens) if tokens else each for each in (query, key)]
+    heads = [x.view(tokens, x.numel() // tokens) if tokens else x for x in (query, key)]
     vllm_ops().rotary_embedding(positions, *heads, head_size, cos_sin_cache, is_neox_style)
     return query, key
 
@@ -341,7 +339,8 @@ def selective_state_update(
     dt_max: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advance every sequence by one token; the kernel writes over its state."""
-    check_update(x, dt, a, b, c, d, z, dt_bias, x_state, slot_idx)
+    check_scan("selective_state_update", x, dt, a, b, c, d, z, dt_bias, x_state)
+    check_slots("selective_state_update", slot_idx, x.shape[0])
     _, heads, size, width = x_state.shape
     d, dt_bias = (
         None if t is None else t.float().reshape(heads, -1).expand(heads, size)
@@ -417,7 +416,7 @@ def ssd_chunk_scan(
     dt_max: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Scan packed sequences; the kernel writes over copies of their initial states."""
-    check_ssd(x, dt, a, b, c, d, z, dt_bias, x_state, chunk_size)
+    check_scan("ssd_chunk_scan", x, dt, a, b, c, d, z, dt_bias, x_state, chunk_size)
     check_sequences("ssd_chunk_scan", query_start_loc, slot_idx, has_initial_state)
     step = time_step(dt, dt_bias, dt_softplus, dt_min, dt_max, torch.float32).contiguous()
     states = initial_states(x_state, slot_idx, has_initial_state).float().contiguous()

@@ -2,43 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from opweave.ir import ops, rules
+from opweave.ir import IrOp, ops, rules
+from opweave.ir.rules import Rule
 from opweave.kernels.opweave_c.calls import ROWS, half_of, implements, native_op
 
 # Gated activations.
 
 
 _GATED = ROWS & rules.last_dim_multiple_of("x", 2)
-_KNOWN = rules.one_of("approximate", "none", "tanh")
+_APPROXIMATE = rules.one_of("approximate", "none", "tanh")
 
-_silu_and_mul = native_op("silu_and_mul")
-_mul_and_silu = native_op("mul_and_silu")
 _gelu_and_mul = native_op("gelu_and_mul")
 _gelu_and_mul_sparse = native_op("gelu_and_mul_sparse")
 _fatrelu_and_mul = native_op("fatrelu_and_mul")
 _swigluoai_and_mul = native_op("swigluoai_and_mul")
 
 
-@implements(ops.silu_and_mul, _GATED)
-def silu_and_mul(x: Tensor) -> Tensor:
-    """Return ``silu(x1) * x2`` for the halves of the last dimension of *x*."""
-    out = half_of(x)
-    _silu_and_mul(out, x)
-    return out
+def _unary(
+    op: IrOp, supports_args: Rule, new: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """Register the native op of the same name, which takes an output and *x*; return the function.
+
+    Args:
+        new: returns an empty output for *x*.
+    """
+    run = native_op(op.name)
+
+    @implements(op, supports_args)
+    def activation(x: Tensor) -> Tensor:
+        out = new(x)
+        run(out, x)
+        return out
+
+    return activation
 
 
-@implements(ops.mul_and_silu, _GATED)
-def mul_and_silu(x: Tensor) -> Tensor:
-    """Return ``x1 * silu(x2)`` for the halves of the last dimension of *x*."""
-    out = half_of(x)
-    _mul_and_silu(out, x)
-    return out
+silu_and_mul = _unary(ops.silu_and_mul, _GATED, half_of)
+mul_and_silu = _unary(ops.mul_and_silu, _GATED, half_of)
 
 
-@implements(ops.gelu_and_mul, _GATED & _KNOWN)
+@implements(ops.gelu_and_mul, _GATED & _APPROXIMATE)
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """Return ``gelu(x1) * x2`` for the halves of the last dimension of *x*."""
     out = half_of(x)
@@ -46,7 +54,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     return out
 
 
-@implements(ops.gelu_and_mul_sparse, _GATED & _KNOWN)
+@implements(ops.gelu_and_mul_sparse, _GATED & _APPROXIMATE)
 def gelu_and_mul_sparse(x: Tensor, std_multiplier: float, approximate: str = "none") -> Tensor:
     """Return ``gelu(relu(x1 - c)) * x2``, where ``c = mean(x1) + std_multiplier * std(x1)``."""
     out = half_of(x)
@@ -86,43 +94,12 @@ _NUMBERS = (
     & rules.custom(_are_numbers, "alpha_p or alpha_n is not one number")
 )
 
-_gelu_new = native_op("gelu_new")
-_gelu_fast = native_op("gelu_fast")
-_quick_gelu = native_op("quick_gelu")
-_relu2 = native_op("relu2")
 _xielu = native_op("xielu")
 
-
-@implements(ops.gelu_new, ROWS)
-def gelu_new(x: Tensor) -> Tensor:
-    """Return the tanh approximation of GELU."""
-    out = _empty_like(x)
-    _gelu_new(out, x)
-    return out
-
-
-@implements(ops.gelu_fast, ROWS)
-def gelu_fast(x: Tensor) -> Tensor:
-    """Return the tanh approximation of GELU, in factored form."""
-    out = _empty_like(x)
-    _gelu_fast(out, x)
-    return out
-
-
-@implements(ops.quick_gelu, ROWS)
-def quick_gelu(x: Tensor) -> Tensor:
-    """Return ``x * sigmoid(1.702 * x)``."""
-    out = _empty_like(x)
-    _quick_gelu(out, x)
-    return out
-
-
-@implements(ops.relu2, ROWS)
-def relu2(x: Tensor) -> Tensor:
-    """Return ``relu(x) ** 2``."""
-    out = _empty_like(x)
-    _relu2(out, x)
-    return out
+gelu_new = _unary(ops.gelu_new, ROWS, _empty_like)
+gelu_fast = _unary(ops.gelu_fast, ROWS, _empty_like)
+quick_gelu = _unary(ops.quick_gelu, ROWS, _empty_like)
+relu2 = _unary(ops.relu2, ROWS, _empty_like)
 
 
 @implements(ops.xielu, ROWS & _NUMBERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +11,8 @@ from torch import SymBool, Tensor
 from torch.nn import functional
 
 from opweave import plain_call, torch_compat
-from opweave.ir import rules
-from opweave.ir.ops.linear import linear as linear_op
-from opweave.ir.ops.linear import linear_w8a8 as linear_w8a8_op
-from opweave.ir.ops.linear import linear_w8a16 as op_w8a16
+from opweave.ir import IrOp, ops, rules
 from opweave.ir.ops.linear import scales_rows, spread_token_scales
-from opweave.ir.ops.low_bit import linear_q as op_q
-from opweave.ir.ops.low_bit import linear_w4a16 as op_w4a16
 from opweave.kernels.arguments import W4A16, W8A8, Q, group_of, q_fits, w4a16_fits, w8a8_fits
 from opweave.kernels.opweave_c.calls import (
     HAS_DIMS,
@@ -34,6 +30,8 @@ from opweave.kernels.wrap import opaque
 # The scale of 8-bit weights multiplies the sum of the products instead of each weight, so the
 # sum may overflow if activations are close to the largest float32.
 
+
+_Multiply = Callable[..., Tensor]
 
 _linear = native_op("linear")
 _linear_w8a16 = native_op("linear_w8a16")
@@ -86,7 +84,7 @@ _WEIGHT = (
 )
 
 
-def _fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return x.shape[-1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
 
 
@@ -98,10 +96,6 @@ def is_known(fact: bool | SymBool) -> bool:
 
         return statically_known_true(fact)
     return fact
-
-
-def _fits_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> bool:
-    return _fits(x, weight, bias) and scales_rows(scale, weight)
 
 
 ACCEPTED = (
@@ -116,11 +110,12 @@ ACCEPTED_W8A16 = (
     & rules.dtype("weight", torch.int8, torch.float8_e4m3fn)
     & SCALE
     & (rules.same_dtype("x", "bias") | rules.dtype("bias", torch.float32))
-    & rules.custom(_fits_w8a16, "shapes do not fit")
+    & rules.custom(_fits, "shapes do not fit")
+    & rules.custom(scales_rows, "scale has neither one element nor one for each row of weight")
 )
 
 
-@implements(linear_op, ACCEPTED, traits=(), tunable={"kernel": ("auto", "own", "torch")})
+@implements(ops.linear, ACCEPTED, traits=(), tunable={"kernel": ("auto", "own", "torch")})
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, kernel: str = "auto"
 ) -> Tensor:
@@ -174,7 +169,7 @@ def _torchs_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 torch_compat.trace_instead(_torchs_linear, functional.linear)
 
 
-@implements(op_w8a16, ACCEPTED_W8A16, traits=())
+@implements(ops.linear_w8a16, ACCEPTED_W8A16, traits=())
 def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x @ (scale * weight).T + bias``; the 8-bit *weight* is widened on the fly."""
     fewest = _MIN_TOKENS_W8.get(x.dtype)
@@ -188,14 +183,27 @@ def linear_w8a16(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None =
     return out
 
 
-def _by_pieces(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply by pieces of *weight* that fit into the CPU caches after widening.
+def _native_in_graphs(op: IrOp) -> Callable[[_Multiply], _Multiply]:
+    """Make graphs contain the native definition of *op* instead of the decorated function.
 
-    Graphs contain the native definition instead: the compiler fuses the widening.
+    The compiler fuses the widening of the weights. The function takes the op's arguments.
     """
-    if plain_call.kernels_are_traced():
-        result: Tensor = op_w8a16.native(x, weight, scale, bias)
-        return result
+
+    def decorate(function: _Multiply) -> _Multiply:
+        @functools.wraps(function)
+        def call(*arguments: Any) -> Tensor:
+            run: _Multiply = op.native if plain_call.kernels_are_traced() else function
+            return run(*arguments)
+
+        torch_compat.trace_instead(call, op.native)
+        return call
+
+    return decorate
+
+
+@_native_in_graphs(ops.linear_w8a16)
+def _by_pieces(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply by pieces of *weight* that fit into the CPU caches after widening."""
 
     def widen(wide: Tensor, piece: slice) -> None:
         _widen_rows(wide, weight[piece], scale if scale.numel() == 1 else scale[piece])
@@ -235,9 +243,6 @@ def _rows_of_piece(columns: int, tokens: int) -> int:
     return max(rows // _MIN_ROWS, 1) * _MIN_ROWS
 
 
-torch_compat.trace_instead(_by_pieces, op_w8a16.native)
-
-
 # Linear layers with weights and activations of 8 bits, by the kernels for 8-bit weights.
 #
 # Activations are dequantized to float32, which is exact for their codes; weights stay narrow.
@@ -260,7 +265,7 @@ ACCEPTED_W8A8 = (
 )
 
 
-@implements(linear_w8a8_op, ACCEPTED_W8A8, traits=())
+@implements(ops.linear_w8a8, ACCEPTED_W8A8, traits=())
 def linear_w8a8(
     x: Tensor,
     x_scale: Tensor,
@@ -312,7 +317,7 @@ def _by_integers(
     return out if bias is None else out + bias.float()
 
 
-@opaque(linear_w8a8_op, "opweave_c_blocks")
+@opaque(ops.linear_w8a8, "opweave_c_blocks")
 def _by_blocks(
     x: Tensor,
     x_scale: Tensor,
@@ -348,8 +353,8 @@ def of_blocks(tokens: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     parts = torch.unflatten(weight, 0, (scale.shape[0], -1))
     out = tokens.new_empty((scale.shape[0], flat.shape[0], parts.shape[1]))
     one: Any = torch.ones(1)
-    for part, factors, found in zip(parts, scale, out, strict=True):
-        _linear_w8a16(found, (groups * factors[:, None]).flatten(1), part, one, None)
+    for part, factors, sums in zip(parts, scale, out, strict=True):
+        _linear_w8a16(sums, (groups * factors[:, None]).flatten(1), part, one, None)
     joined = out.transpose(0, 1).reshape(*tokens.shape[:-1], weight.shape[0])
     return joined if bias is None else joined + bias.float()
 
@@ -389,27 +394,19 @@ FORMATS = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")  # in the order of th
 _GROUP = 8  # the kernel's sums are for so many columns
 
 
-def _fits_w4a16(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    offset: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> bool:
-    return w4a16_fits(x, weight, scale, offset, bias) and group_of(weight, scale) % _GROUP == 0
-
-
 ACCEPTED_W4A16 = (
     ROWS
     & rules.cpu("weight", "scale", "offset", "bias")
     & W4A16
+    & rules.custom(w4a16_fits, "shapes do not fit")
     & rules.custom(
-        _fits_w4a16, f"shapes do not fit, or a group is not a multiple of {_GROUP} columns"
+        lambda weight, scale: group_of(weight, scale) % _GROUP == 0,
+        f"a group is not a multiple of {_GROUP} columns",
     )
 )
 
 
-@implements(op_w4a16, ACCEPTED_W4A16, traits=(), needs=NEEDS)
+@implements(ops.linear_w4a16, ACCEPTED_W4A16, traits=(), needs=NEEDS)
 def linear_w4a16(
     x: Tensor,
     weight: Tensor,
@@ -430,6 +427,7 @@ def linear_w4a16(
     return out
 
 
+@_native_in_graphs(ops.linear_w4a16)
 def _by_pieces_w4(
     x: Tensor, weight: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None
 ) -> Tensor:
@@ -438,17 +436,11 @@ def _by_pieces_w4(
     Where the CPU multiplies bfloat16, weights for tokens in bfloat16 are rounded to it: their
     errors average out, and the rounding of the result is as large.
     """
-    if plain_call.kernels_are_traced():
-        result: Tensor = op_w4a16.native(x, weight, scale, offset, bias)
-        return result
 
     def widen(wide: Tensor, piece: slice) -> None:
         _widen_w4(wide, weight[piece], scale[piece], None if offset is None else offset[piece])
 
     return multiply_by_pieces(x, weight.shape[0], _dtype_of_pieces(x, bias), widen, bias)
-
-
-torch_compat.trace_instead(_by_pieces_w4, op_w4a16.native)
 
 
 def _dtype_of_pieces(x: Tensor, bias: Tensor | None) -> torch.dtype:
@@ -465,7 +457,7 @@ def _dtype_of_pieces(x: Tensor, bias: Tensor | None) -> torch.dtype:
 ACCEPTED_Q = ROWS & rules.cpu("weight", "bias") & Q & rules.custom(q_fits, "shapes do not fit")
 
 
-@implements(op_q, ACCEPTED_Q, traits=(), needs=NEEDS_Q)
+@implements(ops.linear_q, ACCEPTED_Q, traits=(), needs=NEEDS_Q)
 def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> Tensor:
     """Return ``x @ dequantized(weight).T + bias``; blocks are dequantized on the fly."""
     if _MIN_TOKENS_AMX is not None and x.dtype is torch.bfloat16:
@@ -479,17 +471,12 @@ def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str 
     return out
 
 
+@_native_in_graphs(ops.linear_q)
 def _by_pieces_q(x: Tensor, weight: Tensor, bias: Tensor | None, format: str) -> Tensor:
     """Multiply by pieces of *weight*, like those of ``linear_w4a16``."""
-    if plain_call.kernels_are_traced():
-        result: Tensor = op_q.native(x, weight, bias, format)
-        return result
     index = FORMATS.index(format)
 
     def widen(wide: Tensor, piece: slice) -> None:
         _widen_gguf(wide, weight[piece], index)
 
     return multiply_by_pieces(x, weight.shape[0], _dtype_of_pieces(x, bias), widen, bias)
-
-
-torch_compat.trace_instead(_by_pieces_q, op_q.native)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave import ir
-from opweave.ir import rules
-from opweave.ir.ops.norm import layer_norm as layer_norm_op
-from opweave.ir.ops.norm import rms_norm_gated as rms_norm_gated_op
+from opweave.ir import ops, rules
 from opweave.kernels.arguments import FLOATS
 from opweave.kernels.opweave_c.calls import HAS_DIMS, ROWS, implements, native_op
 
@@ -40,7 +37,7 @@ _COMMON = (
 )
 
 
-@implements(ir.ops.rms_norm, rules.cpu("x", "weight") & _COMMON)
+@implements(ops.rms_norm, rules.cpu("x", "weight") & _COMMON)
 def rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
@@ -63,7 +60,7 @@ def _added_and_normed(
 
 
 @implements(
-    ir.ops.fused_add_rms_norm,
+    ops.fused_add_rms_norm,
     rules.cpu("x", "x_residual", "weight")
     & rules.same_dtype("x", "x_residual")
     & rules.same_shape("x", "x_residual")
@@ -97,7 +94,7 @@ def _groups_fit(x: Tensor, group_size: int | None) -> bool:
 
 
 @implements(
-    rms_norm_gated_op,
+    ops.rms_norm_gated,
     ROWS
     & rules.cpu("weight", "z")
     & rules.per_last_dim("weight", "x")
@@ -134,7 +131,7 @@ _layer_norm = native_op("layer_norm")
 
 
 @implements(
-    layer_norm_op,
+    ops.layer_norm,
     ROWS
     & rules.cpu("weight", "bias")
     & rules.per_last_dim("weight", "x")

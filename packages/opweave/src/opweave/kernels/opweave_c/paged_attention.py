@@ -6,12 +6,8 @@ import torch
 from torch import SymInt, Tensor
 
 from opweave import _custom_ops
-from opweave.ir import rules
+from opweave.ir import ops, rules
 from opweave.ir.donation import clone_in_layout
-from opweave.ir.ops.kv_cache import advance_step_flashattn as advance_step_flashattn_op
-from opweave.ir.ops.kv_cache import reshape_and_cache as reshape_and_cache_op
-from opweave.ir.ops.paged_attention import attention_quant as attention_quant_op
-from opweave.ir.ops.paged_attention import paged_attention as paged_attention_op
 from opweave.ir.rules import ALIAS_SAFE, BATCH_INVARIANT
 from opweave.kernels.arguments import ATTENDS, WRITES, attention_fits, has_whole_heads
 from opweave.kernels.opweave_c.calls import implements, native_op, one_float32
@@ -26,7 +22,7 @@ _write = native_op("reshape_and_cache")
 
 
 @implements(
-    reshape_and_cache_op,
+    ops.reshape_and_cache,
     rules.cpu("key", "value", "key_cache", "value_cache", "slot_mapping") & WRITES,
     inplace=True,
     traits={ALIAS_SAFE, BATCH_INVARIANT},
@@ -67,7 +63,7 @@ def _separate(
 
 
 @implements(
-    advance_step_flashattn_op,
+    ops.advance_step_flashattn,
     rules.cpu(*_TENSORS)
     & rules.ndim("seq_lens", 1)
     & rules.ndim("sampled_token_ids", 1, 2)
@@ -106,24 +102,17 @@ def advance_step_flashattn(
 
 
 def _with_sizes(
-    input_tokens: Tensor,
-    input_positions: Tensor,
-    seq_lens: Tensor,
-    slot_mapping: Tensor,
-    sampled_token_ids: Tensor,
-    block_tables: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+    sampled: Tensor,
+    tables: Tensor,
     block_size: int,
 ) -> None:
+    count, queries = lengths.shape[0], sampled.shape[0]
     _custom_ops.advance_step_flashattn(
-        seq_lens.shape[0],
-        sampled_token_ids.shape[0],
-        block_size,
-        input_tokens,
-        sampled_token_ids,
-        input_positions,
-        seq_lens,
-        slot_mapping,
-        block_tables,
+        count, queries, block_size, tokens, sampled, positions, lengths, slots, tables
     )
 
 
@@ -169,7 +158,7 @@ _COMMON = (
 )
 
 
-@implements(paged_attention_op, _COMMON)
+@implements(ops.paged_attention, _COMMON)
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -184,23 +173,15 @@ def paged_attention(
 ) -> Tensor:
     """Return the attention of each query over its sequence: ``(tokens, heads, size)``."""
     out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
+    scale = query.shape[2] ** -0.5 if scale is None else scale
     _attend(
-        out,
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        cu_seqlens_q,
-        query.shape[2] ** -0.5 if scale is None else scale,
-        causal,
-        window,
-        soft_cap,
-    )
+        out, query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q,
+        scale, causal, window, soft_cap,
+    )  # fmt: skip
     return out
 
 
-@implements(attention_quant_op, _COMMON & one_float32("out_scale"))
+@implements(ops.attention_quant, _COMMON & one_float32("out_scale"))
 def attention_quant(
     query: Tensor,
     key_cache: Tensor,
@@ -217,18 +198,9 @@ def attention_quant(
     """Return the attention of each query, quantized by *out_scale*: ``(tokens, heads * size)``."""
     width = query.shape[1] * value_cache.shape[3]
     out = _empty(query.shape[0], width, dtype=torch.float8_e4m3fn)
+    scale = query.shape[2] ** -0.5 if scale is None else scale
     _attend_and_quantize(
-        out,
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        cu_seqlens_q,
-        out_scale,
-        query.shape[2] ** -0.5 if scale is None else scale,
-        causal,
-        window,
-        soft_cap,
-    )
+        out, query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, out_scale,
+        scale, causal, window, soft_cap,
+    )  # fmt: skip
     return out

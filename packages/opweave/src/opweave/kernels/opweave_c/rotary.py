@@ -5,11 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave.ir import rules
+from opweave.ir import ops, rules
 from opweave.ir.donation import clone_in_layout
-from opweave.ir.ops.kv_cache import rope_reshape_and_cache as op
-from opweave.ir.ops.rotary import qk_norm_rope as qk_norm_rope_op
-from opweave.ir.ops.rotary import rotary_embedding as rotary_embedding_op
 from opweave.ir.rules import ALIAS_SAFE, BATCH_INVARIANT
 from opweave.kernels.arguments import FLOATS, has_whole_rows
 from opweave.kernels.opweave_c.calls import MAX_DIMS, implements, in_memory_order, native_op
@@ -91,7 +88,7 @@ def _rotated(
 
 
 @implements(
-    rotary_embedding_op,
+    ops.rotary_embedding,
     rules.cpu(*_TENSORS) & _COMMON & rules.custom(rotary_fits, _WHY),
     inplace=True,
     functional=_rotated,
@@ -137,7 +134,7 @@ def _normed_and_rotated(
 
 
 @implements(
-    qk_norm_rope_op,
+    ops.qk_norm_rope,
     rules.cpu(*_TENSORS, "query_weight", "key_weight")
     & _COMMON
     & _WEIGHTS
@@ -168,9 +165,7 @@ def qk_norm_rope(
             pass  # as in rotary_embedding
         else:
             return x_query, x_key
-    return _normed_and_rotated(
-        x_query, x_key, positions, cos_sin_cache, *weights, head_size, is_neox_style
-    )
+    return _normed_and_rotated(x_query, x_key, *rest)
 
 
 def new_like(x: Tensor) -> Tensor:
@@ -213,7 +208,7 @@ def _fits(
 
 
 @implements(
-    op,
+    ops.rope_reshape_and_cache,
     rules.cpu(
         *("query", "key", "value", "positions", "cos_sin_cache"),
         *("key_cache", "value_cache", "slot_mapping"),

@@ -7,11 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from opweave.ir import rules
-from opweave.ir.ops.kv_cache import advance_step_flashattn as advance_step_flashattn_op
-from opweave.ir.ops.kv_cache import reshape_and_cache as reshape_and_cache_op
-from opweave.ir.ops.paged_attention import paged_attention as paged_attention_op
-from opweave.ir.ops.rotary import rotary_embedding as rotary_embedding_op
+from opweave.ir import ops, rules
 from opweave.kernels.arguments import ATTENDS, FLOATS, WRITES, attention_fits, has_whole_rows
 from opweave.kernels.triton.launch import (
     MANY_BYTES,
@@ -55,10 +51,8 @@ def _write(
         value_size,
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
+        *key.stride()[:2],
+        *value.stride()[:2],
         BLOCK=min(block_of(heads * max(size, value_size)), _KV_CACHE_BLOCK),
     )
 
@@ -78,7 +72,7 @@ def _plain(
 
 
 @implements(
-    reshape_and_cache_op,
+    ops.reshape_and_cache,
     on_device("key", "value", "key_cache", "value_cache", "slot_mapping") & WRITES,
     inplace=True,
 )
@@ -102,11 +96,7 @@ _TILE = 1024  # pairs per iteration
 
 
 def _rotary_fits(
-    x_query: Tensor,
-    x_key: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    head_size: int,
+    x_query: Tensor, x_key: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_size: int
 ) -> bool:
     return (
         1 <= head_size <= _ROTARY_MAX_HEAD_SIZE
@@ -132,7 +122,7 @@ def _has_heads(x: Tensor, positions: Tensor, head_size: int) -> bool:
 
 
 @implements(
-    rotary_embedding_op,
+    ops.rotary_embedding,
     on_device("x_query", "x_key", "positions", "cos_sin_cache")
     & rules.dtype("x_query", *FLOATS)
     & rules.same_dtype("x_query", "x_key")
@@ -215,7 +205,7 @@ def _advance_step_fits(
 
 
 @implements(
-    advance_step_flashattn_op,
+    ops.advance_step_flashattn,
     on_device(*_VECTORS, "sampled_token_ids", "seq_lens", "block_tables")
     & rules.dtype("input_tokens", torch.int64)
     & rules.same_dtype(*_VECTORS, "sampled_token_ids")
@@ -292,7 +282,7 @@ def _heads_fit(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
 
 
 @implements(
-    paged_attention_op,
+    ops.paged_attention,
     on_device("query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_seqlens_q")
     & ATTENDS
     & rules.custom(attention_fits, _WHY)
@@ -349,14 +339,9 @@ def paged_attention(
         blocks,
         width,
         block_tables.stride(0),
-        query.stride(0),
-        query.stride(1),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
-        value_cache.stride(0),
-        value_cache.stride(1),
-        value_cache.stride(2),
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
         heads,
         size,
         value_size,

@@ -90,16 +90,16 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def split_count(programs: int, wanted: int, most: int, where: torch.device) -> int:
+def split_count(programs: int, per_processor: int, most: int, device: torch.device) -> int:
     """Return by how many programs each of *programs* is replaced, a power of two.
 
     Args:
         programs: the number of programs without splits.
-        wanted: the programs per multiprocessor that hide the latency of memory.
+        per_processor: the programs per multiprocessor that hide the latency of memory.
         most: the largest useful number of splits.
-        where: the GPU.
+        device: the GPU.
     """
-    splits = wanted * processors(where) // max(programs, 1)
+    splits = per_processor * processors(device) // max(programs, 1)
     return 1 << max(min(splits, most), 1).bit_length() - 1
 
 
@@ -367,16 +367,8 @@ def _bind(function: Any, compiled: Any, positional: int, constants: Mapping[str,
     triton: Any = importlib.import_module("triton")
     values = tuple(constants[name] for name in function.arg_names[positional:])
     stream_of = triton.runtime.driver.active.get_current_stream
-    hooks = triton.knobs.runtime
-    return Bound(
-        compiled,
-        compiled.run,
-        compiled.function,
-        compiled.packed_metadata,
-        values,
-        stream_of,
-        hooks,
-    )
+    launcher = compiled.run, compiled.function, compiled.packed_metadata
+    return Bound(compiled, *launcher, values, stream_of, triton.knobs.runtime)
 
 
 def _can_bind(function: Any, compiled: Any) -> bool:

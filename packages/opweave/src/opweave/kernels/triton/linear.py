@@ -9,10 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opweave.ir import rules
-from opweave.ir.ops.linear import linear_w8a8 as op
-from opweave.ir.ops.low_bit import linear_q as op_q
-from opweave.ir.ops.low_bit import linear_w4a16 as op_w4a16
+from opweave.ir import ops, rules
 from opweave.kernels.arguments import (
     FLOATS,
     W4A16,
@@ -137,17 +134,10 @@ _DEPTH = 128  # columns: the usual group, and as many as float8 products add up 
 _MIN_DEPTH = 32  # the fewest that a matrix instruction takes
 
 
-def _fits_w8a8(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.float32,
-) -> bool:
+def _has_whole_steps_w8a8(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor) -> bool:
+    """Return whether sums fit into 32 bits, and a step of columns has one scale."""
     return (
-        w8a8_fits(x, x_scale, weight, scale, bias, out_dtype)
-        and x.shape[-1] <= MAX_WIDTH  # sums of products of codes fit into 32 bits
+        x.shape[-1] <= MAX_WIDTH
         and _depth_w8a8(_group(x, x_scale), _block(weight, scale)[1], x.shape[-1]) >= _MIN_DEPTH
     )
 
@@ -172,16 +162,17 @@ def _depth_w8a8(group: int, columns: int, width: int) -> int:
 
 
 @implements(
-    op,
+    ops.linear_w8a8,
     spaced_rows("x", torch.int8, torch.float8_e4m3fn)
     & on_device("x_scale", "weight", "scale", "bias")
     & (rules.dtype("x", torch.int8) | has_float8("x"))
     & W8A8
     & rules.contiguous("x_scale", "scale")
+    & rules.custom(w8a8_fits, "shapes do not fit")
     & rules.custom(
-        _fits_w8a8,
-        f"shapes do not fit, rows have more than {MAX_WIDTH} columns, or the size of a group of "
-        f"columns is not a multiple of {_MIN_DEPTH}",
+        _has_whole_steps_w8a8,
+        f"rows have more than {MAX_WIDTH} columns, or the size of a group of columns is not a "
+        f"multiple of {_MIN_DEPTH}",
     ),
     traits=(),  # not batch-invariant: tiles and splits depend on the number of tokens
 )
@@ -244,16 +235,6 @@ _LAYOUTS = {
 """How far apart the columns in a byte are, and the bytes whose low bits belong to one group."""
 
 
-def _fits_w4a16(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    offset: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> bool:
-    return w4a16_fits(x, weight, scale, offset, bias) and _has_whole_steps(weight, scale)
-
-
 def _has_whole_steps(weight: Tensor, scale: Tensor) -> bool:
     """Return whether a power of two of columns has whole groups, or is a whole part of one."""
     group = group_of(weight, scale)
@@ -272,14 +253,14 @@ def _depth_low_bit(depth: int, group: int) -> int:
 
 
 @implements(
-    op_w4a16,
+    ops.linear_w4a16,
     spaced_rows("x", *FLOATS)
     & on_device("weight", "scale", "offset", "bias")
     & W4A16
+    & rules.custom(w4a16_fits, "shapes do not fit")
     & rules.custom(
-        _fits_w4a16,
-        "shapes do not fit, or the columns of a group are neither a multiple of "
-        f"{_MIN_DEPTH} nor a power of two",
+        _has_whole_steps,
+        f"the columns of a group are neither a multiple of {_MIN_DEPTH} nor a power of two",
     ),
     traits=(),  # not batch-invariant: tiles and splits depend on the number of tokens
 )
@@ -316,7 +297,7 @@ def linear_w4a16(
 
 
 @implements(
-    op_q,
+    ops.linear_q,
     spaced_rows("x", *FLOATS)
     & on_device("weight", "bias")
     & Q

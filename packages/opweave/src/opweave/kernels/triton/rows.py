@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opweave import ir
 from opweave.ir import ops, rules
 from opweave.kernels.triton.launch import (
     Kernels,
@@ -81,20 +80,23 @@ def normalize(
     epsilon: float,
     *,
     residual: Tensor | None = None,
-    total: Tensor | None = None,
     scheme: str | None = None,
     scales: Tensor | None = None,
     scale: Tensor | None = None,
-) -> None:
+) -> Tensor:
     """Normalize the rows of *x* into *out*.
 
-    With *residual*, write ``x + residual`` to *total*, and normalize the sum.
+    With *residual*, normalize ``x + residual`` instead.
 
     Args:
         out: has the shape of *x*, and its dtype or that of the quantized codes.
         scheme, scales, scale: see ``store_quantized``.
+
+    Returns:
+        The tensor that was normalized.
     """
     width = x.shape[-1]
+    total = None if residual is None else torch.empty_like(x)
     strides = [0 if t is None else row_stride(t) for t in (out, total, x, residual)]
     launch(
         _norm_kernels.rms_norm,
@@ -113,6 +115,7 @@ def normalize(
         BLOCK=block_of(width),
         num_warps=warps_for(width),
     )
+    return x if total is None else total
 
 
 def warps_for(width: int) -> int:
@@ -124,7 +127,7 @@ def warps_for(width: int) -> int:
     return min(max(block_of(width) // 512, 1), 32)
 
 
-@implements(ir.ops.rms_norm, NORM & rules.is_none("variance_size"))
+@implements(ops.rms_norm, NORM & rules.is_none("variance_size"))
 def rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
@@ -134,7 +137,7 @@ def rms_norm(
     return out
 
 
-@implements(ir.ops.fused_add_rms_norm, ADD & rules.is_none("variance_size"))
+@implements(ops.fused_add_rms_norm, ADD & rules.is_none("variance_size"))
 def fused_add_rms_norm(
     x: Tensor,
     x_residual: Tensor,
@@ -143,9 +146,8 @@ def fused_add_rms_norm(
     variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add *x* and *x_residual*, both ``(..., h)``, and normalize the sum, in one pass."""
-    out, total = torch.empty_like(x), torch.empty_like(x)
-    normalize(out, x, weight, epsilon, residual=x_residual, total=total)
-    return out, total
+    out = torch.empty_like(x)
+    return out, normalize(out, x, weight, epsilon, residual=x_residual)
 
 
 # Quantization to 8 bits.
@@ -287,10 +289,8 @@ def fused_add_rms_norm_static_quant_fp8(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Add, normalize the sum, and quantize it by one given scale."""
-    out, total = new_rows(x, x.shape[-1], _FP8), torch.empty_like(x)
-    normalize(
-        out, x, weight, epsilon, residual=x_residual, total=total, scheme="static", scale=scale
-    )
+    out = new_rows(x, x.shape[-1], _FP8)
+    total = normalize(out, x, weight, epsilon, residual=x_residual, scheme="static", scale=scale)
     return out, total
 
 
@@ -307,17 +307,8 @@ def fused_add_rms_norm_dynamic_per_token_quant_fp8(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add, normalize the sum, and quantize its rows by the scales of their largest magnitudes."""
     out, scales = codes_and_scales(x, x.shape[-1], _FP8)
-    total = torch.empty_like(x)
-    normalize(
-        out,
-        x,
-        weight,
-        epsilon,
-        residual=x_residual,
-        total=total,
-        scheme="fp8",
-        scales=scales,
-        scale=scale_ub,
+    total = normalize(
+        out, x, weight, epsilon, residual=x_residual, scheme="fp8", scales=scales, scale=scale_ub
     )
     return out, scales, total
 
@@ -328,10 +319,7 @@ def fused_add_rms_norm_dynamic_per_token_quant_int8(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add, normalize the sum, and quantize its rows by the scales of their largest magnitudes."""
     out, scales = codes_and_scales(x, x.shape[-1], torch.int8)
-    total = torch.empty_like(x)
-    normalize(
-        out, x, weight, epsilon, residual=x_residual, total=total, scheme="int8", scales=scales
-    )
+    total = normalize(out, x, weight, epsilon, residual=x_residual, scheme="int8", scales=scales)
     return out, scales, total
 
 
