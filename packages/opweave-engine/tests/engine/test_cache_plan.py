@@ -74,30 +74,19 @@ def test_the_context_is_cut_to_what_the_cache_holds(caplog: pytest.LogCaptureFix
     assert plan(EveryToken(), max_model_len=100).max_model_len == 100
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_model_len": 300}, "max_model_len=300 is more than the model's context of 256"),
-        (
-            {"max_model_len": 200, "memory": 9 * BYTES},
-            "9000 bytes of memory hold 8 blocks .* takes 13, which are 14000 bytes",
-        ),
-        (
-            {"memory": 10**12, "free": 128 * BYTES},
-            "memory_bytes=1000000000000, the cache takes 129000 bytes, but 128000 .* are free",
-        ),
-        (
-            {"cache": CacheConfig(block_size=16, num_blocks=99), "free": 99 * BYTES},
-            "num_blocks=99, the cache takes 100000 bytes, but 99000 .* serve --kv-cache-memory",
-        ),
-        ({"memory": 500}, "500 bytes of memory hold 0 blocks"),
-        (
-            {"max_model_len": 200, "cache": CacheConfig(block_size=16, num_blocks=5)},
-            "num_blocks=5 of 16 tokens do not hold a sequence of 200 .* at least 13 blocks",
-        ),
-        ({"enable_chunked_prefill": False}, "a prompt of max_model_len=256 .*=64"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"max_model_len": 300}, "max_model_len=300 is more than the model's context of 256"),
+    ({"max_model_len": 200, "memory": 9 * BYTES},
+     "9000 bytes of memory hold 8 blocks .* takes 13, which are 14000 bytes"),
+    ({"memory": 10**12, "free": 128 * BYTES},
+     "memory_bytes=1000000000000, the cache takes 129000 bytes, but 128000 .* are free"),
+    ({"cache": CacheConfig(block_size=16, num_blocks=99), "free": 99 * BYTES},
+     "num_blocks=99, the cache takes 100000 bytes, but 99000 .* serve --kv-cache-memory"),
+    ({"memory": 500}, "500 bytes of memory hold 0 blocks"),
+    ({"max_model_len": 200, "cache": CacheConfig(block_size=16, num_blocks=5)},
+     "num_blocks=5 of 16 tokens do not hold a sequence of 200 .* at least 13 blocks"),
+    ({"enable_chunked_prefill": False}, "a prompt of max_model_len=256 .*=64"),
+])  # fmt: skip
 def test_what_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(CacheSizeError, match=message):
         plan(EveryToken(), **options)

@@ -217,12 +217,9 @@ SENTENCE_FILES: list[tuple[str, Any, str | None]] = [
         [{"type": f"sentence_transformers.{k}", "path": "1_Pooling"} for k in ("Pooling",) * 2],
         "the modules Pooling, Pooling. Supported: Transformer, Pooling, Normalize, in this order",
     ),
-    (
-        "modules.json",
-        [{"type": "sentence_transformers.Pooling", "path": "../other"}],
-        "names ../other, which is outside of the checkpoint",
-    ),
-]
+    ("modules.json", [{"type": "sentence_transformers.Pooling", "path": "../other"}],
+     "names ../other, which is outside of the checkpoint"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("file", "value", "error"), SENTENCE_FILES)

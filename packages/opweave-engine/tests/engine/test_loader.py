@@ -273,12 +273,8 @@ ABSURD: list[tuple[str, dict[str, Any], Any, str]] = [
     # Of heads, for which a table took memory and time.
     ("llama", {"head_dim": None, "hidden_size": 2**26}, "auto", r"\d+ do not fit"),
     ("llama", {"head_dim": None, "hidden_size": 2**26}, "dummy", MEMORY),
-    (
-        "llama",
-        {"num_hidden_layers": 10**9},
-        "auto",
-        r"=1000000000, but the number of tensors is \d+",
-    ),
+    ("llama", {"num_hidden_layers": 10**9}, "auto",
+     r"=1000000000, but the number of tensors is \d+"),
     ("llama", {"num_hidden_layers": 10**9}, "dummy", "=1000000000, but there can be 4096"),
     *(("llama", {key: 2**45}, "dummy", rf"^config.json {MEMORY}") for key in SIZES),
     *(
@@ -305,7 +301,7 @@ ABSURD: list[tuple[str, dict[str, Any], Any, str]] = [
         )
         for load_format in ("auto", "dummy")
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "changes", "load_format", "message"), ABSURD)
@@ -318,38 +314,26 @@ def test_sizes_that_cannot_be(
         load_model(path, load_format=load_format)
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "unread"),
-    [
-        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, None),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "alpha": 9.0}},
-            r"'rope_parameters' in config.json: unknown keys are ignored: 'alpha'$",
-        ),
-        (
-            "llama",
-            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0, "b": 1}},
-            r"'rope_scaling' in config.json: unknown keys are ignored: 'b'$",
-        ),
-        (
-            "llama",
-            {
-                "rope_parameters": {"rope_theta": 5.0},
-                "rope_scaling": {"type": "linear", "factor": 2},
-            },
-            r"'rope_scaling' replaces 'rope_parameters', as in transformers; ignored: rope_theta$",
-        ),
-        (
-            "gemma3",
-            {"rope_parameters": {"full_attention": {"rope_type": "default", "shift": 2}}},
-            r"'full_attention' in config.json: unknown keys are ignored: 'shift'$",
-        ),
-        ("yarn", {}, None),
-        ("llama3_rope", {}, None),
-        ("deepseek", {}, None),
-    ],
-)
+@pytest.mark.parametrize(("kind", "changes", "unread"), [
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, None),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "alpha": 9.0}},
+     r"'rope_parameters' in config.json: unknown keys are ignored: 'alpha'$"),
+    ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0, "b": 1}},
+     r"'rope_scaling' in config.json: unknown keys are ignored: 'b'$"),
+    (
+        "llama",
+        {
+            "rope_parameters": {"rope_theta": 5.0},
+            "rope_scaling": {"type": "linear", "factor": 2},
+        },
+        r"'rope_scaling' replaces 'rope_parameters', as in transformers; ignored: rope_theta$",
+    ),
+    ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default", "shift": 2}}},
+     r"'full_attention' in config.json: unknown keys are ignored: 'shift'$"),
+    ("yarn", {}, None),
+    ("llama3_rope", {}, None),
+    ("deepseek", {}, None),
+])  # fmt: skip
 def test_unknown_keys_of_ropes_are_named_once(
     kind: str,
     changes: dict[str, Any],

@@ -48,19 +48,14 @@ def call() -> None:
         ir.ops.embedding(torch.zeros(1, dtype=torch.int64), torch.ones(1, 4))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"ir_op_priority": {"embedding": ["engine_test"]}},
-        {"ir_op_priority": {"embedding": "engine_test!"}},
-        {"ir_op_priority": ir.IrOpPriorityConfig(embedding=["engine_test"])},
-        {"config": EngineConfig(kernel_config=KernelConfig({"embedding": ["engine_test"]}))},
-        {
-            "ir_op_priority": {"linear": "native"},
-            "config": EngineConfig(kernel_config=KernelConfig({"embedding": "engine_test"})),
-        },
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"ir_op_priority": {"embedding": ["engine_test"]}},
+    {"ir_op_priority": {"embedding": "engine_test!"}},
+    {"ir_op_priority": ir.IrOpPriorityConfig(embedding=["engine_test"])},
+    {"config": EngineConfig(kernel_config=KernelConfig({"embedding": ["engine_test"]}))},
+    {"ir_op_priority": {"linear": "native"},
+     "config": EngineConfig(kernel_config=KernelConfig({"embedding": "engine_test"}))},
+])  # fmt: skip
 def test_priorities_hold_for_the_engines_forwards(
     options: dict[str, Any], checkpoint: Checkpoints
 ) -> None:

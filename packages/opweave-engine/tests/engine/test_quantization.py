@@ -102,24 +102,16 @@ def test_plain_weights(
 PACKED: dict[str, Tensors] = {
     "GPTQ": {f"{LAYER}.qweight": torch.zeros(8, 32, dtype=torch.int32)},
     "compressed-tensors": {f"{LAYER}.weight_packed": torch.zeros(32, 8, dtype=torch.int32)},
-    "fp8": {
-        f"{LAYER}.weight": torch.zeros(32, 64).to(torch.float8_e4m3fn),
-        f"{LAYER}.weight_scale_inv": torch.ones(1, 1),
-    },
-    "bitsandbytes": {
-        f"{LAYER}.weight": torch.zeros(1024, 1, dtype=torch.uint8),
-        f"{LAYER}.weight.absmax": torch.ones(16),
-    },
-    "LLM.int8": {
-        f"{LAYER}.weight": torch.zeros(32, 64, dtype=torch.int8),
-        f"{LAYER}.SCB": torch.ones(32),
-    },
+    "fp8": {f"{LAYER}.weight": torch.zeros(32, 64).to(torch.float8_e4m3fn),
+            f"{LAYER}.weight_scale_inv": torch.ones(1, 1)},
+    "bitsandbytes": {f"{LAYER}.weight": torch.zeros(1024, 1, dtype=torch.uint8),
+                     f"{LAYER}.weight.absmax": torch.ones(16)},
+    "LLM.int8": {f"{LAYER}.weight": torch.zeros(32, 64, dtype=torch.int8),
+                 f"{LAYER}.SCB": torch.ones(32)},
     "mxfp4": {"model.layers.0.mlp.experts.gate_up_proj_blocks": torch.zeros(2, dtype=torch.uint8)},
-    "MLX": {
-        f"{LAYER}.weight": torch.zeros(32, 8, dtype=torch.uint32),
-        f"{LAYER}.scales": torch.ones(32, 1),
-    },
-}
+    "MLX": {f"{LAYER}.weight": torch.zeros(32, 8, dtype=torch.uint32),
+            f"{LAYER}.scales": torch.ones(32, 1)},
+}  # fmt: skip
 
 
 # Where a configuration names a supported format, the tensors are loaded: test_quantized_formats.py.
@@ -149,22 +141,15 @@ def test_quantized_weights(form: str, shown_by: str, path: Path) -> None:
 
 # Tensors in place of a weight, of formats that opweave does not know.
 UNKNOWN: dict[str, Tensors] = {
-    "hqq": {
-        "W_q": torch.zeros(16, 64, dtype=torch.uint8),
-        "scale": torch.ones(32, 1),
-        "zero": torch.ones(32, 1),
-    },
-    "quanto": {
-        "weight._data": torch.zeros(32, 64, dtype=torch.int8),
-        "weight._scale": torch.ones(32, 1),
-    },
+    "hqq": {"W_q": torch.zeros(16, 64, dtype=torch.uint8), "scale": torch.ones(32, 1),
+            "zero": torch.ones(32, 1)},
+    "quanto": {"weight._data": torch.zeros(32, 64, dtype=torch.int8),
+               "weight._scale": torch.ones(32, 1)},
     "vptq": {"centroids.weight": torch.ones(1, 256), "indices": torch.zeros(1, 32, 8).int()},
-    "spqr": {
-        "dense_weights": torch.zeros(64, dtype=torch.int64),
-        "row_offsets": torch.zeros(33).int(),
-    },
+    "spqr": {"dense_weights": torch.zeros(64, dtype=torch.int64),
+             "row_offsets": torch.zeros(33).int()},
     "a new one": {"weight": torch.ones(16, 64)},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("method", UNKNOWN)

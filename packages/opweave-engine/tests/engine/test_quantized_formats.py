@@ -66,11 +66,9 @@ CASES: dict[str, Case] = {
     "int8": (q.compressed("int-quantized", **INT8), q.int8()),
     "int8_packed": (q.compressed("pack-quantized", **INT8), q.int8(packed=True)),
     "float8": (q.compressed("float-quantized", **INT8, type="float"), q.fp8("channel")),
-    "float8_tensor": (
-        q.compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
-        q.fp8("tensor"),
-    ),
-}
+    "float8_tensor": (q.compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
+                      q.fp8("tensor")),
+}  # fmt: skip
 CASES |= {
     "nf4": (BNB, q.of_4_bits("nf4", nested=False)),
     "nf4_nested": (BNB, q.of_4_bits("nf4", nested=True)),
@@ -173,19 +171,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         r"input_activations\) has the key 'rotation'",
     ),
-    "transforms": (
-        {**q.compressed("pack-quantized"), "transform_config": {"config_groups": {"u": {}}}},
-        r"transform_config=",
-    ),
-    "sparse": (
-        {**q.compressed("pack-quantized"), "sparsity_config": {"format": "sparse-24-bitmask"}},
-        r"sparsity_config\) has format='sparse-24-bitmask'",
-    ),
+    "transforms": ({**q.compressed("pack-quantized"),
+                    "transform_config": {"config_groups": {"u": {}}}}, r"transform_config="),
+    "sparse": ({**q.compressed("pack-quantized"),
+                "sparsity_config": {"format": "sparse-24-bitmask"}},
+               r"sparsity_config\) has format='sparse-24-bitmask'"),
     "bnb_type": ({**BNB, "bnb_4bit_quant_type": "int4"}, r"has bnb_4bit_quant_type='int4'"),
     "bnb_storage": ({**BNB, "bnb_4bit_quant_storage": "bfloat16"}, r"quant_storage='bfloat16'"),
     "bnb_key": ({**BNB, "bnb_2bit": True}, r"\(bitsandbytes\) has the key 'bnb_2bit'"),
     "method": ({"quant_method": "hqq"}, r"quant_method 'hqq'.*Supported, by"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

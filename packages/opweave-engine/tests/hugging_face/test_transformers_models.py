@@ -277,13 +277,8 @@ LONGROPE = {
 BY_LENGTH: dict[str, tuple[str, dict[str, Any]]] = {
     # transformers' code computes keys again when a sequence passes the switch
     "phi3": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
-    "phimoe": (
-        "phimoe",
-        {
-            "rope_parameters": {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.2},
-            "num_local_experts": 4,
-        },
-    ),
+    "phimoe": ("phimoe", {"rope_parameters": {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.2},
+                          "num_local_experts": 4}),
     # or does not
     "longrope": ("olmo2", {"rope_parameters": LONGROPE}),
     "dynamic": (
@@ -293,7 +288,7 @@ BY_LENGTH: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 32,
         },
     ),
-}
+}  # fmt: skip
 # Below the switch, passing it, and above it.
 SWITCHING = [
     torch.randint(3, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist()

@@ -99,19 +99,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba2",
         {**_MAMBA, "n_groups": 1, "use_bias": True, "use_conv_bias": False},
     ),
-    "mamba2_tied": (
-        "mamba2",
-        {**_MAMBA, "tie_word_embeddings": True, "residual_in_fp32": False, "conv_kernel": 3},
-    ),
+    "mamba2_tied": ("mamba2", {**_MAMBA, "tie_word_embeddings": True, "residual_in_fp32": False,
+                               "conv_kernel": 3}),
     "mamba2_one_layer": ("mamba2", {**_MAMBA, "num_hidden_layers": 1}),
-    "mamba2_limits": (
-        "mamba2",
-        {**_MAMBA, "time_step_limit": [0.3, 0.8], "chunk_size": 256},
-    ),
+    "mamba2_limits": ("mamba2", {**_MAMBA, "time_step_limit": [0.3, 0.8], "chunk_size": 256}),
     "bert": ("bert", {}),
     "bert_one_layer": ("bert", {"num_hidden_layers": 1}),
     "bert_gelu_new": ("bert", {"hidden_act": "gelu_new", "type_vocab_size": 3}),
-}
+}  # fmt: skip
 
 
 def hf_model(kind: str, **changes: Any) -> Any:

@@ -119,21 +119,18 @@ UNSUPPORTED = {
     "activation": (raw(hidden_act="mish"), "'hidden_act': 'mish'.* Supported: gelu, .*silu"),
     "rope": (raw(rope_scaling={"rope_type": "spiral"}), "'spiral'.* default, .*linear, llama3"),
     "old rope": (raw(rope_scaling={"type": "spiral", "factor": 2.0}), "'spiral'.* default"),
-    "partial": (
-        raw(partial_rotary_factor=0.5, rope_scaling={"rope_type": "linear", "factor": 2.0}),
-        "partial_rotary_factor.*Supported: 1.0",
-    ),
+    "partial": (raw(partial_rotary_factor=0.5, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+                "partial_rotary_factor.*Supported: 1.0"),
     "quantized": (
         raw(quantization_config={"quant_method": "fp8"}),
         r"quantized checkpoints \(quant_method 'fp8'\) are not supported; use unquantized weights",
     ),
     "quantized somehow": (raw(quantization_config={"bits": 4}), r"\(quant_method None\)"),
     "quantized by name": (raw(quantization_config="awq"), r"\(quant_method 'awq'\)"),
-    "layer type": (
-        raw("Qwen2", num_key_value_heads=4, use_sliding_window=True, layer_types=["chunked"] * 3),
-        "'chunked'.* full_attention, sliding_attention",
-    ),
-}
+    "layer type": (raw("Qwen2", num_key_value_heads=4, use_sliding_window=True,
+                       layer_types=["chunked"] * 3),
+                   "'chunked'.* full_attention, sliding_attention"),
+}  # fmt: skip
 INVALID = {
     "no architecture": ({**SIZES}, "'architectures'.*LlamaForCausalLM"),
     "two architectures": (raw(architectures=["A", "B"]), "must name one of"),
@@ -156,19 +153,12 @@ INVALID = {
     "odd head": (raw(head_dim=7), "odd"),
     "rope object": (raw(rope_scaling="llama3"), "JSON object"),
     "rope factor": (raw(rope_scaling={"rope_type": "linear"}), "factor must be a positive number"),
-    "rope order": (
-        raw(rope_scaling={**LLAMA3_ROPE, "high_freq_factor": 1.0}),
-        "must be less than",
-    ),
-    "layer types": (
-        raw("Qwen2", num_key_value_heads=4, use_sliding_window=True, layer_types=["x"]),
-        "1 'layer_types' for 3 layers",
-    ),
-    "window layers": (
-        raw("Qwen2", num_key_value_heads=4, use_sliding_window=True, max_window_layers=-1),
-        "max_window_layers",
-    ),
-}
+    "rope order": (raw(rope_scaling={**LLAMA3_ROPE, "high_freq_factor": 1.0}), "must be less than"),
+    "layer types": (raw("Qwen2", num_key_value_heads=4, use_sliding_window=True, layer_types=["x"]),
+                    "1 'layer_types' for 3 layers"),
+    "window layers": (raw("Qwen2", num_key_value_heads=4, use_sliding_window=True,
+                          max_window_layers=-1), "max_window_layers"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)

@@ -40,60 +40,42 @@ def test_or_else_it_is_the_context_of_the_model(parameters: dict[str, Any]) -> N
     assert read({"rope_parameters": rope})["original_max_position_embeddings"] == 512
 
 
-@pytest.mark.parametrize(
-    ("rope", "error", "message"),
-    [
-        (
-            {"rope_type": "spiral"},
-            UnsupportedModelError,
-            "'spiral'.*: default, dynamic, linear, llama3, longrope, proportional, yarn",
-        ),
-        ({"rope_type": "dynamic"}, InvalidConfigError, "lacks 'factor'"),
-        ({"rope_type": "longrope", "factor": 2.0}, InvalidConfigError, "short_factor must be"),
-        (
-            {"rope_type": "longrope", "short_factor": [1.0], "original_max_position_embeddings": 0},
-            InvalidConfigError,
-            "'original_max_position_embeddings': 0",
-        ),
-        ({"type": "mrope", "mrope_section": [2, 1, 1]}, UnsupportedModelError, "'mrope'"),
-        (
-            {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
-            UnsupportedModelError,
-            "0.5, .*Supported: 1.0",
-        ),
-        (
-            {"rope_type": "proportional", "partial_rotary_factor": 1.5},
-            InvalidConfigError,
-            "it must be at most 1",
-        ),
-        ({"partial_rotary_factor": "1"}, InvalidConfigError, "positive number"),
-        ({"rope_dim": 8}, UnsupportedModelError, "'rope_dim'.*heads are rotated whole"),
-        ({"rope_type": 3}, InvalidConfigError, "'rope_type': 3; it must be a string"),
-        ({"rope_theta": -1}, InvalidConfigError, "positive number"),
-        ({"rope_type": "linear"}, InvalidConfigError, "'rope_parameters' in config.json: .*factor"),
-        ({**LLAMA3_ROPE, "high_freq_factor": 1.0}, InvalidConfigError, "low_freq_factor=1.0"),
-        ({"factor": float("inf")}, InvalidConfigError, "'factor': inf; it must be finite"),
-        ({"long_factor": [1.0, float("nan")]}, InvalidConfigError, r"\[1.0, nan\]; it must be fin"),
-        ({"rope_type": "linear", "factor": 1e9}, InvalidConfigError, "5.12e.11 positions; there"),
-        (
-            {**YARN, "factor": 1e300, "original_max_position_embeddings": 10**300},
-            InvalidConfigError,
-            "makes no table: cannot convert",
-        ),
-        ({**YARN, "original_max_position_embeddings": 0.5}, InvalidConfigError, "by zero"),
-        ({**YARN, "rope_theta": 1.0}, InvalidConfigError, "makes no table: .*by zero"),
-        ({**YARN, "beta_fast": "32"}, InvalidConfigError, "beta_fast must be .*number, found '32'"),
-        ({**YARN, "beta_fast": False}, InvalidConfigError, "beta_fast must be .*, found False"),
-        ({**YARN, "beta_slow": [1]}, InvalidConfigError, r"beta_slow must be .*, found \[1\]"),
-        ({**YARN, "attention_factor": -1}, InvalidConfigError, "attention_factor must be a pos"),
-        ({**YARN, "attention_factor": 0}, InvalidConfigError, "attention_factor must be a pos"),
-        ({**YARN, "mscale": -1}, InvalidConfigError, "mscale must be a positive number"),
-        ({**YARN, "mscale_all_dim": "x"}, InvalidConfigError, "mscale_all_dim must be"),
-        ({**YARN, "truncate": "x"}, InvalidConfigError, "truncate must be true or false, found"),
-        ({"mrope_section": 3}, InvalidConfigError, "mrope_section must be a list of integers"),
-        ({"mrope_section": [1.5]}, InvalidConfigError, r"mrope_section .*, found \[1.5\]"),
-    ],
-)
+@pytest.mark.parametrize(("rope", "error", "message"), [
+    ({"rope_type": "spiral"}, UnsupportedModelError,
+     "'spiral'.*: default, dynamic, linear, llama3, longrope, proportional, yarn"),
+    ({"rope_type": "dynamic"}, InvalidConfigError, "lacks 'factor'"),
+    ({"rope_type": "longrope", "factor": 2.0}, InvalidConfigError, "short_factor must be"),
+    ({"rope_type": "longrope", "short_factor": [1.0], "original_max_position_embeddings": 0},
+     InvalidConfigError, "'original_max_position_embeddings': 0"),
+    ({"type": "mrope", "mrope_section": [2, 1, 1]}, UnsupportedModelError, "'mrope'"),
+    ({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, UnsupportedModelError,
+     "0.5, .*Supported: 1.0"),
+    ({"rope_type": "proportional", "partial_rotary_factor": 1.5}, InvalidConfigError,
+     "it must be at most 1"),
+    ({"partial_rotary_factor": "1"}, InvalidConfigError, "positive number"),
+    ({"rope_dim": 8}, UnsupportedModelError, "'rope_dim'.*heads are rotated whole"),
+    ({"rope_type": 3}, InvalidConfigError, "'rope_type': 3; it must be a string"),
+    ({"rope_theta": -1}, InvalidConfigError, "positive number"),
+    ({"rope_type": "linear"}, InvalidConfigError, "'rope_parameters' in config.json: .*factor"),
+    ({**LLAMA3_ROPE, "high_freq_factor": 1.0}, InvalidConfigError, "low_freq_factor=1.0"),
+    ({"factor": float("inf")}, InvalidConfigError, "'factor': inf; it must be finite"),
+    ({"long_factor": [1.0, float("nan")]}, InvalidConfigError, r"\[1.0, nan\]; it must be fin"),
+    ({"rope_type": "linear", "factor": 1e9}, InvalidConfigError, "5.12e.11 positions; there"),
+    ({**YARN, "factor": 1e300, "original_max_position_embeddings": 10**300}, InvalidConfigError,
+     "makes no table: cannot convert"),
+    ({**YARN, "original_max_position_embeddings": 0.5}, InvalidConfigError, "by zero"),
+    ({**YARN, "rope_theta": 1.0}, InvalidConfigError, "makes no table: .*by zero"),
+    ({**YARN, "beta_fast": "32"}, InvalidConfigError, "beta_fast must be .*number, found '32'"),
+    ({**YARN, "beta_fast": False}, InvalidConfigError, "beta_fast must be .*, found False"),
+    ({**YARN, "beta_slow": [1]}, InvalidConfigError, r"beta_slow must be .*, found \[1\]"),
+    ({**YARN, "attention_factor": -1}, InvalidConfigError, "attention_factor must be a pos"),
+    ({**YARN, "attention_factor": 0}, InvalidConfigError, "attention_factor must be a pos"),
+    ({**YARN, "mscale": -1}, InvalidConfigError, "mscale must be a positive number"),
+    ({**YARN, "mscale_all_dim": "x"}, InvalidConfigError, "mscale_all_dim must be"),
+    ({**YARN, "truncate": "x"}, InvalidConfigError, "truncate must be true or false, found"),
+    ({"mrope_section": 3}, InvalidConfigError, "mrope_section must be a list of integers"),
+    ({"mrope_section": [1.5]}, InvalidConfigError, r"mrope_section .*, found \[1.5\]"),
+])  # fmt: skip
 def test_errors(rope: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         read({"rope_parameters": rope})
@@ -126,25 +108,15 @@ def test_a_share_that_transformers_ignores(place: str, caplog: pytest.LogCapture
     assert "which is ignored, as in transformers" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("rope", "longest"),
-    [
-        ({}, 512),
-        ({"rope_type": "linear", "factor": 2.5}, 1280),
-        (LLAMA3_ROPE, 512),
-        ({**YARN, "original_max_position_embeddings": 512}, 1536),  # Qwen's recipe
-        ({**YARN, "original_max_position_embeddings": 100}, 512),  # DeepSeek's: named already
-        ({"rope_type": "dynamic", "factor": 4.0}, 512),  # above it, the base would change
-        (
-            {
-                "rope_type": "longrope",
-                "short_factor": [1.0],
-                "long_factor": [2.0],
-                "original_max_position_embeddings": 64,
-            },
-            64,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("rope", "longest"), [
+    ({}, 512),
+    ({"rope_type": "linear", "factor": 2.5}, 1280),
+    (LLAMA3_ROPE, 512),
+    ({**YARN, "original_max_position_embeddings": 512}, 1536),  # Qwen's recipe
+    ({**YARN, "original_max_position_embeddings": 100}, 512),  # DeepSeek's: named already
+    ({"rope_type": "dynamic", "factor": 4.0}, 512),  # above it, the base would change
+    ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0],
+      "original_max_position_embeddings": 64}, 64),
+])  # fmt: skip
 def test_the_longest_sequence_is_that_of_the_table(rope: dict[str, Any], longest: int) -> None:
     assert max_positions(read({"rope_parameters": rope}), 512) == longest

@@ -51,12 +51,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 5}),
     "mistral_full": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
-    "qwen2_windows": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-    ),
+    "qwen2_windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 4,
+                                "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 32}),
-}
+}  # fmt: skip
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,

@@ -19,12 +19,9 @@ from server.fake_engine import CHECKPOINT
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "Return the", "max_tokens": 8, "temperature": 0},
-    CHAT: {
-        "messages": [{"role": "user", "content": "Return the"}],
-        "max_tokens": 8,
-        "temperature": 0,
-    },
-}
+    CHAT: {"messages": [{"role": "user", "content": "Return the"}], "max_tokens": 8,
+           "temperature": 0},
+}  # fmt: skip
 both = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 
 

@@ -119,31 +119,24 @@ def test_wrong_items_cost_little(
         assert time.process_time() - started < 1, wrong
 
 
-@pytest.mark.parametrize(
-    ("path", "content"),
-    [
-        ("/v1/completions", body("prompt", "2", first='1,"a",')),
-        ("/v1/chat/completions", body("messages", "{}")),
-        (
-            "/v1/chat/completions",
-            b'{"messages": [' + body("content", "1", {"role": "user"}) + b"]}",
-        ),
-        ("/v1/responses", body("input", "{}")),
-        ("/detokenize", body("tokens", "-1")),
-        ("/v1/completions", b'{"prompt": ' + b"[" * SIZE + b"]" * SIZE + b"}"),
-        (
-            "/v1/completions",
-            json.dumps(
-                {"prompt": "x", "logit_bias": {f"a{i}": 1 for i in range(SIZE // 12)}}
-            ).encode(),
-        ),
-        (
-            "/v1/completions",
-            json.dumps({"logit_bias": {str(i): "a" for i in range(SIZE // 12)}}).encode(),
-        ),
-    ],
-    ids=lambda value: value[:16].decode() if isinstance(value, bytes) else value,
-)
+@pytest.mark.parametrize(("path", "content"), [
+    ("/v1/completions", body("prompt", "2", first='1,"a",')),
+    ("/v1/chat/completions", body("messages", "{}")),
+    ("/v1/chat/completions", b'{"messages": [' + body("content", "1", {"role": "user"}) + b"]}"),
+    ("/v1/responses", body("input", "{}")),
+    ("/detokenize", body("tokens", "-1")),
+    ("/v1/completions", b'{"prompt": ' + b"[" * SIZE + b"]" * SIZE + b"}"),
+    (
+        "/v1/completions",
+        json.dumps(
+            {"prompt": "x", "logit_bias": {f"a{i}": 1 for i in range(SIZE // 12)}}
+        ).encode(),
+    ),
+    (
+        "/v1/completions",
+        json.dumps({"logit_bias": {str(i): "a" for i in range(SIZE // 12)}}).encode(),
+    ),
+], ids=lambda value: value[:16].decode() if isinstance(value, bytes) else value)  # fmt: skip
 def test_a_megabyte_of_wrong_items_delays_nobody(
     server: Running, path: str, content: bytes
 ) -> None:
@@ -353,20 +346,12 @@ def test_many_texts_let_others_have_their_turn(start: Start, held: HeldTokenizer
     assert len(answers[0]["data"]) == 200
 
 
-@pytest.mark.parametrize(
-    ("path", "content", "param"),
-    [
-        ("/tokenize", {"prompt": "a" * (LIMIT + 1)}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "a" * LIMIT}]}, "messages"),
-        ("/detokenize", {"tokens": [5] * (LIMIT + 1)}, "tokens"),
-        (
-            "/v1/completions",
-            {"prompt": "a" * (LIMIT + 1), "truncate_prompt_tokens": 9},
-            "prompt",
-        ),
-    ],
-    ids=["text", "conversation", "tokens", "prompt"],
-)
+@pytest.mark.parametrize(("path", "content", "param"), [
+    ("/tokenize", {"prompt": "a" * (LIMIT + 1)}, "prompt"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a" * LIMIT}]}, "messages"),
+    ("/detokenize", {"tokens": [5] * (LIMIT + 1)}, "tokens"),
+    ("/v1/completions", {"prompt": "a" * (LIMIT + 1), "truncate_prompt_tokens": 9}, "prompt"),
+], ids=["text", "conversation", "tokens", "prompt"])  # fmt: skip
 def test_the_length_of_a_text_is_limited(
     server: Running, path: str, content: dict[str, Any], param: str
 ) -> None:

@@ -67,11 +67,9 @@ def distance():
     return "processors_module.Distance"
 '''
 POINTS = {
-    IO_PROCESSOR_PLUGINS: {
-        "outlines": "processors_module:outlines",
-        "distance": "processors_module:distance",
-    }
-}
+    IO_PROCESSOR_PLUGINS: {"outlines": "processors_module:outlines",
+                           "distance": "processors_module:distance"},
+}  # fmt: skip
 NAMES = {"names": ["add", "mul"], "length": 6}
 
 

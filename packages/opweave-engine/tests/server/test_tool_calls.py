@@ -31,14 +31,11 @@ MODEL = "tiny-pydoc"
 MESSAGES: Any = [{"role": "user", "content": "Weather?"}]
 WEATHER = {
     "type": "object",
-    "properties": {
-        "city": {"enum": ["Rome", "Oslo"]},
-        "when": {"$ref": "#/$defs/when"},
-    },
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "when": {"$ref": "#/$defs/when"}},
     "required": ["city", "when"],
     "additionalProperties": False,
     "$defs": {"when": {"type": "integer", "minimum": 0, "maximum": 9}},
-}
+}  # fmt: skip
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 SCHEMAS = {"get_weather": WEATHER, "wait": NOTHING}
 TOOLS: Any = [
@@ -264,30 +261,24 @@ def test_schemas_of_parameters_may_have_keywords_without_an_effect(real: Running
 
 
 @with_hermes
-@pytest.mark.parametrize(
-    ("options", "param", "message"),
-    [
-        ({"tool_choice": "required", "tools": []}, "tool_choice", "needs tools"),
-        ({"tool_choice": "sometimes"}, "tool_choice", "not supported"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice", "not supported"),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "gone"}}},
-            "tool_choice",
-            "'gone', which is not among the tools",
-        ),
-        ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tools", "tools.0 must be"),
-        (
-            {
-                "tool_choice": "required",
-                "tools": [
-                    {"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}
-                ],
-            },
-            "tools",
-            "^tools: cannot compile the grammar",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "param", "message"), [
+    ({"tool_choice": "required", "tools": []}, "tool_choice", "needs tools"),
+    ({"tool_choice": "sometimes"}, "tool_choice", "not supported"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice", "not supported"),
+    ({"tool_choice": {"type": "function", "function": {"name": "gone"}}}, "tool_choice",
+     "'gone', which is not among the tools"),
+    ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tools", "tools.0 must be"),
+    (
+        {
+            "tool_choice": "required",
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}
+            ],
+        },
+        "tools",
+        "^tools: cannot compile the grammar",
+    ),
+])  # fmt: skip
 def test_choices_that_are_wrong(real: Running, options: Any, param: str, message: str) -> None:
     answer = real.post("/v1/chat/completions", {"messages": MESSAGES, "tools": TOOLS, **options})
     assert answer.status_code == 400, answer.text
