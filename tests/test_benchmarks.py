@@ -549,8 +549,6 @@ def test_the_engine_keeps_its_contract(tmp_path: Path) -> None:
 def main_of(name: str) -> Callable[[list[str]], int]:
     """Return ``main`` of a benchmark whose name another module has, too."""
     spec = spec_from_file_location(f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.main  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import test_cli
 from engine.gguf_files import write
-from test_cli import CHECKPOINT, Run, assert_one_line_error
+from test_cli import CHECKPOINT, Run
 
 run = test_cli.run  # the fixture
 PROMPT = "Return a list of"
@@ -56,10 +56,3 @@ def test_generate(run: Run, built: tuple[Path, Any]) -> None:
     assert output["prompt_token_ids"] == ids
     found = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)
     assert output["token_ids"] == found[0, len(ids) :].tolist()
-
-
-def test_errors_are_one_line(run: Run, built: tuple[Path, Any], tmp_path: Path) -> None:
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(built[0].read_bytes()[:-1000])
-    done = run("generate", broken, "--prompt", PROMPT, "--max-tokens", "1")
-    assert_one_line_error(done, "broken.gguf is damaged, cut short")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from models.tiny_checkpoints import EOS, VOCABULARY, random_ids
+from models.tiny_checkpoints import EOS, VOCABULARY, Checkpoints, random_ids
 from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
 from opweave_engine import (
     LLM,
@@ -25,7 +24,6 @@ from opweave_engine import (
     SamplingParamsError,
 )
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 PROMPTS = [random_ids(seed, count) for seed, count in enumerate([1, 7, 33, 2, 40])]
 # Prompts are computed in parts, and requests lose their blocks and are computed again.
 SMALL = EngineConfig(
@@ -297,7 +295,6 @@ def test_log_probabilities(checkpoint: Checkpoints, llm: LLM, small: LLM) -> Non
                 if asked.logprobs is None:
                     assert answer.logprobs is None
                     continue
-                assert answer.logprobs is not None
                 at = len(prompt) - 1
                 for place, found in enumerate(answer.logprobs):
                     check_logprobs(
@@ -307,7 +304,6 @@ def test_log_probabilities(checkpoint: Checkpoints, llm: LLM, small: LLM) -> Non
             if asked.prompt_logprobs is None:
                 assert output.prompt_logprobs is None
                 continue
-            assert output.prompt_logprobs is not None
             assert output.prompt_logprobs[0] is None
             assert len(output.prompt_logprobs) == len(prompt)
             for place, known in enumerate(output.prompt_logprobs[1:]):
@@ -321,11 +317,7 @@ def test_a_long_prompt_is_scored_in_parts(
     whole = llm.generate(PROMPTS[4], greedy(prompt_logprobs=1))[0].prompt_logprobs
     monkeypatch.setattr("opweave_engine.runner._SCORED_TOKENS", 7)
     parts = llm.generate(PROMPTS[4], greedy(prompt_logprobs=1))[0].prompt_logprobs
-    assert whole is not None
-    assert parts is not None
     for one, two in zip(whole[1:], parts[1:], strict=True):
-        assert one is not None
-        assert two is not None
         assert {t: p.logprob for t, p in one.items()} == pytest.approx(
             {t: p.logprob for t, p in two.items()}, abs=1e-5
         )
@@ -333,7 +325,6 @@ def test_a_long_prompt_is_scored_in_parts(
 
 def test_texts_of_log_probabilities(llm: LLM) -> None:
     (answer,) = answers(llm, PROMPTS[2], greedy(logprobs=1))
-    assert answer.logprobs is not None
     for token, found in zip(answer.token_ids, answer.logprobs, strict=True):
         assert found[token].decoded_token == llm.tokenizer.piece(token)
 

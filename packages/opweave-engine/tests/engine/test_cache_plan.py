@@ -106,6 +106,7 @@ def test_what_cannot_be(options: dict[str, Any], message: str) -> None:
             lambda: SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=7),
             "max_num_batched_tokens=7 is below max_num_seqs=8",
         ),
+        (lambda: EngineConfig(load_format="dumy"), "load_format='dumy'.*auto, dummy.*'dummy'"),  # type: ignore[arg-type]
         (lambda: EngineConfig(cache={"block_size": 16}), "should be a CacheConfig"),  # type: ignore[arg-type]
     ],
 )

@@ -151,7 +151,6 @@ def test_a_checkpoint_without_one(checkpoint: Path) -> None:
 def test_where_checkpoints_keep_it(checkpoint: Path) -> None:
     def rendered() -> str:
         template = ChatTemplate.of(Checkpoint(checkpoint))
-        assert template is not None
         return template.render(MESSAGES)
 
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
@@ -187,7 +186,6 @@ def test_the_template_for_tools(checkpoint: Path, kind: str) -> None:
             configure(checkpoint, chat_template=[{"name": "tool_use", "template": "old"}])
         (checkpoint / "chat_template.jinja").write_text(default)
     template = ChatTemplate.of(Checkpoint(checkpoint))
-    assert template is not None
     theirs = PreTrainedTokenizerFast.from_pretrained(checkpoint).apply_chat_template
     for given in (None, TOOLS):
         assert template.render(MESSAGES, tools=given) == theirs(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
-from models.tiny_checkpoints import BOS
+from models.tiny_checkpoints import BOS, Checkpoints
 from opweave_engine import LLM, ChatTemplateError, EngineError, PromptError, SamplingParams
 
 TEMPLATE = (
@@ -25,9 +24,7 @@ CLASHING: dict[str, Any] = {"self": 1, "context": 2, "template": 3}
 
 
 @pytest.fixture(scope="module")
-def llm(
-    checkpoint: Callable[[str], tuple[Path, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> LLM:
+def llm(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     path = Path(shutil.copytree(checkpoint("llama")[0], tmp_path_factory.mktemp("chat") / "llama"))
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return LLM(path)
@@ -154,7 +151,7 @@ def test_what_is_no_conversation(messages: Any, llm: LLM) -> None:
         llm.chat(messages)
 
 
-def test_a_checkpoint_without_a_template(checkpoint: Callable[[str], tuple[Path, Any]]) -> None:
+def test_a_checkpoint_without_a_template(checkpoint: Checkpoints) -> None:
     llm = LLM(checkpoint("llama")[0])
     with pytest.raises(ChatTemplateError, match=r"no chat template.*chat_template="):
         llm.chat(HELLO)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.tiny_checkpoints import Checkpoints
 from opweave.config import EngineConfig
 from opweave_engine import (
     CompletionOutput,
@@ -22,7 +21,6 @@ from opweave_engine import (
 )
 from opweave_engine.request import OutputAccumulator, merge_deltas
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 TIMINGS = RequestTimings(0.0, 0.0, 0.0)
 LOGPROBS = st.one_of(st.none(), st.lists(st.just({5: Logprob(-1.0, 1, "x")}), max_size=8))
 

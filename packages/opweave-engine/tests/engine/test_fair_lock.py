@@ -6,17 +6,15 @@ import gc
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
 import pytest
 
-from models.tiny_checkpoints import random_ids
+from models.tiny_checkpoints import Checkpoints, random_ids
 from opweave_engine import LLM, SamplingParams
 from opweave_engine.client import FairLock
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 PROMPTS = [random_ids(seed, 4 + seed) for seed in range(6)]
 

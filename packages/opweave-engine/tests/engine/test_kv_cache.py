@@ -202,15 +202,6 @@ def test_what_is_forgotten_is_found_no_more() -> None:
     assert set(cache.tables(other)[0]) == set(blocks[1:])
 
 
-def test_prefix_caching_can_be_switched_off() -> None:
-    cache = KVCacheManager([CacheGroup(EveryToken(), 4)], BLOCK, enable_prefix_caching=False)
-    one = request(9)
-    assert cache.allocate(one, 9)
-    one.num_computed_tokens = 9
-    cache.commit(one)
-    assert cache.find_prefix(request(9)) == 0
-
-
 def test_the_check_finds_what_is_wrong() -> None:
     pool = BlockPool(3)
     blocks = pool.allocate(2)

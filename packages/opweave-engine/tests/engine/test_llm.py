@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.test_equality import FAMILIES
 from models.tiny_checkpoints import (
     BOS,
     EOS,
-    KINDS,
     VOCABULARY,
     YARN,
+    Checkpoints,
     random_ids,
     write_checkpoint,
     write_tokenizer,
@@ -41,7 +40,6 @@ from opweave_engine import core as core_module
 from opweave_engine.metrics import StatLogger
 from opweave_engine.parallel.executor import InProcessExecutor
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 PROMPTS = [random_ids(seed, count) for seed, count in enumerate([1, 7, 23, 2, 12])]
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
 
@@ -70,7 +68,6 @@ def tokens(llm: LLM, prompts: Any, params: Any = GREEDY) -> list[list[int]]:
 def model_of(llm: LLM) -> torch.nn.Module:
     executor = llm._core.executor
     assert isinstance(executor, InProcessExecutor)
-    assert executor.worker is not None
     return executor.worker.runner.model
 
 
@@ -91,16 +88,6 @@ def test_the_context_is_as_long_as_the_rope_is_stretched(tmp_path: Path) -> None
     assert tokens(llm, prompts) == [reference(model, p, 14, eos_token_id=None) for p in prompts]
     with pytest.raises(PromptError, match=r"context is 128 tokens"):
         llm.generate([random_ids(9, 128)], GREEDY)
-
-
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - set(FAMILIES)))  # see test_equality
-def test_greedy_is_that_of_transformers(
-    kind: str, checkpoint: Checkpoints, llms: Callable[[str], LLM]
-) -> None:
-    model = checkpoint(kind)[1]
-    wanted = [reference(model, prompt, 14, eos_token_id=None) for prompt in PROMPTS]
-    assert tokens(llms(kind), PROMPTS) == wanted
-    assert [tokens(llms(kind), prompt)[0] for prompt in PROMPTS] == wanted
 
 
 def test_text_prompts(checkpoint: Checkpoints, llm: LLM) -> None:
@@ -234,24 +221,6 @@ def test_an_end_of_text_token_that_the_model_has_not_is_told(
     assert f"end-of-text tokens [{VOCABULARY}] are ignored" in caplog.text
 
 
-def test_the_end_of_text_token_ends_the_answer(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    path, model = checkpoint("llama")
-    free = reference(model, PROMPTS[1], 14, eos_token_id=None)
-    ends = free[4]
-    copy = Path(shutil.copytree(path, tmp_path / "llama"))
-    text = (copy / "generation_config.json").read_text()
-    changed = text.replace(f'"eos_token_id": {EOS}', f'"eos_token_id": [{EOS}, {ends}]')
-    assert changed != text
-    (copy / "generation_config.json").write_text(changed)
-    llm = LLM(copy)
-    params = SamplingParams(temperature=0, max_tokens=14)
-    (answer,) = llm.generate(PROMPTS[1], params)[0].outputs
-    assert answer.token_ids == free[: free.index(ends) + 1]
-    assert answer.token_ids == reference(model, PROMPTS[1], 14, eos_token_id=[EOS, ends])
-    assert answer.finish_reason == "stop"
-    assert tokens(llm, PROMPTS[1]) == [free]
-
-
 def test_seeds(checkpoint: Checkpoints, llm: LLM) -> None:
     def params(seed: int | None) -> SamplingParams:
         return SamplingParams(temperature=1.5, seed=seed, max_tokens=12, ignore_eos=True)
@@ -287,15 +256,6 @@ def test_progress(llm: LLM) -> None:
     assert calls == [(3, 6), (5, 6), (6, 6)]  # tokens, of all that were asked for
 
 
-def test_dtype(checkpoint: Checkpoints) -> None:
-    path = checkpoint("llama")[0]
-    llm = LLM(str(path), dtype="bfloat16")
-    assert len(tokens(llm, PROMPTS)) == len(PROMPTS)
-    assert {p.dtype for p in model_of(llm).parameters()} == {torch.bfloat16}
-    llm = LLM(path, config=EngineConfig(dtype="bfloat16"))
-    assert {p.dtype for p in model_of(llm).parameters()} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -314,24 +274,6 @@ def test_settings_that_contradict_or_are_unknown(
     config = EngineConfig(dtype="float16", seed=3, kernel_config=KernelConfig({"linear": "native"}))
     with pytest.raises(error, match=message):
         LLM(checkpoint("llama")[0], **{"config": config, **options})
-
-
-def test_directories_without_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="not a directory"):
-        LLM(tmp_path / "nowhere")
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(CheckpointError, match=r"no config\.json.* holds: notes\.txt"):
-        LLM(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(TokenizerError, match=r"no tokenizer.json.* another kind"):
-        LLM(tmp_path)
-
-
-def test_progress_of_loading(checkpoint: Checkpoints) -> None:
-    calls: list[tuple[int, int]] = []
-    LLM(checkpoint("llama")[0], progress=lambda *call: calls.append(call))
-    assert calls[-1][0] == calls[-1][1] == len(calls)
 
 
 def test_a_failed_request_leaves_the_answers_of_its_batch(
@@ -371,18 +313,6 @@ def test_a_checkpoint_without_a_tokenizer(
     (answer,) = LLM(tmp_path).generate(PROMPTS[1], replace(GREEDY, ignore_eos=False))
     assert answer.outputs[0].finish_reason == "stop"
     assert answer.outputs[0].token_ids == whole[: whole.index(whole[2]) + 1]
-
-
-def test_dummy_weights(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    shutil.copy(checkpoint("qwen3")[0] / "config.json", tmp_path)
-    dummy = EngineConfig(load_format="dummy", seed=3, dtype="bfloat16")
-    llm = LLM(tmp_path, config=dummy)
-    (output,) = llm.generate(PROMPTS[1], GREEDY)
-    assert len(output.outputs[0].token_ids) == 14
-    assert tokens(LLM(tmp_path, config=dummy), PROMPTS) == tokens(llm, PROMPTS)
-    assert {p.dtype for p in model_of(llm).parameters()} == {torch.bfloat16}
-    with pytest.raises(ValueError, match=r"load_format='dumy'.*auto, dummy.*'dummy'"):
-        EngineConfig(load_format="dumy")  # type: ignore[arg-type]
 
 
 def test_the_log_says_once_which_kernels_run(

@@ -14,20 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from models.tiny_checkpoints import KINDS, hf_model, random_ids
+from models.tiny_checkpoints import KINDS, Checkpoints, hf_model, random_ids
 from opweave.conformance.ranks import Rank, on_ranks
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave_engine import CheckpointError, EngineError, InvalidArgumentError, load_model
-from opweave_engine.load.loader import as_language_model
 from opweave_engine.models import (
-    BertModel,
     CausalLM,
     CheckpointModel,
     ModelError,
-    UnsupportedModelError,
 )
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 Copy = Callable[[str], Path]
 FILE = "model.safetensors"
 
@@ -131,14 +127,6 @@ def test_dummy_states_decay(tmp_path: Path) -> None:
 def test_unknown_load_formats() -> None:
     with pytest.raises(InvalidArgumentError, match=r"load_format='gguf'.*auto, dummy"):
         load_model("nowhere", load_format="gguf")  # type: ignore[arg-type]
-
-
-def test_what_generates_no_text_is_refused_where_text_is_wanted() -> None:
-    model = torch.nn.Module.__new__(BertModel)
-    with pytest.raises(
-        UnsupportedModelError, match=r"BertModel does not generate text.*Embedder makes"
-    ):
-        as_language_model(model)
 
 
 INDEX = f"{FILE}.index.json"

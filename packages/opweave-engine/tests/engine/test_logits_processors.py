@@ -11,11 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers.generation.logits_process import (
-    MinNewTokensLengthLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
 
 from opweave_engine import SamplingParams
 from opweave_engine.sampling.history import History
@@ -39,33 +34,6 @@ def request(
 
 def logits(rows: int = 1) -> Tensor:
     return 3 * torch.randn(rows, VOCABULARY)
-
-
-@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3, 30.0])
-def test_repetition_is_that_of_transformers(penalty: float) -> None:
-    scores = logits()
-    ids = torch.tensor([PROMPT + ANSWER])
-    wanted = RepetitionPenaltyLogitsProcessor(penalty)(ids, scores.clone())
-    got = adjusted(scores, [request(SamplingParams(repetition_penalty=penalty))])
-    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-
-
-def test_bias_is_that_of_transformers() -> None:
-    scores, bias = logits(), {0: -100.0, 7: 3.5, 29: 100}
-    wanted = SequenceBiasLogitsProcessor([[[t], float(b)] for t, b in bias.items()])(
-        torch.tensor([PROMPT]), scores.clone()
-    )
-    got = adjusted(scores, [request(SamplingParams(logit_bias=bias))])
-    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-
-
-def test_forbidden_tokens_are_those_of_transformers() -> None:
-    scores, ends = logits(), [2, 17]
-    process = MinNewTokensLengthLogitsProcessor(len(PROMPT), 6, torch.tensor(ends))
-    wanted = process(torch.tensor([PROMPT + ANSWER]), scores.clone())
-    got = adjusted(scores, [request(SamplingParams(), forbidden=tuple(ends))])
-    assert torch.equal(got, wanted)
-    assert (got == -torch.inf).sum() == 2
 
 
 def loop(scores: list[float], params: SamplingParams, ids: Any, forbidden: Any) -> list[float]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from models.tiny_checkpoints import Checkpoints
 from opweave import ir
 from opweave.config import EngineConfig, KernelConfig
 from opweave.ir.testing import restored
 from opweave_engine import LLM, SamplingParams
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 ONE = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 ran: list[str] = []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.tiny_checkpoints import random_ids
+from models.tiny_checkpoints import Checkpoints, random_ids
 from opweave_engine import LLM, CheckpointError, SamplingParams, load_model
 from opweave_engine.load.loader import check_ranks
 from opweave_engine.load.writer import quantize_checkpoint
 from opweave_engine.models import UnsupportedModelError
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 Tensors = dict[str, torch.Tensor]
 FILE = "model.safetensors"
 LAYER = "model.layers.0.self_attn.k_proj"

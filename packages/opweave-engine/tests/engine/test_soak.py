@@ -8,7 +8,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 
-from models.tiny_checkpoints import random_ids
+from models.tiny_checkpoints import Checkpoints, random_ids
 from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
 from opweave_engine import AsyncEngine
 from opweave_engine.request import ActiveRequest, DetokenizedOutput, Request
 from server.conftest import Running, running
 from server.test_limits import address, until
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 SECONDS = 300
 SAMPLES = 60
 USERS = 100

@@ -464,7 +464,6 @@ def test_grammars_in_both_notations(notation: str) -> None:
     found = {text_of(started(grammar=notation), draw, 30) for _ in range(10)} - {None}
     assert found
     for text in found:
-        assert text is not None
         assert re.fullmatch(r"\(*ab\)*", text)
         assert text.count("(") == text.count(")")
 
@@ -551,7 +550,6 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_answer_that_ignores_eos_goes_on_while_it_can() -> None:
     state = GRAMMARS.start(constrained(regex="a{1,2}", ignore_eos=True))
-    assert state is not None
     for _ in range(2):
         assert not state.is_complete
         assert EOS not in allowed(state)
@@ -727,7 +725,6 @@ def test_a_grammar_that_takes_too_long_is_refused() -> None:
     with pytest.raises(SamplingParamsError, match=r"choice: it takes longer than 0\.05 s"):
         grammars.start(constrained(choice=CHOICE_OF_30_000))
     process = grammars._quick._process
-    assert process is not None
     assert process.is_running  # large ones never come to it
     niceness = os.getpriority(os.PRIO_PROCESS, process.pid)
     assert niceness > os.getpriority(os.PRIO_PROCESS, 0)  # it leaves the cores to the engine
@@ -758,7 +755,6 @@ def test_closing_ends_what_is_compiled() -> None:
     for future in futures:
         with pytest.raises(EngineDeadError):
             future.result(10)
-    assert process is not None
     assert not process.is_running
 
 

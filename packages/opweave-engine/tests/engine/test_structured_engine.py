@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import jsonschema
 import pytest
 
 from engine.test_data_parallel import replicated
-from models.tiny_checkpoints import EOS
+from models.tiny_checkpoints import EOS, Checkpoints
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from opweave_engine import (
     LLM,
@@ -28,7 +27,6 @@ from opweave_engine import (
 )
 from server.fake_engine import CHECKPOINT
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from models.tiny_checkpoints import BOS, EOS, VOCABULARY, write_tokenizer
+from models.tiny_checkpoints import EOS, VOCABULARY, Checkpoints, write_tokenizer
 from opweave_engine import Checkpoint, CheckpointError, MissingDependencyError, Tokenizer
 from opweave_engine.detokenizer import IncrementalDecoder
 from opweave_engine.errors import TokenizerError
@@ -169,7 +169,7 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tokenizers", "safetensors"])
 def test_missing_dependencies(
     name: str,
-    checkpoint: Callable[[str], tuple[Path, Any]],
+    checkpoint: Checkpoints,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from opweave_engine import LLM
@@ -256,15 +256,6 @@ def test_a_space_between_special_tokens(tmp_path: Path) -> None:
             tokenizer, skip_special_tokens=False, spaces_between_special_tokens=spaces
         )
         assert "".join(map(decoder.push, ids)) == expected
-
-
-def test_special_tokens_are_left_out_or_not(tokenizer: Tokenizer) -> None:
-    ids = [EOS, *tokenizer.encode("dog"), EOS, EOS]
-    for skips in (True, False):
-        decoder = IncrementalDecoder(tokenizer, [BOS], skip_special_tokens=skips)
-        text = "".join(decoder.push(token) for token in ids) + decoder.finish()
-        assert text == tokenizer.decode(ids, skip_special_tokens=skips)
-    assert {BOS, EOS} <= tokenizer.special_ids
 
 
 def test_a_long_text_is_decoded_as_a_short_one(tokenizer: Tokenizer) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
-from models.tiny_checkpoints import KINDS, LLAMA3_ROPE
+from models.tiny_checkpoints import KINDS, LLAMA3_ROPE, Checkpoints
 from opweave_engine.models import (
     SUPPORTED_ARCHITECTURES,
     InvalidConfigError,
@@ -20,7 +18,6 @@ from opweave_engine.models import (
     UnsupportedModelError,
 )
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,

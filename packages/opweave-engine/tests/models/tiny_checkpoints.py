@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ SIZES: dict[str, Any] = {
     "eos_token_id": EOS,
     "pad_token_id": PAD,
 }
+# The type of the fixture `checkpoint`: gives a directory, and transformers' model in it.
+Checkpoints = Callable[[str], tuple[Path, Any]]
 
 
 def hf_model(kind: str, **changes: Any) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -13,7 +11,6 @@ from torch import Tensor, distributed
 from opweave.config.engine import ModelImpl
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave_engine.load.loader import load_model
-from opweave_engine.models import GptOssMoE, LanguageModel
 
 RANKS = 2
 
@@ -45,20 +42,9 @@ def _run(
     model_impl: ModelImpl,
 ) -> dict[str, Tensor]:
     """Return what the model in *path* makes of its inputs, and how large this rank's part is."""
-    model = run = _load(Path(path), model_impl)
+    model = run = load_model(Path(path), dtype="float32", model_impl=model_impl)
     if compiles:
         options = {"codegen": codegen}
         run = torch.compile(model, backend="opweave", fullgraph=True, dynamic=True, options=options)
-    hidden = run(*given.values())
-    result = model.compute_logits(hidden) if isinstance(model, LanguageModel) else hidden
+    result = model.compute_logits(run(*given.values()))
     return {"result": result, "numel": torch.tensor(sum(p.numel() for p in model.parameters()))}
-
-
-def _load(path: Path, model_impl: ModelImpl) -> Any:
-    weights = path / "block.pt"
-    if not weights.exists():
-        return load_model(path, dtype="float32", model_impl=model_impl)
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    block = GptOssMoE.from_hf(config, dtype=torch.float32)
-    block.load_weights(torch.load(weights).items())
-    return block

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
+from opweave_engine.server.disconnect import merge_streams
 from server.conftest import Running, Start
 from server.fake_engine import FakeEngine
 from server.test_limits import address, until
@@ -83,3 +86,22 @@ def test_a_reader_that_does_not_read_does_not_stop_the_others(start: Start) -> N
     for connection in idle:
         connection.close()
     until(lambda: not engine.running)
+
+
+def test_a_slow_reader_gets_items_combined() -> None:
+    async def texts(letter: str) -> AsyncGenerator[str, None]:
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+            yield letter
+
+    async def read() -> list[tuple[int, str]]:
+        items = []
+        async for item in merge_streams([texts("a"), texts("b")], "".join):
+            items.append(item)
+            await asyncio.sleep(0.02)
+        return items
+
+    items = asyncio.run(read())
+    assert len(items) < 50
+    for number, letter in enumerate("ab"):
+        assert "".join(text for n, text in items if n == number) == letter * 50

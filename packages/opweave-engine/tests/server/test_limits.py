@@ -51,6 +51,7 @@ def test_api_keys(start: Start) -> None:
         error_of(server.post(COMPLETIONS, BODY, headers=headers), 401)
     with pytest.raises(openai.AuthenticationError):
         server.openai("three").models.list()
+    assert server.client.head("/v1/models").status_code == 401
     answer = server.get("/v1/models", headers={"Authorization": "Basic one"})
     assert error_of(answer, 401)["code"] == "invalid_api_key"
     assert answer.headers["www-authenticate"] == "Bearer"

@@ -270,6 +270,5 @@ def test_calls_are_read_as_the_template_writes_them(source: str) -> None:
     assert (content, reasoning) == ("", "")
     assert [[name, json.loads(given)] for name, given in found] == calls
     # And a call that the grammar enforces begins as the template begins it.
-    assert style.calls is not None
     layout = style.calls.layout(template.source)
     assert answer.startswith(layout.opening + layout.head("get_weather"))

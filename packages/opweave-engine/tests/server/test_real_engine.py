@@ -63,8 +63,6 @@ def test_logprobs_of_a_prompt_and_its_answer(real: Running, llm: LLM, stream: bo
     params = SamplingParams(max_tokens=6, temperature=0, logprobs=3, prompt_logprobs=3)
     (output,) = llm.generate("Return the", params)
     (answer,) = output.outputs
-    assert output.prompt_logprobs is not None
-    assert answer.logprobs is not None
     ids = [*output.prompt_token_ids, *answer.token_ids]
     places = [*output.prompt_logprobs, *answer.logprobs]
     wanted = [place and place[token].logprob for token, place in zip(ids, places, strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -17,7 +16,6 @@ from typing import Any
 import httpx
 import pytest
 
-from opweave_engine.server.middleware import Envelope
 from server.test_limits import stalled, until
 from support import TEST_ROOTS
 
@@ -128,7 +126,6 @@ def serve(forks: subprocess.Popen[str], tmp_path: Path) -> Iterator[Callable[...
     made: list[Served] = []
 
     def start(delay: float = 0.01, drain: float = 30.0) -> Served:
-        assert forks.stdin is not None
         path = tmp_path / f"server_{len(made)}"
         forks.stdin.write(json.dumps([str(path), delay, drain]) + "\n")
         forks.stdin.flush()
@@ -241,28 +238,6 @@ def test_a_second_signal_stops_at_once(serve: Callable[..., Served]) -> None:
         served.stop()
         assert served.end()[0] == 128 + signal.SIGTERM
         asked.result()
-
-
-def test_who_is_cut_off_before_an_answer_is_told() -> None:
-    sent: list[Any] = []
-
-    async def endless(scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.Event().wait()
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def run() -> None:
-        scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
-        asked = asyncio.create_task(Envelope(endless, lambda *_: None)(scope, send, send))
-        await asyncio.sleep(0)
-        asked.cancel()
-        await asked
-
-    asyncio.run(run())
-    start, body = sent
-    assert start["status"] == 503
-    assert json.loads(body["body"])["error"]["code"] == "shutting_down"
 
 
 def test_a_template_that_never_ends(serve: Callable[..., Served]) -> None:

@@ -99,12 +99,6 @@ def test_head_of_what_get_does_not_find(server: Running) -> None:
     assert server.client.head(PATH).headers["allow"] == "POST"
 
 
-def test_head_needs_the_key_that_get_needs(start: Start) -> None:
-    server = start(config=ServerConfig(api_keys=("secret",)))
-    assert server.client.head("/v1/models").status_code == 401
-    assert server.client.head("/health").status_code == 200
-
-
 def test_head_is_counted_under_its_path(server: Running) -> None:
     server.client.head("/version")
     lines = server.get("/metrics").text.splitlines()
