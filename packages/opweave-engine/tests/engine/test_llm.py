@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock, Thread
 from typing import Any
 
 import pytest
@@ -37,7 +41,8 @@ from opweave_engine import (
     TokenizerError,
 )
 from opweave_engine import core as core_module
-from opweave_engine.metrics import StatLogger
+from opweave_engine.client import FairLock
+from opweave_engine.metrics import KernelUse, SelectionReport, StatLogger
 from opweave_engine.parallel.executor import InProcessExecutor
 
 PROMPTS = [random_ids(seed, count) for seed, count in enumerate([1, 7, 23, 2, 12])]
@@ -342,3 +347,132 @@ def test_stat_loggers_are_told_every_step(
     assert [stats.steps for stats in told] == list(range(1, 15))
     assert [stats.generation_tokens for stats in told] == [5 * n for n in range(1, 15)]
     assert told[-1].finished == {"length": 5}
+
+
+# Threads take turns with a language model
+
+
+TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+SIX = [random_ids(seed, 4 + seed) for seed in range(6)]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_who_waits_comes_before_who_has_just_had_a_turn() -> None:
+    turns, order = FairLock(), []
+
+    def wait() -> None:
+        with turns.take():
+            order.append("waited")
+
+    with turns.take():
+        thread = Thread(target=wait)
+        thread.start()
+        until(turns._next.locked)
+    with turns.take():
+        order.append("again")
+    thread.join()
+    assert order == ["waited", "again"]
+
+
+def test_what_is_for_soon_waits_for_no_turn() -> None:
+    turns, done = FairLock(), []
+    turns.soon(lambda: done.append("at once"))
+    assert done == ["at once"]
+    with turns.take():
+        turns.soon(lambda: done.append("afterwards"))
+        assert done == ["at once"]
+    assert done == ["at once", "afterwards"]
+
+
+def test_threads_get_their_own_answers(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(checkpoint("llama")[0])
+    wanted = [output.outputs[0] for output in llm.generate(SIX, TEN)]
+    execute, computes = llm._core.executor.execute, Lock()
+
+    def alone(steps: Any) -> Any:
+        assert computes.acquire(blocking=False), "two steps at once"
+        try:
+            time.sleep(0.001)  # the other threads go on
+            return execute(steps)
+        finally:
+            computes.release()
+
+    monkeypatch.setattr(llm._core.executor, "execute", alone)
+
+    def ask(number: int) -> Any:
+        if number % 2:
+            return list(llm.stream(SIX[number], TEN))[-1].outputs[0]
+        return llm.generate(SIX[number], TEN)[0].outputs[0]
+
+    with ThreadPoolExecutor(len(SIX)) as pool:
+        assert list(pool.map(ask, range(len(SIX)))) == wanted
+    llm._core.check_idle()
+
+
+def test_a_stream_that_is_collected_in_the_middle_of_a_step(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(checkpoint("llama")[0])
+    stream = llm.stream(SIX[1], TEN)
+    next(stream)
+    cycle: list[Any] = [stream]
+    cycle.append(cycle)
+    del stream, cycle
+    execute = llm._core.executor.execute
+    monkeypatch.setattr(llm._core.executor, "execute", lambda s: (gc.collect(), execute(s))[1])
+    assert len(llm.generate(SIX[2], TEN)[0].outputs[0].token_ids) == 10
+    llm._core.check_idle()
+    assert llm.stats().finished == {"abort": 1, "length": 1}
+
+
+def test_a_shutdown_aborts_what_others_wait_for(checkpoint: Checkpoints) -> None:
+    llm = LLM(checkpoint("llama")[0])
+    stream = llm.stream(SIX[1], TEN)
+    next(stream)
+    llm.shutdown()
+    (last,) = stream
+    assert last.outputs[0].finish_reason == "abort"
+
+
+# Which kernels forwards run: seen once for each size of a forward
+
+
+def forward(usage: SelectionReport, tokens: int, provider: str = "native") -> None:
+    x = torch.randn(tokens, 8)
+    with ir.priority(relu2=[provider]), usage.watch(tokens):
+        ir.ops.relu2(ir.ops.relu2(x))
+
+
+def test_each_size_is_seen_once() -> None:
+    usage = SelectionReport()
+    for tokens in (5, 1, 4, 7, 5, 8, 1):
+        forward(usage, tokens)
+    assert usage.kernels == tuple(KernelUse("relu2", "native", size, 2) for size in (1, 4, 8))
+
+
+def test_what_is_not_seen_is_not_recorded() -> None:
+    usage = SelectionReport()
+    forward(usage, 3)
+    with ir.record() as record:
+        forward(usage, 2)
+    assert record.selected_impls == {"relu2": {"native": 2}}
+    with usage.watch(2):
+        ir.ops.silu_and_mul(torch.randn(2, 8))
+    assert {use.op for use in usage.kernels} == {"relu2"}
+
+
+def test_a_forward_that_fails_is_seen_when_it_is_tried_again() -> None:
+    usage = SelectionReport()
+    with pytest.raises(ZeroDivisionError), usage.watch(2):
+        raise ZeroDivisionError
+    assert usage.kernels == ()
+    forward(usage, 2)
+    assert usage.kernels == (KernelUse("relu2", "native", 2, 2),)

@@ -32,9 +32,8 @@ from opweave_engine.server.run import run
 from server.command import ROOT
 from server.conftest import Running, Start, running
 from server.fake_engine import CHECKPOINT, FakeEngine
-from server.test_disconnect import ask
 from server.test_errors import error_of
-from server.test_limits import until
+from server.test_limits import ask, until
 
 SIZE = 1_000_000  # bytes of a body
 LONG = "long text " * 7_000  # takes the queue for long texts

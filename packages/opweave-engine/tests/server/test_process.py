@@ -24,9 +24,8 @@ from opweave_engine.prompts import IOProcessor, IOProcessors, io_processor
 from plugins import helpers
 from server.conftest import Running, Start, running
 from server.fake_engine import CHECKPOINT, FakeEngine
-from server.test_disconnect import ask
 from server.test_errors import error_of
-from server.test_limits import until
+from server.test_limits import ask, until
 
 PATH = "/v1/process"
 SOURCE = '''
