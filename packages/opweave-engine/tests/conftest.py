@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from models import layer_checkpoints, tiny_checkpoints
-from models.tiny_checkpoints import Checkpoints
+from models.tiny_checkpoints import Checkpoints, write_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -19,9 +18,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     @cache
     def get(kind: str) -> tuple[Path, Any]:
         path = tmp_path_factory.mktemp(kind)
-        if kind in tiny_checkpoints.KINDS:
-            return path, tiny_checkpoints.write_checkpoint(path, kind)
-        tiny_checkpoints.write_tokenizer(path)
-        return path, layer_checkpoints.write_checkpoint(path, kind)
+        return path, write_checkpoint(path, kind)
 
     return get

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 from transformers import PreTrainedTokenizerFast
 
-from models.tiny_checkpoints import BOS, Checkpoints
+from models.tiny_checkpoints import BOS, Checkpoints, edit_config
 from opweave_engine import (
     LLM,
     ChatTemplate,
@@ -149,11 +148,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def configure(path: Path, **values: Any) -> None:
-    file = path / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
-
-
 def test_a_checkpoint_without_one(folder: Path) -> None:
     assert ChatTemplate.of(Checkpoint(folder)) is None
 
@@ -164,11 +158,16 @@ def test_where_checkpoints_keep_it(folder: Path) -> None:
         return template.render(MESSAGES)
 
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
-    configure(folder, chat_template=named)
+    edit_config(folder, "tokenizer_config.json", chat_template=named)
     assert rendered() == "d"
-    configure(folder, chat_template=named[:1])
+    edit_config(folder, "tokenizer_config.json", chat_template=named[:1])
     assert rendered() == "t"
-    configure(folder, chat_template="c{{ bos_token }}", bos_token={"content": "<b>"})
+    edit_config(
+        folder,
+        "tokenizer_config.json",
+        chat_template="c{{ bos_token }}",
+        bos_token={"content": "<b>"},
+    )
     assert rendered() == "c<b>"
     (folder / "chat_template.jinja").write_text("f{{ eos_token }}")
     assert rendered() == "f</s>"
@@ -185,15 +184,21 @@ def test_the_template_for_tools(folder: Path, kind: str) -> None:
     default, tools = "default{{ tools }}", "tools: {{ tools | length }}"
     if kind == "list":
         named = [{"name": "default", "template": default}, {"name": "tool_use", "template": tools}]
-        configure(folder, chat_template=named)
+        edit_config(folder, "tokenizer_config.json", chat_template=named)
     elif kind == "object":
-        configure(folder, chat_template={"default": default, "tool_use": tools})
+        edit_config(
+            folder, "tokenizer_config.json", chat_template={"default": default, "tool_use": tools}
+        )
     else:
         more = folder / "additional_chat_templates"
         more.mkdir()
         (more / "tool_use.jinja").write_text(tools)
         if kind == "both":  # a file is stronger than tokenizer_config.json
-            configure(folder, chat_template=[{"name": "tool_use", "template": "old"}])
+            edit_config(
+                folder,
+                "tokenizer_config.json",
+                chat_template=[{"name": "tool_use", "template": "old"}],
+            )
         (folder / "chat_template.jinja").write_text(default)
     template = ChatTemplate.of(Checkpoint(folder))
     theirs = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template
@@ -210,7 +215,7 @@ def test_the_template_for_tools(folder: Path, kind: str) -> None:
 
 def test_a_broken_template_for_tools_shows_when_it_is_loaded(folder: Path) -> None:
     named = [{"name": "default", "template": "x"}, {"name": "tool_use", "template": "{% if %}"}]
-    configure(folder, chat_template=named)
+    edit_config(folder, "tokenizer_config.json", chat_template=named)
     with pytest.raises(ChatTemplateError, match="not valid Jinja"):
         ChatTemplate.of(Checkpoint(folder))
 

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, BertConfig, BertForMaskedLM, BertModel
 
-from models.layer_checkpoints import randomized
-from models.tiny_checkpoints import Checkpoints, random_ids, write_tokenizer
+from models.tiny_checkpoints import Checkpoints, random_ids, randomized, write_tokenizer
 from opweave.config import EngineConfig, SchedulerConfig
 from opweave_engine import (
     AsyncEmbedder,

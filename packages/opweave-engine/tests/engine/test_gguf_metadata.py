@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from engine.compared_logits import close, logits, theirs
 from engine.gguf_files import finish, put, write
-from models import layer_checkpoints, tiny_checkpoints
+from models import tiny_checkpoints
 from opweave.layers.rotary_scaling import RopeContext, read_scaling
 from opweave_engine import CheckpointError, load_model
 from opweave_engine.load import gguf
@@ -97,7 +97,7 @@ class Recorder(dict[str, Any]):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gemma3"])
 def test_keys_on_the_list_are_read(kind: str, tmp_path: Path) -> None:
-    model = (tiny_checkpoints if kind == "llama" else layer_checkpoints).hf_model(kind)
+    model = tiny_checkpoints.hf_model(kind)
 
     def tokenizer(writer: GGUFWriter) -> None:
         writer.add_tokenizer_model("llama" if kind == "gemma3" else "gpt2")
@@ -312,7 +312,7 @@ def test_sampling_parameters(tmp_path: Path) -> None:
 
 def gemma(**changes: Any) -> Any:
     """Return transformers' model with the scale of scores that llama.cpp takes."""
-    model = layer_checkpoints.hf_model("gemma3", **changes)
+    model = tiny_checkpoints.hf_model("gemma3", **changes)
     for layer in model.model.layers:
         layer.self_attn.scaling = model.config.head_dim**-0.5
     return model
@@ -378,7 +378,7 @@ def test_an_array_of_equal_sizes(key: str, tmp_path: Path) -> None:
 
 
 def test_more_experts_than_the_tensors_have(tmp_path: Path) -> None:
-    model = layer_checkpoints.hf_model("qwen3_moe")
+    model = tiny_checkpoints.hf_model("qwen3_moe")
     path = changed(tmp_path / "model.gguf", model, {"expert_count": HUGE})
     with pytest.raises(CheckpointError, match=r"expert_count=2147483648, but the tensor blk"):
         load_model(path)
@@ -620,7 +620,7 @@ def test_models(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gemma3"])
 def test_models_of_layers(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = layer_checkpoints.hf_model(kind)
+    model = tiny_checkpoints.hf_model(kind)
     if kind == "gemma3":  # the file has no key for it: llama.cpp takes the head size
         for layer in model.model.layers:
             layer.self_attn.scaling = model.config.head_dim**-0.5

@@ -44,6 +44,7 @@ from opweave_engine import core as core_module
 from opweave_engine.client import FairLock
 from opweave_engine.metrics import KernelUse, SelectionReport, StatLogger
 from opweave_engine.parallel.executor import InProcessExecutor
+from support.processes import wait_until
 
 PROMPTS = [random_ids(seed, count) for seed, count in enumerate([1, 7, 23, 2, 12])]
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
@@ -356,13 +357,6 @@ TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 SIX = [random_ids(seed, 4 + seed) for seed in range(6)]
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_who_waits_comes_before_who_has_just_had_a_turn() -> None:
     turns, order = FairLock(), []
 
@@ -373,7 +367,7 @@ def test_who_waits_comes_before_who_has_just_had_a_turn() -> None:
     with turns.take():
         thread = Thread(target=wait)
         thread.start()
-        until(turns._next.locked)
+        wait_until(turns._next.locked)
     with turns.take():
         order.append("again")
     thread.join()
@@ -427,7 +421,13 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_step(
     cycle.append(cycle)
     del stream, cycle
     execute = llm._core.executor.execute
-    monkeypatch.setattr(llm._core.executor, "execute", lambda s: (gc.collect(), execute(s))[1])
+
+    def collect_once(steps: Any) -> Any:
+        monkeypatch.setattr(llm._core.executor, "execute", execute)
+        gc.collect()
+        return execute(steps)
+
+    monkeypatch.setattr(llm._core.executor, "execute", collect_once)
     assert len(llm.generate(SIX[2], TEN)[0].outputs[0].token_ids) == 10
     llm._core.check_idle()
     assert llm.stats().finished == {"abort": 1, "length": 1}

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from models.tiny_checkpoints import KINDS, Checkpoints, hf_model, random_ids
+from models.tiny_checkpoints import LLAMAS, Checkpoints, edit_config, hf_model, random_ids
 from opweave.conformance.ranks import Rank, on_ranks
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave_engine import CheckpointError, EngineError, InvalidArgumentError, load_model
@@ -48,11 +48,6 @@ def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Non
     save_file(tensors, path / FILE)
 
 
-def edit_config(path: Path, **changes: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **changes}))
-
-
 def checkpoint_tensors(model: CheckpointModel) -> dict[str, torch.Tensor]:
     """Return the tensors that a checkpoint of *model* holds: merged ones in their parts."""
     found = {}
@@ -70,7 +65,7 @@ def _module_of(model: CheckpointModel, parameter: torch.Tensor) -> str:
     return next(n for n, p in model.named_parameters() if p is parameter).rpartition(".")[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LLAMAS)
 def test_every_tensor_lands_where_it_belongs(kind: str, checkpoint: Checkpoints) -> None:
     path, reference = checkpoint(kind)
     loaded = checkpoint_tensors(load_model(path))
@@ -397,8 +392,7 @@ def test_an_output_matrix_that_the_configuration_ties(
 ) -> None:
     """The files win, as in transformers: both matrices are loaded."""
     path = copy(kind)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    edit_config(path, tie_word_embeddings=True)
     embedding = next(n for n in load_file(path / FILE) if "embed" in n)
     heads: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "another": lambda weight: weight.flip(0).clone(),

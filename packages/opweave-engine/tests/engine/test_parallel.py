@@ -418,8 +418,7 @@ def test_torchrun(checkpoint: Checkpoints, fresh_python: FreshPython) -> None:
         import sys
         from torch.distributed.run import main
         main(["--nproc-per-node=2", "--standalone", "--no-python", sys.executable, "-c", {code!r}])
-        """,
-        warm=False,
+        """
     )
     found = json.loads(launched.stdout)
     (output,) = LLM(path).generate("hello", SamplingParams(temperature=0, max_tokens=6))

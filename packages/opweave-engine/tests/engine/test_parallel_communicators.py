@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import multiprocessing
 from torch.distributed import HashStore
 
-from engine.communicating import RANKS, run_rank
+from engine.communicating import RANKS
 from opweave.platforms import CpuPlatform, CudaPlatform
 from opweave_engine.errors import CommunicatorError
 from opweave_engine.parallel.communicators import (
@@ -21,11 +19,19 @@ from opweave_engine.parallel.communicators import (
     TorchCommunicator,
 )
 from opweave_engine.parts import part
+from support.fixtures import FreshPython
 
 
-def test_collectives_between_three_processes(tmp_path: Path) -> None:
-    spawn: Any = multiprocessing.spawn  # type: ignore[attr-defined]
-    spawn(run_rank, (tmp_path,), nprocs=RANKS)
+def test_collectives_between_three_processes(tmp_path: Path, fresh_python: FreshPython) -> None:
+    """They are forks of one process, so that torch is imported once."""
+    fresh_python(f"""
+        from pathlib import Path
+        from torch.multiprocessing import start_processes
+        from engine.communicating import RANKS, run_rank
+
+        folder = Path({str(tmp_path)!r})
+        start_processes(run_rank, (folder,), nprocs=RANKS, start_method="fork")
+        """)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(RANKS)] == [""] * RANKS
 
 

@@ -28,7 +28,7 @@ from engine.test_quantized_activations import (
 from engine.test_quantized_activations import Quantize, assert_quantized, quantize_inputs
 from engine.test_quantized_formats import CASES
 from engine.test_quantized_formats import CASES as WEIGHT_ONLY
-from models import layer_checkpoints, tiny_checkpoints
+from models import tiny_checkpoints
 from opweave.layers import FusedMoE, ShardingError
 from opweave_engine import load_model
 
@@ -44,7 +44,7 @@ NARROW = {torch.uint8, torch.int8, torch.float8_e4m3fn}
 
 def write(path: Path, config: dict[str, Any], packer_of: Any, kind: str = "qwen3_moe") -> Any:
     """Write a checkpoint with quantized linear layers and experts; return transformers' model."""
-    model = layer_checkpoints.hf_model(kind, **KINDS[kind])
+    model = tiny_checkpoints.hf_model(kind, **KINDS[kind])
     model.save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
     parts = ("proj.weight", "with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
@@ -58,7 +58,7 @@ def write(path: Path, config: dict[str, Any], packer_of: Any, kind: str = "qwen3
         tensors |= {f"{module}.{leaf}": tensor.contiguous() for leaf, tensor in packed.items()}
         set_weight(model, name, torch.from_numpy(values).float())
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    q.add_config(path, config)
+    tiny_checkpoints.edit_config(path, quantization_config=dict(config))
     return model
 
 
@@ -161,7 +161,7 @@ def test_experts_of_different_formats_are_dequantized(
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_gguf(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = layer_checkpoints.hf_model(kind, **KINDS[kind])
+    model = tiny_checkpoints.hf_model(kind, **KINDS[kind])
 
     def kind_of(name: str) -> Kind:
         if ".gate." in name:
@@ -176,6 +176,7 @@ def test_gguf(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert "dequantized" not in caplog.text
 
 
+@pytest.mark.slow  # test_quantized_activations compiles one without experts
 def test_compiled_models(tmp_path: Path) -> None:
     config, packer = WEIGHT_ONLY["int4"]
     write(tmp_path, config, lambda _: packer)
@@ -190,7 +191,7 @@ def test_two_ranks(name: str, tmp_path: Path) -> None:
 
 
 def test_two_ranks_of_gguf(tmp_path: Path) -> None:
-    model = layer_checkpoints.hf_model("mixtral", **MIXTRAL)
+    model = tiny_checkpoints.hf_model("mixtral", **MIXTRAL)
     path = gguf_files.write(tmp_path / "model.gguf", model, lambda _: Kind.Q8_0)
     assert all(close(result, theirs(model)) for result in on_two_ranks(path))
 

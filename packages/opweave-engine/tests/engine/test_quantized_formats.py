@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from engine import compared_logits
 from engine import quantized_checkpoints as q
 from engine.compared_logits import close, compiled_logits, theirs
-from models.tiny_checkpoints import Checkpoints, random_ids
+from models.tiny_checkpoints import Checkpoints, edit_config, random_ids
 from opweave import ir
 from opweave_engine import LLM, CheckpointError, SamplingParams, load_model
 from opweave_engine.load.loader import check_ranks
@@ -355,11 +354,6 @@ def path(checkpoint: Checkpoints, tmp_path: Path) -> Path:
     return copy
 
 
-def edit(path: Path, file: str = "config.json", **changes: Any) -> None:
-    values = json.loads((path / file).read_text()) if (path / file).exists() else {}
-    (path / file).write_text(json.dumps({**values, **changes}))
-
-
 def edit_tensors(path: Path, new: Tensors, *removed: str) -> None:
     tensors = {n: t for n, t in load_file(path / FILE).items() if n not in removed}
     save_file({**tensors, **new}, path / FILE, metadata={"format": "pt"})
@@ -415,7 +409,7 @@ def test_plain_weights(
 ) -> None:
     plain = tokens(path)
     edit_tensors(path, tensors)
-    edit(path, file, **values)
+    edit_config(path, file, **values)
     assert tokens(path) == plain
     assert message in caplog.text
     assert message or not caplog.text
@@ -451,10 +445,10 @@ def test_quantized_weights(form: str, shown_by: str, path: Path) -> None:
     edit_tensors(path, PACKED[form], f"{LAYER}.weight")
     sign = next(name for name in PACKED[form] if not name.endswith(".weight"))
     if shown_by == "config":
-        edit(path, quantization_config={"quant_method": form})
+        edit_config(path, quantization_config={"quant_method": form})
         sign = f"quant_method '{form}'"
     elif shown_by == "file":
-        edit(path, "quantize_config.json", bits=4)
+        edit_config(path, "quantize_config.json", bits=4)
         sign = "quantize_config.json"
     with pytest.raises(UnsupportedModelError, match="holds quantized weights") as raised:
         load_model(path)
@@ -482,7 +476,7 @@ def test_unknown_formats_are_named(
 ) -> None:
     new = {f"{LAYER}.{leaf}": tensor for leaf, tensor in UNKNOWN[method].items()}
     edit_tensors(path, new, f"{LAYER}.weight")
-    edit(path, quantization_config={"quant_method": method})
+    edit_config(path, quantization_config={"quant_method": method})
     message = rf"quantized weights \('quantization_config' .*quant_method '{method}'\): .*k_proj"
     with pytest.raises(UnsupportedModelError, match=message) as raised:
         load_model(path, model_impl=model_impl)
@@ -494,7 +488,7 @@ def test_unknown_formats_are_named(
 
 
 def test_weights_that_are_quantized_while_the_model_runs(path: Path) -> None:
-    edit(path, quantization_config={"quant_method": "bitnet", "quantization_mode": "online"})
+    edit_config(path, quantization_config={"quant_method": "bitnet", "quantization_mode": "online"})
     with pytest.raises(UnsupportedModelError, match=r"quant_method 'bitnet'; .*Supported, by"):
         load_model(path)
 
@@ -502,14 +496,14 @@ def test_weights_that_are_quantized_while_the_model_runs(path: Path) -> None:
 def test_a_configuration_over_plain_weights_that_transformers_runs(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    edit(path, quantization_config={"quant_method": "hqq", "quant_config": {}})
+    edit_config(path, quantization_config={"quant_method": "hqq", "quant_config": {}})
     assert load_model(path, model_impl="transformers")
     assert "is ignored: no weight is quantized" in caplog.text
 
 
 def test_narrow_weights_with_a_configuration(path: Path) -> None:
     edit_tensors(path, {f"{LAYER}.weight": torch.zeros(32, 64).to(torch.float8_e4m3fn)})
-    edit(path, "hf_quant_config.json", quantization={"quant_algo": "FP8"})
+    edit_config(path, "hf_quant_config.json", quantization={"quant_algo": "FP8"})
     with pytest.raises(UnsupportedModelError, match=r"hf_quant_config.json, the tensor .*k_proj"):
         load_model(path)
 

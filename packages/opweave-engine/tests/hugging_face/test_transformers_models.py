@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import masking_utils
 
 from hugging_face.transformers_checkpoints import VOCABULARY, write_checkpoint
-from models.tiny_checkpoints import Checkpoints
+from models.tiny_checkpoints import Checkpoints, edit_config
 from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
 from opweave.ir.errors import SettingError
 from opweave.layers.registry import ShardingError
@@ -191,8 +190,7 @@ def test_loading_is_strict(
 
 def edited(path: Path, target: Path, **fields: Any) -> Path:
     copied(path, target, lambda tensors: None)
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, **fields}))
+    edit_config(target, **fields)
     return target
 
 
@@ -207,11 +205,10 @@ def test_sizes_are_checked_before_memory_is_allocated(
     load_format: Any, message: str, family: Family, tmp_path: Path
 ) -> None:
     shutil.copytree(family("olmo2")[0], tmp_path, dirs_exist_ok=True)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 2**38}))
+    edit_config(tmp_path, intermediate_size=2**38)
     with pytest.raises(CheckpointError, match=f"^config.json {message}"):
         load_model(tmp_path, load_format=load_format)
-    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 2**31}))
+    edit_config(tmp_path, head_dim=2**31, intermediate_size=96)
     with pytest.raises(CheckpointError, match=r"^config.json says head_dim=2147483648, but there"):
         load_model(tmp_path, load_format=load_format)
 

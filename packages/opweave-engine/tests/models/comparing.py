@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.layer_checkpoints import randomized
 from models.tiny_checkpoints import SIZES as TINY
-from models.tiny_checkpoints import random_ids
+from models.tiny_checkpoints import random_ids, randomized
 from opweave_engine import LLM, SamplingParams
 
 LENGTHS = (1, 9, 70, 300)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from models.tiny_checkpoints import KINDS, LLAMA3_ROPE, YARN, Checkpoints
+from models.tiny_checkpoints import LLAMA3_ROPE, LLAMAS, YARN, Checkpoints
 from opweave_engine.models import (
     SUPPORTED_ARCHITECTURES,
     InvalidConfigError,
@@ -44,7 +44,7 @@ def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
     return old
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LLAMAS)
 def test_both_formats_parse_to_the_same(kind: str, checkpoint: Checkpoints) -> None:
     config = json.loads((checkpoint(kind)[0] / "config.json").read_text())
     assert "rope_parameters" in config

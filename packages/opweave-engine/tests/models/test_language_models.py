@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from models import layer_checkpoints
-from models.layer_checkpoints import gpt_oss_block
 from models.running import (
     assert_near,
     compiled,
@@ -21,14 +19,14 @@ from models.running import (
     on_ranks,
     whole,
 )
-from models.tiny_checkpoints import KINDS as LLAMAS
-from models.tiny_checkpoints import Checkpoints, random_ids
+from models.tiny_checkpoints import LAYERS as ALL_LAYERS
+from models.tiny_checkpoints import LLAMAS, Checkpoints, gpt_oss_block, random_ids
 from opweave import ir
 from opweave.ir.testing import restored
 from opweave_engine import load_model
 from opweave_engine.models import CausalLM, GptOssMoE, Mamba2ForCausalLM
 
-LAYERS = [kind for kind in layer_checkpoints.KINDS if not kind.startswith("bert")]
+LAYERS = [kind for kind in ALL_LAYERS if not kind.startswith("bert")]
 ONE_LAYER = [kind for kind in LAYERS if kind.endswith("one_layer")]
 TOKENS = 17  # more than the sliding windows
 OPS = {

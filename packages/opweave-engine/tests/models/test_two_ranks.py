@@ -5,17 +5,20 @@ test_language_models.py runs every model on two ranks in threads.
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, multiprocessing
+from torch import Tensor
 
 from models.running import assert_near, expected
 from models.tiny_checkpoints import Checkpoints, random_ids
-from models.two_ranks import RANKS, run_rank
+from models.two_ranks import RANKS
 from opweave.config.engine import ModelImpl
+from support.warm_python import warm_python
 
 TOKENS = 17  # more than the sliding windows
 
@@ -50,18 +53,16 @@ def language_model(built: tuple[Path, Any]) -> Case:
 
 def run(cases: dict[str, Case], folder: Path, *, codegen: bool = False) -> Outcomes:
     """Run all *cases* in two processes."""
+    fields = ("given", "compiles", "model_impl")
     described = {
-        name: {
-            "path": str(case.path),
-            "given": case.given,
-            "compiles": case.compiles,
-            "model_impl": case.model_impl,
-        }
+        name: {"path": str(case.path), **{field: getattr(case, field) for field in fields}}
         for name, case in cases.items()
     }
     torch.save(described, folder / "cases.pt")
-    spawn: Any = multiprocessing.spawn  # type: ignore[attr-defined]
-    spawn(run_rank, (folder, codegen), nprocs=RANKS)
+    code = f"from models.two_ranks import run_ranks; run_ranks({str(folder)!r}, {codegen})"
+    paths = os.pathsep.join(filter(None, sys.path))
+    ended = warm_python().run("-c", code, env={**os.environ, "PYTHONPATH": paths})
+    assert ended.returncode == 0, ended.stderr
     ranks = [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
     return {
         name: Outcome(

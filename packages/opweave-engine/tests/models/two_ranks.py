@@ -1,4 +1,4 @@
-"""Program of the two processes of a tensor-parallel group; imports little, as each imports it."""
+"""Program of the two processes of a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, multiprocessing
 
 from opweave.config.engine import ModelImpl
 from opweave.layers import TensorParallel, tensor_parallel
@@ -15,7 +15,13 @@ from opweave_engine.load.loader import load_model
 RANKS = 2
 
 
-def run_rank(rank: int, folder: Path, codegen: bool) -> None:
+def run_ranks(folder: str, codegen: bool) -> None:
+    """Run the ranks in forks of this process, which has imported torch."""
+    options = {"nprocs": RANKS, "start_method": "fork"}
+    multiprocessing.start_processes(_run_rank, (Path(folder), codegen), **options)
+
+
+def _run_rank(rank: int, folder: Path, codegen: bool) -> None:
     """Run what ``cases.pt`` says, and save what comes out."""
     torch.set_num_threads(1)
     distributed.init_process_group(

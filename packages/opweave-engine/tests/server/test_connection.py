@@ -21,7 +21,8 @@ from opweave_engine.server.connection import most_connections
 from server.conftest import Running, Start
 from server.fake_engine import FakeEngine
 from server.test_errors import error_of
-from server.test_limits import BODY, COMPLETIONS, address, ask, until
+from server.test_limits import BODY, COMPLETIONS, address, ask
+from support.processes import wait_until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -118,7 +119,7 @@ def test_idle_connections_make_room(
 ) -> None:
     server = start(FakeEngine(delay=60))
     busy = ask(server, COMPLETIONS, BODY)
-    until(lambda: len(server.engine.running) == 1)
+    wait_until(lambda: len(server.engine.running) == 1)
     idle = [connect(server) for _ in range(20)]
     try:
         assert server.get("/health").status_code == 200
@@ -135,11 +136,11 @@ def test_idle_connections_make_room(
 def test_when_all_connections_are_used(three: None, start: Start) -> None:
     server = start(FakeEngine(delay=60))
     busy = [ask(server, COMPLETIONS, BODY) for _ in range(3)]
-    until(lambda: len(server.engine.running) == 3)
+    wait_until(lambda: len(server.engine.running) == 3)
     with connect(server) as late:
         assert late.recv(1) == b""
     busy.pop().close()
-    until(lambda: len(server.engine.running) == 2)
+    wait_until(lambda: len(server.engine.running) == 2)
     assert server.get("/health").status_code == 200
     for connection in busy:
         connection.close()
@@ -265,5 +266,5 @@ def test_the_client_of_a_proxy_is_logged(
         monkeypatch.setenv("FORWARDED_ALLOW_IPS", trusted)
     with caplog.at_level("INFO", "opweave_engine.server.access"):
         start().get("/health", headers={"X-Forwarded-For": "203.0.113.7"})
-        until(lambda: "path='/health'" in caplog.text)
+        wait_until(lambda: "path='/health'" in caplog.text)
     assert f"client='{client}'" in caplog.text

@@ -33,7 +33,8 @@ from server.command import ROOT
 from server.conftest import Running, Start, running
 from server.fake_engine import CHECKPOINT, FakeEngine
 from server.test_errors import error_of
-from server.test_limits import ask, until
+from server.test_limits import ask
+from support.processes import wait_until
 
 SIZE = 1_000_000  # bytes of a body
 LONG = "long text " * 7_000  # takes the queue for long texts
@@ -286,13 +287,13 @@ def test_a_long_text_does_not_delay_short_ones(
     with ExitStack() as stack:
         for count in range(os.cpu_count() or 1):
             stack.enter_context(ask(server, path, content))
-            until(lambda: server.state.admission.active == count + 1)  # noqa: B023
-        until(lambda: any(length >= held.size for length in held.lengths))
+            wait_until(lambda: server.state.admission.active == count + 1)  # noqa: B023
+        wait_until(lambda: any(length >= held.size for length in held.lengths))
         started = time.perf_counter()
         for body in ({"prompt": "a" * 5_000}, {"prompt": "a"}):
             assert server.post("/tokenize", body, timeout=5).json()["count"] > 0
         assert time.perf_counter() - started < 0.5
-    until(lambda: server.state.admission.active == 0)
+    wait_until(lambda: server.state.admission.active == 0)
 
 
 @pytest.mark.parametrize(("path", "content"), LONG_BODIES[::3], ids=lambda value: str(value)[:16])
@@ -309,13 +310,13 @@ def test_long_texts_are_admitted_and_dropped_when_the_client_leaves(
 ) -> None:
     server = held_server(start, held, max_requests=2)
     with ask(server, "/tokenize", {"prompt": LONG}):
-        until(lambda: len(held.lengths) == 1)
+        wait_until(lambda: len(held.lengths) == 1)
         with ask(server, "/tokenize", {"prompt": LONG + "1"}):
-            until(lambda: server.state.admission.active == 2)
+            wait_until(lambda: server.state.admission.active == 2)
             error = error_of(server.post("/tokenize", {"prompt": LONG}, timeout=5), 429)
             assert error["code"] == "queue_full"
             assert server.post("/tokenize", {"prompt": "a"}).status_code == 200
-        until(lambda: server.state.admission.active == 1)
+        wait_until(lambda: server.state.admission.active == 1)
     held.is_released.set()
     last = {"prompt": LONG + "22", "return_token_strs": True}
     answer = server.post("/tokenize", last).json()
@@ -335,9 +336,9 @@ def test_many_texts_let_others_have_their_turn(start: Start, held: HeldTokenizer
 
     thread = threading.Thread(target=embed)
     thread.start()
-    until(lambda: len(held.lengths) == 1)
+    wait_until(lambda: len(held.lengths) == 1)
     with ask(server, "/tokenize", {"prompt": "a" * 5_000}):
-        until(lambda: server.state.admission.active == 2)
+        wait_until(lambda: server.state.admission.active == 2)
         held.is_released.set()
         thread.join(60)
     assert held.lengths.index(5_000) < 30

@@ -8,7 +8,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from opweave_engine.server.disconnect import merge_streams
 from server.conftest import Running, Start
 from server.fake_engine import FakeEngine
 from server.test_errors import error_of
+from support.processes import wait_until
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": "x", "max_tokens": 3}
@@ -40,13 +41,6 @@ def stalled(where: tuple[str, int]) -> Iterator[None]:
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         yield
-
-
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.002)
 
 
 def test_api_keys(start: Start) -> None:
@@ -87,7 +81,7 @@ def test_the_queue_is_bounded(start: Start) -> None:
     server = start(FakeEngine(delay=0.02), ServerConfig(max_requests=4))
     three = {"prompt": ["a", "b", "c"], "max_tokens": 200, "stream": True}
     with server.client.stream("POST", COMPLETIONS, json=three):
-        until(lambda: server.state.admission.active == 3)
+        wait_until(lambda: server.state.admission.active == 3)
         answer = server.post(COMPLETIONS, {"prompt": ["a", "b"]})
         error = error_of(answer, 429)
         assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
@@ -96,7 +90,7 @@ def test_the_queue_is_bounded(start: Start) -> None:
         with pytest.raises(openai.RateLimitError):
             server.openai().completions.create(model="tiny-pydoc", prompt=["a", "b"], stream=True)
         error_of(server.post("/v1/embeddings", {"input": ["a", "b"]}), 429)
-    until(lambda: server.state.admission.active == 0)
+    wait_until(lambda: server.state.admission.active == 0)
     assert server.post(COMPLETIONS, {**BODY, "prompt": ["a", "b"]}).status_code == 200
     error = error_of(server.post(COMPLETIONS, {"prompt": ["a"] * 5}), 400)
     assert (error["code"], error["param"]) == ("too_many_answers", "prompt")
@@ -160,7 +154,7 @@ def test_requests_that_take_too_long(start: Start, path: str) -> None:
         error = error_of(server.post(path, {**body, "stream": stream}), 504)
         assert (error["type"], error["code"]) == ("timeout_error", "timeout")
     assert not engine.running
-    until(lambda: server.state.admission.active == 0)
+    wait_until(lambda: server.state.admission.active == 0)
 
 
 def test_a_stream_that_takes_too_long(start: Start) -> None:
@@ -178,9 +172,9 @@ def test_a_client_that_reads_nothing(
     monkeypatch.setattr(streaming, "_GRACE", 0.2)
     server = start(config=ServerConfig(request_timeout=6.0))
     with stalled(address(server)):
-        until(lambda: server.engine.finished["length"] == 1)
+        wait_until(lambda: server.engine.finished["length"] == 1)
         assert server.state.admission.active == 64  # the answers are there, and nobody takes them
-        until(lambda: server.state.admission.active == 0, 20)
+        wait_until(lambda: server.state.admission.active == 0, 20)
         assert not server.http.server_state.connections
         assert server.post(COMPLETIONS, {"prompt": "x", "n": 64}).status_code == 200
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
@@ -286,15 +280,15 @@ def test_hanging_up_aborts(start: Start, path: str, stream: bool, prompts: int) 
     server = start(engine)
     count = 1 if "chat" in path else prompts
     connection = ask(server, path, {**LONG_BODY, "prompt": ["x"] * prompts, "stream": stream})
-    until(lambda: len(engine.running) == count)
+    wait_until(lambda: len(engine.running) == count)
     if stream:
         assert connection.recv(10_000).startswith(b"HTTP/1.1 200")
     generated = engine.generated
     connection.close()
-    until(lambda: not engine.running, 20)
+    wait_until(lambda: not engine.running, 20)
     assert engine.generated - generated <= 4 * count
     assert sorted(engine.aborted) == sorted(call.request_id for call in engine.calls)
-    until(lambda: server.state.admission.active == 0)
+    wait_until(lambda: server.state.admission.active == 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -302,19 +296,19 @@ def test_hanging_up_before_the_first_token(start: Start, stream: bool) -> None:
     engine = FakeEngine(delay=60)
     server = start(engine)
     connection = ask(server, BOTH[0], {**LONG_BODY, "stream": stream})
-    until(lambda: len(engine.running) == 1)
+    wait_until(lambda: len(engine.running) == 1)
     connection.close()
-    until(lambda: not engine.running, 20)
+    wait_until(lambda: not engine.running, 20)
     assert len(engine.aborted) == 1
-    until(lambda: server.state.admission.active == 0)
+    wait_until(lambda: server.state.admission.active == 0)
 
 
 def test_hanging_up_while_embedding(start: Start) -> None:
     server = start(FakeEngine(delay=60, embeds=True))
     connection = ask(server, "/v1/embeddings", {"input": ["x", "y"]})
-    until(lambda: server.state.admission.active == 2)
+    wait_until(lambda: server.state.admission.active == 2)
     connection.close()
-    until(lambda: server.state.admission.active == 0, 20)
+    wait_until(lambda: server.state.admission.active == 0, 20)
 
 
 def test_hanging_up_before_the_body_is_there(start: Start) -> None:
@@ -335,7 +329,7 @@ def test_a_reader_that_does_not_read_does_not_stop_the_others(start: Start) -> N
     assert time.monotonic() - started < 10
     for connection in idle:
         connection.close()
-    until(lambda: not engine.running)
+    wait_until(lambda: not engine.running)
 
 
 def test_a_slow_reader_gets_items_combined() -> None:
@@ -428,7 +422,7 @@ def test_they_have_a_deadline(start: Start, stuck: Stuck, path: str, at_the_end:
     server = server_with(stuck, start, at_the_end=at_the_end, request_timeout=0.5)
     assert error_of(server.post(path, ANY_BODY), 504)["code"] == "timeout"
     assert stuck.begun == 1
-    until(lambda: server.state.admission.active == 0)
+    wait_until(lambda: server.state.admission.active == 0)
     assert server.get("/health").status_code == 200
 
 
@@ -436,11 +430,11 @@ def test_they_have_a_deadline(start: Start, stuck: Stuck, path: str, at_the_end:
 def test_they_take_a_place_until_the_client_hangs_up(start: Start, stuck: Stuck, path: str) -> None:
     server = server_with(stuck, start, max_requests=1)
     connection = ask(server, path, ANY_BODY)
-    until(lambda: stuck.begun == 1)
+    wait_until(lambda: stuck.begun == 1)
     assert server.state.admission.active == 1
     error_of(server.post(path, ANY_BODY), 429)
     connection.close()
-    until(lambda: server.state.admission.active == 0)
+    wait_until(lambda: server.state.admission.active == 0)
 
 
 def test_work_in_threads() -> None:
@@ -453,7 +447,7 @@ def test_work_in_threads() -> None:
         return 6 // number
 
     futures = [threads.submit(work, number) for number in (1, 2, 3, 0)]
-    until(lambda: len(running) == 2)
+    wait_until(lambda: len(running) == 2)
     assert all(thread.daemon and thread.name == "a test" for thread in running)
     assert futures[2].cancel()
     release.set()
@@ -461,7 +455,7 @@ def test_work_in_threads() -> None:
     with pytest.raises(ZeroDivisionError):
         futures[3].result(60)
     assert len(set(running)) <= 2
-    until(lambda: not any(thread.is_alive() for thread in running))
+    wait_until(lambda: not any(thread.is_alive() for thread in running))
     assert threads.submit(work, 6).result(60) == 1
 
 

@@ -19,8 +19,8 @@ from opweave_engine import LLM, SamplingParams
 from plugins import helpers
 from server.conftest import Running, Start, events, texts_of
 from server.fake_engine import CHECKPOINT, FakeEngine
-from server.test_limits import until
 from server.test_openai_client import EXTENSIONS, OPTIONS
+from support.processes import wait_until
 
 PATH = "/v1/completions"
 
@@ -138,8 +138,8 @@ def test_many_streams_with_random_disconnects_leave_nothing(real: Running) -> No
         stats = real.engine.stats()
         return stats.running == stats.waiting == 0
 
-    until(is_idle)
-    until(lambda: real.state.admission.active == 0)
+    wait_until(is_idle)
+    wait_until(lambda: real.state.admission.active == 0)
     assert real.engine.stats().kv_usage == 0
     core: Any = real.engine
     core._core.check_idle()  # every block is free, and the books agree

@@ -23,9 +23,9 @@ from opweave_engine.server import AddressError, listen_unix
 from server.command import ROOT, Command
 from server.conftest import texts_of
 from server.fake_engine import CHECKPOINT
-from server.test_limits import until
 from server.test_schema import PATHS
 from support.fixtures import FreshPython
+from support.processes import wait_until
 
 START_BUDGET = 5.0  # seconds of processor time; on an idle machine those are seconds
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
@@ -116,7 +116,7 @@ def test_the_log(command: Command, client: openai.OpenAI) -> None:
         model="pydoc", prompt="a secret prompt", max_tokens=1,
         extra_headers={"X-Request-Id": "mine"}, extra_body={"odd": 1},
     )  # fmt: skip
-    until(lambda: '"mine"' in command.log.read_text().rpartition("\n")[0])  # after the answer
+    wait_until(lambda: '"mine"' in command.log.read_text().rpartition("\n")[0])  # after the answer
     lines = [json.loads(line) for line in command.log.read_text().splitlines()]
     (access,) = [line for line in lines if line.get("request_id") == "mine"]
     assert (access["method"], access["path"]) == ("POST", "/v1/completions")
