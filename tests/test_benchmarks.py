@@ -28,7 +28,7 @@ from harness import Watch  # noqa: E402
 from kernel_cells import plot, results, summary  # noqa: E402
 from kernel_cells.cases import CASES, ops_with_kernels  # noqa: E402
 from kernel_cells.cell import Cell, Grid, cells_of, dynamic_dims  # noqa: E402
-from kernel_cells.contenders import native_call, ours, rejection, torch_baseline  # noqa: E402
+from kernel_cells.contenders import ours, rejection, torch_baseline  # noqa: E402
 from kernel_cells.eager import globals_of  # noqa: E402
 from kernel_cells.measure import Results, is_worth_longer, least_microseconds  # noqa: E402
 from kernel_cells.shape import Shape  # noqa: E402
@@ -56,10 +56,6 @@ def tensors(found: Any) -> list[torch.Tensor]:
 def _inference() -> Iterator[None]:
     with torch.inference_mode():
         yield
-
-
-def test_every_op_with_a_kernel_has_a_case() -> None:
-    assert set(OPS) <= set(CASES)
 
 
 def test_an_op_without_a_case_is_an_error(
@@ -129,14 +125,6 @@ def test_baselines_are_plain_torch(name: str) -> None:
     baseline = torch_baseline(small_cells(name)[0])
     used = {name: baseline.__globals__.get(name) for name in globals_of(baseline)}
     assert not [name for name, value in used.items() if isinstance(value, ir.IrOp)]
-
-
-def test_an_output_is_made_as_the_kernel_makes_it() -> None:
-    cell = Cell("rms_norm", 0, Shape(3, 512, torch.bfloat16), 1)
-    x, weight, epsilon = cell.inputs()
-    name, (out, *rest) = native_call(cell, (x, weight, epsilon))
-    assert (name, rest) == ("rms_norm", [x, weight, epsilon])
-    assert (out.shape, out.dtype) == (x.shape, x.dtype)
 
 
 def test_dynamic_dimensions_are_those_that_follow_the_tokens() -> None:
@@ -395,17 +383,6 @@ def test_raw_results_and_certificates_stay_small() -> None:
     assert sum(path.stat().st_size for path in raw) < 300_000
 
 
-def test_a_chart_without_tooltips_has_a_dot_for_each_place() -> None:
-    cells = summary.cells_of_rows([row(), row(hidden=64), row(hidden=32, eager=15.0)])
-    machine = {"processor": "P", "torch": "2", "threads": [1]}
-    picture = plot.draw(cells, machine, tooltips=False)
-    assert "<title>" not in picture
-    dots = [re.findall("M([0-9]+),", path) for path in re.findall('<path d="(.*?)"', picture)]
-    x = [plot._LEFT + round(plot.PANELS[0].at(value)) for value in (3, 1.5)]
-    assert dots[0] == [str(place) for place in x]  # eager: twice the same, and half of it
-    assert len(dots[1]) == 1  # Inductor: three times the same
-
-
 def test_what_was_disturbed_is_measured_anew_whatever_comes_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -433,11 +410,6 @@ def test_what_was_disturbed_is_measured_anew_whatever_comes_out(
     with pytest.raises(SystemExit):
         kernels.main([*few, "--save", "--disturbed"])
     assert "kernels 'others', here" in capsys.readouterr().err
-
-
-def test_the_picture_of_nothing_is_a_picture() -> None:
-    machine = {"processor": "P", "torch": "2", "threads": [1]}
-    assert plot.draw([], machine).endswith("</svg>\n")
 
 
 def test_the_picture_says_what_is_outside_of_its_scale_and_where_each_bar_is() -> None:
@@ -549,8 +521,6 @@ def test_the_engine_keeps_its_contract(tmp_path: Path) -> None:
 def main_of(name: str) -> Callable[[list[str]], int]:
     """Return ``main`` of a benchmark whose name another module has, too."""
     spec = spec_from_file_location(f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.main  # type: ignore[no-any-return]

@@ -52,7 +52,6 @@ def serving(site: Path, folder: Path, *options: str, **variables: str) -> Iterat
             env=environment(site, OMP_NUM_THREADS="1", **variables),
         )  # fmt: skip
         try:
-            assert process.stdout is not None
             found = re.search(r" on (http://\S+)", process.stdout.readline())
             assert found, (folder / "log").read_text()
             with httpx.Client(base_url=found[1], timeout=100, trust_env=False) as client:

@@ -30,27 +30,10 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     (COMPLETIONS, {"prompt": "Return", **SHORT, "stop": ["a"], "seed": 1, "logprobs": 1}),
     (COMPLETIONS, {"prompt": ["a", "b"], **SHORT, "n": 2, "best_of": 2, "echo": True}),
     (COMPLETIONS, {"prompt": [1, 2], **SHORT, "stream": True, "stream_options": {}, "user": "u"}),
-    (
-        COMPLETIONS,
-        {
-            "prompt": "a",
-            **SHORT,
-            "top_p": 0.5,
-            "top_k": 5,
-            "min_p": 0.1,
-            "min_tokens": 1,
-            "presence_penalty": 1,
-            "frequency_penalty": 1,
-            "repetition_penalty": 1.1,
-            "logit_bias": {"5": 1},
-            "bad_words": ["a"],
-            "stop_token_ids": [1],
-            "priority": 0,
-            "prompt_logprobs": 1,
-            "truncate_prompt_tokens": 5,
-            "cache_salt": "a",
-        },
-    ),
+    (COMPLETIONS, {"prompt": "a", **SHORT, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "min_tokens": 1,
+                   "presence_penalty": 1, "frequency_penalty": 1, "repetition_penalty": 1.1,
+                   "logit_bias": {"5": 1}, "bad_words": ["a"], "stop_token_ids": [1], "priority": 0,
+                   "prompt_logprobs": 1, "truncate_prompt_tokens": 5, "cache_salt": "a"}),
     (COMPLETIONS, {"prompt": "a", **SHORT, "structured_outputs": {"choice": ["a", "b"]}}),
     (COMPLETIONS, {"prompt": "a", **SHORT, "guided_json": {"type": "object", "properties": {}}}),
     (CHAT, {"messages": [USER], **SHORT, "logprobs": True, "top_logprobs": 2}),
@@ -74,7 +57,7 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/tokenize", {"prompt": "Return a list", "add_special_tokens": True}),
     ("/tokenize", {"messages": [USER], "tools": [FUNCTION], "add_generation_prompt": True}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
-)
+)  # fmt: skip
 # Each field that takes a list: the endpoint, and a valid request with ITEMS for the list.
 ITEMS = "ITEMS"
 LISTS: tuple[tuple[str, dict[str, Any]], ...] = (

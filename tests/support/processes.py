@@ -20,4 +20,4 @@ def wait_until(happened: Callable[[], object], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end, "too late"
-        time.sleep(0.05)
+        time.sleep(0.002)

@@ -111,8 +111,6 @@ class WarmPython:
     def _ask(self, request: str) -> int:
         try:
             server = self._server = self._server or self._started()
-            assert server.stdin is not None
-            assert server.stdout is not None
             server.stdin.write(f"{request}\n")
             server.stdin.flush()
             return int(server.stdout.readline())

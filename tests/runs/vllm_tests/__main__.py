@@ -31,20 +31,16 @@ BUILD = TESTS.parent / "build" / "vllm-tests"
 # The files of each process: the tests of the IR declare ops, and the plugin replaces a layer.
 SESSIONS = (
     ("tests/ir/test_inplace_op.py", "tests/ir/test_op.py"),
-    (
-        "tests/kernels/ir/test_activation.py",
-        "tests/kernels/ir/test_ir_ops.py",
-        "tests/model_executor/test_enabled_custom_ops.py",
-        "tests/compile/passes/ir/test_clone_cleanup.py",
-        "tests/compile/passes/ir/test_inplace_functionalization.py",
-        "tests/compile/passes/ir/test_lowering.py",
-        "tests/compile/passes/test_noop_elimination.py",
-        "tests/compile/passes/test_pass_manager.py",
-        "tests/compile/passes/test_scatter_split_replace.py",
-        "tests/compile/passes/test_split_coalescing.py",
-    ),
+    ("tests/kernels/ir/test_activation.py", "tests/kernels/ir/test_ir_ops.py",
+     "tests/model_executor/test_enabled_custom_ops.py",
+     "tests/compile/passes/ir/test_clone_cleanup.py",
+     "tests/compile/passes/ir/test_inplace_functionalization.py",
+     "tests/compile/passes/ir/test_lowering.py", "tests/compile/passes/test_noop_elimination.py",
+     "tests/compile/passes/test_pass_manager.py",
+     "tests/compile/passes/test_scatter_split_replace.py",
+     "tests/compile/passes/test_split_coalescing.py"),
     ("tests/plugins_tests/test_platform_plugins.py",),
-)
+)  # fmt: skip
 
 
 def run(folder: Path, files: Sequence[str], verbose: bool) -> Outcomes:

@@ -59,14 +59,9 @@ def write(
         parameter.data.copy_(torch.from_numpy(values.astype(np.float32)))
         tensors |= {f"{module}.{leaf}": tensor.contiguous() for leaf, tensor in packed.items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    add_config(path, config)
+    tiny_checkpoints.edit_config(path, quantization_config=dict(config))
     tiny_checkpoints.write_tokenizer(path)
     return model
-
-
-def add_config(path: Path, config: Mapping[str, Any]) -> None:
-    values = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**values, "quantization_config": dict(config)}))
 
 
 def set_weight(model: Any, name: str, values: Tensor) -> None:

@@ -6,15 +6,14 @@ import asyncio
 import itertools
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from models.tiny_checkpoints import random_ids
+from models.tiny_checkpoints import Checkpoints, random_ids
 from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
 from opweave_engine import (
     LLM,
@@ -28,7 +27,6 @@ from opweave_engine import (
     SamplingParamsError,
 )
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
 PROMPTS = [random_ids(seed, 5 + 7 * seed % 13) for seed in range(12)]
@@ -55,7 +53,6 @@ async def answer(engine: EngineClient, name: str, prompt: Any, params: Any = GRE
             assert output.outputs[0].token_ids[: len(known)] == known
             assert output.outputs[0].text.startswith(last.outputs[0].text)
         last = output
-    assert last is not None
     assert last.finished
     assert last.request_id == name
     return last

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.test_equality import GREEDY, PROMPTS, config
+from models.tiny_checkpoints import Checkpoints
 from opweave import ir
 from opweave_engine import LLM
-
-Checkpoints = Callable[[str], tuple[Path, Any]]
 
 
 @pytest.mark.parametrize(

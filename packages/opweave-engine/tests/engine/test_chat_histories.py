@@ -42,9 +42,8 @@ class Family:
 FAMILIES = {
     "llama3": Family(of.LLAMA3, most_calls=1),
     "mistral": Family(of.MISTRAL),
-    "mistral parts": Family(
-        of.MISTRAL_PARTS, content="either", most_calls=0, assistants_write_strings=True
-    ),
+    "mistral parts": Family(of.MISTRAL_PARTS, content="either", most_calls=0,
+                            assistants_write_strings=True),
     "deepseek": Family(of.DEEPSEEK, arguments="text"),
     "qwen3": Family(of.QWEN3, reasons=True),
     "items": Family(of.ITEMS),
@@ -54,7 +53,7 @@ FAMILIES = {
     "half guarded": Family(of.HALF_GUARDED, content="parts", most_calls=0),
     "macro": Family(of.MACRO, content="either", most_calls=0),
     "thinking": Family(of.THINKING, most_calls=1, reasons=True),
-}
+}  # fmt: skip
 
 
 class Histories:

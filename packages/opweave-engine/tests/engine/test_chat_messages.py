@@ -145,40 +145,30 @@ def test_errors_quote_long_values_in_part() -> None:
 # --- Content ---
 
 
-@pytest.mark.parametrize(
-    ("template", "takes", "needs"),
-    [
-        (of.LLAMA3, False, False),
-        (of.QWEN3, False, False),
-        (of.DEEPSEEK, False, False),
-        (of.GEMMA3, True, False),
-        (of.MISTRAL_PARTS, True, False),
-        (of.MACRO, True, False),
-        (of.LLAVA, True, True),
-        (of.FIRST_PART, True, True),
-        (of.HALF_GUARDED, True, True),
-        ("{% for p in m.content[1:] %}{{ p.text }}{% endfor %}", True, True),
-        ("{% set c = m['content'] %}{% for p in c %}{{ p['text'] }}{% endfor %}", True, True),
-        (
-            "{% for p in (m.content if m.content is not string else []) %}{{ p.text }}{% endfor %}",
-            True,
-            True,
-        ),
-        # Only images are looked for; text is printed as a string.
-        (
-            "{% for p in m.content %}{{ p.type == 'image' }}{% endfor %}{{ m.content }}",
-            False,
-            False,
-        ),
-        (of.IMAGES_FIRST, True, False),
-        ("{{ m.content | map(attribute='text') | join }}", True, True),
-        ("{{ (m.content | first).text }}", True, True),
-        ("{{ m.content if m.content is string else m.content[-1]['text'] }}", True, False),
-        ("{% for line in m.content.split('x') %}{{ line }}{% endfor %}", False, False),
-        ("{{ m.content[0] }}{{ m.content[:5] }}", False, False),
-        ("{% for p in m.other %}{{ p.text }}{% endfor %}{{ m.content }}", False, False),
-    ],
-)
+@pytest.mark.parametrize(("template", "takes", "needs"), [
+    (of.LLAMA3, False, False),
+    (of.QWEN3, False, False),
+    (of.DEEPSEEK, False, False),
+    (of.GEMMA3, True, False),
+    (of.MISTRAL_PARTS, True, False),
+    (of.MACRO, True, False),
+    (of.LLAVA, True, True),
+    (of.FIRST_PART, True, True),
+    (of.HALF_GUARDED, True, True),
+    ("{% for p in m.content[1:] %}{{ p.text }}{% endfor %}", True, True),
+    ("{% set c = m['content'] %}{% for p in c %}{{ p['text'] }}{% endfor %}", True, True),
+    ("{% for p in (m.content if m.content is not string else []) %}{{ p.text }}{% endfor %}", True,
+     True),
+    # Only images are looked for; text is printed as a string.
+    ("{% for p in m.content %}{{ p.type == 'image' }}{% endfor %}{{ m.content }}", False, False),
+    (of.IMAGES_FIRST, True, False),
+    ("{{ m.content | map(attribute='text') | join }}", True, True),
+    ("{{ (m.content | first).text }}", True, True),
+    ("{{ m.content if m.content is string else m.content[-1]['text'] }}", True, False),
+    ("{% for line in m.content.split('x') %}{{ line }}{% endfor %}", False, False),
+    ("{{ m.content[0] }}{{ m.content[:5] }}", False, False),
+    ("{% for p in m.other %}{{ p.text }}{% endfor %}{{ m.content }}", False, False),
+])  # fmt: skip
 def test_content_as_the_template_reads_it(template: str, takes: bool, needs: bool) -> None:
     traits = ChatTemplate(template, "a test", {}).traits
     assert (traits.takes_parts, traits.needs_parts) == (takes, needs)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import opweave.compile
+from models.tiny_checkpoints import Checkpoints
 from opweave.compile import OptionError
 from opweave.config import (
     CompilationConfig,
@@ -27,7 +26,6 @@ from opweave_engine.errors import InvalidArgumentError
 from opweave_engine.load.loader import load_model
 from opweave_engine.runner import _ISOLATED, compiled_forward, graph_sizes
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 SHORT = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from models.tiny_checkpoints import write_cross_encoder
+from models.tiny_checkpoints import edit_config, write_cross_encoder
 from opweave.config import EngineConfig
 from opweave_engine import (
     AsyncEmbedder,
@@ -44,11 +43,6 @@ def scores(path: Path, *texts: Any, **options: Any) -> torch.Tensor:
     return torch.tensor([output.score for output in Embedder(path).score(*texts, **options)])
 
 
-def configure(path: Path, **changes: Any) -> None:
-    file = path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
 # Qwen3 reads the last token of a pair, which its id of padding shows in a batch.
 @pytest.mark.parametrize(
     ("kind", "changes"),
@@ -78,9 +72,8 @@ def test_the_second_text_has_another_token_type(tmp_path: Path) -> None:
     untyped = logits(tmp_path, model, pairs, return_token_type_ids=False)
     assert (typed.sigmoid() - untyped.sigmoid()).abs().max() > 1e-3
     torch.testing.assert_close(scores(tmp_path, QUERY, TEXTS), typed.sigmoid(), rtol=0, atol=2e-5)
-    file = tmp_path / "tokenizer_config.json"
-    names = {"model_input_names": ["input_ids", "attention_mask"]}
-    file.write_text(json.dumps({**json.loads(file.read_text()), **names}))
+    names = ["input_ids", "attention_mask"]
+    edit_config(tmp_path, "tokenizer_config.json", model_input_names=names)
     torch.testing.assert_close(scores(tmp_path, QUERY, TEXTS), untyped.sigmoid(), rtol=0, atol=2e-5)
 
 
@@ -96,7 +89,7 @@ def test_the_second_text_has_another_token_type(tmp_path: Path) -> None:
 def test_the_activation_function(path: Any, function: Any, old: bool, tmp_path: Path) -> None:
     model = write_cross_encoder(tmp_path, "bert")
     key = "sbert_ce_default_activation_function"
-    configure(
+    edit_config(
         tmp_path, **({key: path} if old else {"sentence_transformers": {"activation_fn": path}})
     )
     expected = function(logits(tmp_path, model, [(QUERY, text) for text in TEXTS]))
@@ -106,10 +99,10 @@ def test_the_activation_function(path: Any, function: Any, old: bool, tmp_path: 
 @pytest.mark.parametrize("value", ["torch.nn.modules.activation.Tanh", "mine.Sigmoid", 5])
 def test_other_activation_functions_are_refused(value: Any, tmp_path: Path) -> None:
     write_cross_encoder(tmp_path, "bert")
-    configure(tmp_path, sentence_transformers={"activation_fn": value})
+    edit_config(tmp_path, sentence_transformers={"activation_fn": value})
     with pytest.raises(ModelError, match=rf"'activation_fn': '?{value}"):
         Embedder(tmp_path)
-    configure(tmp_path, sentence_transformers={}, sbert_ce_default_activation_function=value)
+    edit_config(tmp_path, sentence_transformers={}, sbert_ce_default_activation_function=value)
     with pytest.raises(ModelError, match=rf"sbert_ce_default_activation_function': '?{value}"):
         Embedder(tmp_path)
 
@@ -185,7 +178,7 @@ def test_models_that_cannot(tmp_path: Path) -> None:
 def test_weights_of_the_head_are_required(tmp_path: Path) -> None:
     model = write_cross_encoder(tmp_path, "bert")
     model.base_model.save_pretrained(tmp_path)
-    configure(tmp_path, architectures=["BertForSequenceClassification"])
+    edit_config(tmp_path, architectures=["BertForSequenceClassification"])
     with pytest.raises(CheckpointError, match=r"missing: .*classifier\.weight"):
         Embedder(tmp_path)
 

@@ -322,7 +322,6 @@ def test_a_vector_that_is_given_up_frees_its_place() -> None:
             await asyncio.sleep(60)
 
         async def abort(self, request_id: str) -> None:
-            assert self.task is not None
             self.task.cancel()
 
     async def work(engine: DataParallelEngine, group: ReplicasHere) -> None:

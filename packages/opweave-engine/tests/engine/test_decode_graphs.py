@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from models.tiny_checkpoints import Checkpoints
 from opweave.config import CompilationConfig, EngineConfig
 from opweave.config.engine import CacheConfig, ParallelConfig, SchedulerConfig
 from opweave.config.terminal import ProgressBar
@@ -25,8 +26,6 @@ from opweave_engine import CompletionOutput, SamplingParams
 from opweave_engine.attention import PagedAttention
 from opweave_engine.core import EngineCore
 from opweave_engine.decode_graphs import decode_sizes, record_decode_graphs
-
-Checkpoints = Callable[[str], tuple[Any, Any]]
 
 
 class FakeRecorder:

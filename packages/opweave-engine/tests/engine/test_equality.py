@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +13,12 @@ from torch._dynamo.utils import counters
 
 import opweave.compile
 from engine.shared_rank import shared_rank
-from models.tiny_checkpoints import random_ids
+from models.tiny_checkpoints import Checkpoints, random_ids
 from opweave import ir
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from opweave_engine import LLM, SamplingParams
 from opweave_engine.attention import AttentionBackend
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 Wanted = Callable[[str], list[list[int]]]
 FAMILIES = (
     "llama",
@@ -226,7 +224,10 @@ def test_two_ranks_compiled(
     assert {"reduce_scatter", "all_gather"}.issubset(found) == options["sequence_parallelism"]
 
 
-@each_family
+# NaN makes the chunks of 256 tokens of the last one slow.
+@pytest.mark.parametrize(
+    "kind", [*FAMILIES[:-1], pytest.param(FAMILIES[-1], marks=pytest.mark.slow)]
+)
 def test_what_was_in_memory_before_is_not_read(
     kind: str, checkpoint: Checkpoints, wanted: Wanted, monkeypatch: pytest.MonkeyPatch
 ) -> None:

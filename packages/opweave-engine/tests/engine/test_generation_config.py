@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from models.tiny_checkpoints import EOS, VOCABULARY, random_ids
+from models.tiny_checkpoints import EOS, VOCABULARY, Checkpoints, random_ids
 from opweave.config import EngineConfig
 from opweave.ir.errors import SettingError
 from opweave_engine import LLM, AsyncEngine, CheckpointError, SamplingParams
 from server.conftest import running
 from server.fake_engine import FakeEngine
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 VALUES = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05}
 PROMPT = random_ids(5, 7)
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

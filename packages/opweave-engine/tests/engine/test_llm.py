@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock, Thread
 from typing import Any
 
 import pytest
 import torch
 
-from engine.test_equality import FAMILIES
 from models.tiny_checkpoints import (
     BOS,
     EOS,
-    KINDS,
     VOCABULARY,
     YARN,
+    Checkpoints,
     random_ids,
     write_checkpoint,
     write_tokenizer,
@@ -38,10 +41,11 @@ from opweave_engine import (
     TokenizerError,
 )
 from opweave_engine import core as core_module
-from opweave_engine.metrics import StatLogger
+from opweave_engine.client import FairLock
+from opweave_engine.metrics import KernelUse, SelectionReport, StatLogger
 from opweave_engine.parallel.executor import InProcessExecutor
+from support.processes import wait_until
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 PROMPTS = [random_ids(seed, count) for seed, count in enumerate([1, 7, 23, 2, 12])]
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
 
@@ -70,7 +74,6 @@ def tokens(llm: LLM, prompts: Any, params: Any = GREEDY) -> list[list[int]]:
 def model_of(llm: LLM) -> torch.nn.Module:
     executor = llm._core.executor
     assert isinstance(executor, InProcessExecutor)
-    assert executor.worker is not None
     return executor.worker.runner.model
 
 
@@ -91,16 +94,6 @@ def test_the_context_is_as_long_as_the_rope_is_stretched(tmp_path: Path) -> None
     assert tokens(llm, prompts) == [reference(model, p, 14, eos_token_id=None) for p in prompts]
     with pytest.raises(PromptError, match=r"context is 128 tokens"):
         llm.generate([random_ids(9, 128)], GREEDY)
-
-
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - set(FAMILIES)))  # see test_equality
-def test_greedy_is_that_of_transformers(
-    kind: str, checkpoint: Checkpoints, llms: Callable[[str], LLM]
-) -> None:
-    model = checkpoint(kind)[1]
-    wanted = [reference(model, prompt, 14, eos_token_id=None) for prompt in PROMPTS]
-    assert tokens(llms(kind), PROMPTS) == wanted
-    assert [tokens(llms(kind), prompt)[0] for prompt in PROMPTS] == wanted
 
 
 def test_text_prompts(checkpoint: Checkpoints, llm: LLM) -> None:
@@ -234,24 +227,6 @@ def test_an_end_of_text_token_that_the_model_has_not_is_told(
     assert f"end-of-text tokens [{VOCABULARY}] are ignored" in caplog.text
 
 
-def test_the_end_of_text_token_ends_the_answer(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    path, model = checkpoint("llama")
-    free = reference(model, PROMPTS[1], 14, eos_token_id=None)
-    ends = free[4]
-    copy = Path(shutil.copytree(path, tmp_path / "llama"))
-    text = (copy / "generation_config.json").read_text()
-    changed = text.replace(f'"eos_token_id": {EOS}', f'"eos_token_id": [{EOS}, {ends}]')
-    assert changed != text
-    (copy / "generation_config.json").write_text(changed)
-    llm = LLM(copy)
-    params = SamplingParams(temperature=0, max_tokens=14)
-    (answer,) = llm.generate(PROMPTS[1], params)[0].outputs
-    assert answer.token_ids == free[: free.index(ends) + 1]
-    assert answer.token_ids == reference(model, PROMPTS[1], 14, eos_token_id=[EOS, ends])
-    assert answer.finish_reason == "stop"
-    assert tokens(llm, PROMPTS[1]) == [free]
-
-
 def test_seeds(checkpoint: Checkpoints, llm: LLM) -> None:
     def params(seed: int | None) -> SamplingParams:
         return SamplingParams(temperature=1.5, seed=seed, max_tokens=12, ignore_eos=True)
@@ -287,15 +262,6 @@ def test_progress(llm: LLM) -> None:
     assert calls == [(3, 6), (5, 6), (6, 6)]  # tokens, of all that were asked for
 
 
-def test_dtype(checkpoint: Checkpoints) -> None:
-    path = checkpoint("llama")[0]
-    llm = LLM(str(path), dtype="bfloat16")
-    assert len(tokens(llm, PROMPTS)) == len(PROMPTS)
-    assert {p.dtype for p in model_of(llm).parameters()} == {torch.bfloat16}
-    llm = LLM(path, config=EngineConfig(dtype="bfloat16"))
-    assert {p.dtype for p in model_of(llm).parameters()} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -314,24 +280,6 @@ def test_settings_that_contradict_or_are_unknown(
     config = EngineConfig(dtype="float16", seed=3, kernel_config=KernelConfig({"linear": "native"}))
     with pytest.raises(error, match=message):
         LLM(checkpoint("llama")[0], **{"config": config, **options})
-
-
-def test_directories_without_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="not a directory"):
-        LLM(tmp_path / "nowhere")
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(CheckpointError, match=r"no config\.json.* holds: notes\.txt"):
-        LLM(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(TokenizerError, match=r"no tokenizer.json.* another kind"):
-        LLM(tmp_path)
-
-
-def test_progress_of_loading(checkpoint: Checkpoints) -> None:
-    calls: list[tuple[int, int]] = []
-    LLM(checkpoint("llama")[0], progress=lambda *call: calls.append(call))
-    assert calls[-1][0] == calls[-1][1] == len(calls)
 
 
 def test_a_failed_request_leaves_the_answers_of_its_batch(
@@ -373,18 +321,6 @@ def test_a_checkpoint_without_a_tokenizer(
     assert answer.outputs[0].token_ids == whole[: whole.index(whole[2]) + 1]
 
 
-def test_dummy_weights(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    shutil.copy(checkpoint("qwen3")[0] / "config.json", tmp_path)
-    dummy = EngineConfig(load_format="dummy", seed=3, dtype="bfloat16")
-    llm = LLM(tmp_path, config=dummy)
-    (output,) = llm.generate(PROMPTS[1], GREEDY)
-    assert len(output.outputs[0].token_ids) == 14
-    assert tokens(LLM(tmp_path, config=dummy), PROMPTS) == tokens(llm, PROMPTS)
-    assert {p.dtype for p in model_of(llm).parameters()} == {torch.bfloat16}
-    with pytest.raises(ValueError, match=r"load_format='dumy'.*auto, dummy.*'dummy'"):
-        EngineConfig(load_format="dumy")  # type: ignore[arg-type]
-
-
 def test_the_log_says_once_which_kernels_run(
     checkpoint: Checkpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -412,3 +348,131 @@ def test_stat_loggers_are_told_every_step(
     assert [stats.steps for stats in told] == list(range(1, 15))
     assert [stats.generation_tokens for stats in told] == [5 * n for n in range(1, 15)]
     assert told[-1].finished == {"length": 5}
+
+
+# Threads take turns with a language model
+
+
+TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+SIX = [random_ids(seed, 4 + seed) for seed in range(6)]
+
+
+def test_who_waits_comes_before_who_has_just_had_a_turn() -> None:
+    turns, order = FairLock(), []
+
+    def wait() -> None:
+        with turns.take():
+            order.append("waited")
+
+    with turns.take():
+        thread = Thread(target=wait)
+        thread.start()
+        wait_until(turns._next.locked)
+    with turns.take():
+        order.append("again")
+    thread.join()
+    assert order == ["waited", "again"]
+
+
+def test_what_is_for_soon_waits_for_no_turn() -> None:
+    turns, done = FairLock(), []
+    turns.soon(lambda: done.append("at once"))
+    assert done == ["at once"]
+    with turns.take():
+        turns.soon(lambda: done.append("afterwards"))
+        assert done == ["at once"]
+    assert done == ["at once", "afterwards"]
+
+
+def test_threads_get_their_own_answers(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(checkpoint("llama")[0])
+    wanted = [output.outputs[0] for output in llm.generate(SIX, TEN)]
+    execute, computes = llm._core.executor.execute, Lock()
+
+    def alone(steps: Any) -> Any:
+        assert computes.acquire(blocking=False), "two steps at once"
+        try:
+            time.sleep(0.001)  # the other threads go on
+            return execute(steps)
+        finally:
+            computes.release()
+
+    monkeypatch.setattr(llm._core.executor, "execute", alone)
+
+    def ask(number: int) -> Any:
+        if number % 2:
+            return list(llm.stream(SIX[number], TEN))[-1].outputs[0]
+        return llm.generate(SIX[number], TEN)[0].outputs[0]
+
+    with ThreadPoolExecutor(len(SIX)) as pool:
+        assert list(pool.map(ask, range(len(SIX)))) == wanted
+    llm._core.check_idle()
+
+
+def test_a_stream_that_is_collected_in_the_middle_of_a_step(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(checkpoint("llama")[0])
+    stream = llm.stream(SIX[1], TEN)
+    next(stream)
+    cycle: list[Any] = [stream]
+    cycle.append(cycle)
+    del stream, cycle
+    execute = llm._core.executor.execute
+
+    def collect_once(steps: Any) -> Any:
+        monkeypatch.setattr(llm._core.executor, "execute", execute)
+        gc.collect()
+        return execute(steps)
+
+    monkeypatch.setattr(llm._core.executor, "execute", collect_once)
+    assert len(llm.generate(SIX[2], TEN)[0].outputs[0].token_ids) == 10
+    llm._core.check_idle()
+    assert llm.stats().finished == {"abort": 1, "length": 1}
+
+
+def test_a_shutdown_aborts_what_others_wait_for(checkpoint: Checkpoints) -> None:
+    llm = LLM(checkpoint("llama")[0])
+    stream = llm.stream(SIX[1], TEN)
+    next(stream)
+    llm.shutdown()
+    (last,) = stream
+    assert last.outputs[0].finish_reason == "abort"
+
+
+# Which kernels forwards run: seen once for each size of a forward
+
+
+def forward(usage: SelectionReport, tokens: int, provider: str = "native") -> None:
+    x = torch.randn(tokens, 8)
+    with ir.priority(relu2=[provider]), usage.watch(tokens):
+        ir.ops.relu2(ir.ops.relu2(x))
+
+
+def test_each_size_is_seen_once() -> None:
+    usage = SelectionReport()
+    for tokens in (5, 1, 4, 7, 5, 8, 1):
+        forward(usage, tokens)
+    assert usage.kernels == tuple(KernelUse("relu2", "native", size, 2) for size in (1, 4, 8))
+
+
+def test_what_is_not_seen_is_not_recorded() -> None:
+    usage = SelectionReport()
+    forward(usage, 3)
+    with ir.record() as record:
+        forward(usage, 2)
+    assert record.selected_impls == {"relu2": {"native": 2}}
+    with usage.watch(2):
+        ir.ops.silu_and_mul(torch.randn(2, 8))
+    assert {use.op for use in usage.kernels} == {"relu2"}
+
+
+def test_a_forward_that_fails_is_seen_when_it_is_tried_again() -> None:
+    usage = SelectionReport()
+    with pytest.raises(ZeroDivisionError), usage.watch(2):
+        raise ZeroDivisionError
+    assert usage.kernels == ()
+    forward(usage, 2)
+    assert usage.kernels == (KernelUse("relu2", "native", 2, 2),)

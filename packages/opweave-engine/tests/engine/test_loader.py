@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import mmap
 import re
 import shutil
 from collections.abc import Callable
@@ -12,22 +14,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
-from models.tiny_checkpoints import KINDS, hf_model, random_ids
+from models.tiny_checkpoints import LLAMAS, Checkpoints, edit_config, hf_model, random_ids
 from opweave.conformance.ranks import Rank, on_ranks
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave_engine import CheckpointError, EngineError, InvalidArgumentError, load_model
-from opweave_engine.load.loader import as_language_model
+from opweave_engine.load import loader
 from opweave_engine.models import (
-    BertModel,
     CausalLM,
     CheckpointModel,
     ModelError,
-    UnsupportedModelError,
 )
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 Copy = Callable[[str], Path]
 FILE = "model.safetensors"
 
@@ -48,11 +48,6 @@ def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Non
     save_file(tensors, path / FILE)
 
 
-def edit_config(path: Path, **changes: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **changes}))
-
-
 def checkpoint_tensors(model: CheckpointModel) -> dict[str, torch.Tensor]:
     """Return the tensors that a checkpoint of *model* holds: merged ones in their parts."""
     found = {}
@@ -70,7 +65,7 @@ def _module_of(model: CheckpointModel, parameter: torch.Tensor) -> str:
     return next(n for n, p in model.named_parameters() if p is parameter).rpartition(".")[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LLAMAS)
 def test_every_tensor_lands_where_it_belongs(kind: str, checkpoint: Checkpoints) -> None:
     path, reference = checkpoint(kind)
     loaded = checkpoint_tensors(load_model(path))
@@ -131,14 +126,6 @@ def test_dummy_states_decay(tmp_path: Path) -> None:
 def test_unknown_load_formats() -> None:
     with pytest.raises(InvalidArgumentError, match=r"load_format='gguf'.*auto, dummy"):
         load_model("nowhere", load_format="gguf")  # type: ignore[arg-type]
-
-
-def test_what_generates_no_text_is_refused_where_text_is_wanted() -> None:
-    model = torch.nn.Module.__new__(BertModel)
-    with pytest.raises(
-        UnsupportedModelError, match=r"BertModel does not generate text.*Embedder makes"
-    ):
-        as_language_model(model)
 
 
 INDEX = f"{FILE}.index.json"
@@ -273,12 +260,8 @@ ABSURD: list[tuple[str, dict[str, Any], Any, str]] = [
     # Of heads, for which a table took memory and time.
     ("llama", {"head_dim": None, "hidden_size": 2**26}, "auto", r"\d+ do not fit"),
     ("llama", {"head_dim": None, "hidden_size": 2**26}, "dummy", MEMORY),
-    (
-        "llama",
-        {"num_hidden_layers": 10**9},
-        "auto",
-        r"=1000000000, but the number of tensors is \d+",
-    ),
+    ("llama", {"num_hidden_layers": 10**9}, "auto",
+     r"=1000000000, but the number of tensors is \d+"),
     ("llama", {"num_hidden_layers": 10**9}, "dummy", "=1000000000, but there can be 4096"),
     *(("llama", {key: 2**45}, "dummy", rf"^config.json {MEMORY}") for key in SIZES),
     *(
@@ -305,7 +288,7 @@ ABSURD: list[tuple[str, dict[str, Any], Any, str]] = [
         )
         for load_format in ("auto", "dummy")
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "changes", "load_format", "message"), ABSURD)
@@ -318,38 +301,26 @@ def test_sizes_that_cannot_be(
         load_model(path, load_format=load_format)
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "unread"),
-    [
-        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, None),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "alpha": 9.0}},
-            r"'rope_parameters' in config.json: unknown keys are ignored: 'alpha'$",
-        ),
-        (
-            "llama",
-            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0, "b": 1}},
-            r"'rope_scaling' in config.json: unknown keys are ignored: 'b'$",
-        ),
-        (
-            "llama",
-            {
-                "rope_parameters": {"rope_theta": 5.0},
-                "rope_scaling": {"type": "linear", "factor": 2},
-            },
-            r"'rope_scaling' replaces 'rope_parameters', as in transformers; ignored: rope_theta$",
-        ),
-        (
-            "gemma3",
-            {"rope_parameters": {"full_attention": {"rope_type": "default", "shift": 2}}},
-            r"'full_attention' in config.json: unknown keys are ignored: 'shift'$",
-        ),
-        ("yarn", {}, None),
-        ("llama3_rope", {}, None),
-        ("deepseek", {}, None),
-    ],
-)
+@pytest.mark.parametrize(("kind", "changes", "unread"), [
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, None),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "alpha": 9.0}},
+     r"'rope_parameters' in config.json: unknown keys are ignored: 'alpha'$"),
+    ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0, "b": 1}},
+     r"'rope_scaling' in config.json: unknown keys are ignored: 'b'$"),
+    (
+        "llama",
+        {
+            "rope_parameters": {"rope_theta": 5.0},
+            "rope_scaling": {"type": "linear", "factor": 2},
+        },
+        r"'rope_scaling' replaces 'rope_parameters', as in transformers; ignored: rope_theta$",
+    ),
+    ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default", "shift": 2}}},
+     r"'full_attention' in config.json: unknown keys are ignored: 'shift'$"),
+    ("yarn", {}, None),
+    ("llama3_rope", {}, None),
+    ("deepseek", {}, None),
+])  # fmt: skip
 def test_unknown_keys_of_ropes_are_named_once(
     kind: str,
     changes: dict[str, Any],
@@ -421,8 +392,7 @@ def test_an_output_matrix_that_the_configuration_ties(
 ) -> None:
     """The files win, as in transformers: both matrices are loaded."""
     path = copy(kind)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    edit_config(path, tie_word_embeddings=True)
     embedding = next(n for n in load_file(path / FILE) if "embed" in n)
     heads: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "another": lambda weight: weight.flip(0).clone(),
@@ -527,3 +497,90 @@ def test_missing_directory_and_config(tmp_path: Path) -> None:
     assert isinstance(error.value, EngineError)
     with pytest.raises(CheckpointError, match=r"no config.json. It holds: nothing"):
         load_model(tmp_path)
+
+
+# Memory in huge pages: where it is, and that it is ordinary memory
+
+
+MIB = 2**20
+CPU = torch.device("cpu")
+
+on_linux = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no huge pages here")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_it_is_a_tensor_like_any_other(dtype: torch.dtype) -> None:
+    tensor = loader.empty((3, 1 << 20, 1), dtype, CPU)
+    assert tensor.shape == (3, 1 << 20, 1)
+    assert tensor.dtype == dtype
+    assert tensor.is_contiguous()
+    tensor.fill_(1)
+    assert tensor.clone().sum() == tensor.sum() == 3 << 20
+    tensor.add_(1)
+    assert tensor.max() == tensor.min() == 2
+
+
+@on_linux
+def test_large_tensors_begin_where_a_huge_page_does() -> None:
+    assert loader.empty((5 * MIB,), torch.int8, CPU).data_ptr() % (2 * MIB) == 0
+
+
+@on_linux
+@pytest.mark.skipif(
+    "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    if Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
+    else True,
+    reason="the system gives no huge pages",
+)
+def test_the_system_has_taken_the_advice() -> None:
+    tensor = loader.empty((8 * MIB,), torch.int8, CPU)
+    flags = _flags_of(tensor.data_ptr())
+    assert "hg" in flags  # "huge page advise flag", proc_pid_smaps(5)
+
+
+def test_small_tensors_and_other_devices_are_left_to_torch() -> None:
+    assert loader.empty((3,), torch.float32, CPU).shape == (3,)
+    meta = torch.device("meta")
+    assert loader.empty((8 * MIB,), torch.int8, meta).device == meta
+
+
+def test_memory_is_given_back() -> None:
+    def mapped() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+    gc.collect()
+    before = mapped()
+    tensor = loader.empty((512 * MIB,), torch.int8, CPU)
+    view = tensor[MIB:]
+    del tensor
+    assert view.numel() == 511 * MIB
+    assert mapped() > before + 500 * MIB
+    del view
+    assert mapped() < before + 256 * MIB
+
+
+def test_parameters_are_moved_and_stay_parameters() -> None:
+    layer = nn.Linear(1024, 1024)
+    layer.weight.weight_loader = "of the layer"  # type: ignore[assignment]
+    weight, bias = layer.weight, layer.bias.detach().clone()
+    address = layer.weight.data_ptr()
+    loader.move_parameters(layer)
+    assert layer.weight is weight
+    assert weight.shape == (1024, 1024)
+    assert weight.weight_loader == "of the layer"
+    assert torch.equal(layer.bias, bias)  # it is small
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        assert weight.data_ptr() != address
+
+
+def _flags_of(address: int) -> list[str]:
+    """Return the kernel's flags of the mapping that *address* is in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if "-" in name and not name.endswith(":"):
+            first, last = (int(part, 16) for part in name.split("-"))
+            inside = first <= address < last
+        elif inside and name == "VmFlags:":
+            return rest
+    return []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from models import layer_checkpoints, tiny_checkpoints
+from models import tiny_checkpoints
 from opweave.config.child_process import inherited_environment
 from support.devices import needs_cuda
 
@@ -49,8 +49,7 @@ def answers(path: Path, platform: str, mode: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_answers(family: str, tmp_path: Path) -> None:
-    module = tiny_checkpoints if family in tiny_checkpoints.KINDS else layer_checkpoints
-    module.write_checkpoint(tmp_path / family, family)
+    tiny_checkpoints.write_checkpoint(tmp_path / family, family)
     expected = answers(tmp_path / family, "cpu", 0)
     assert [len(answer) for answer in expected] == [32] * 3
     for mode in (0, 3):

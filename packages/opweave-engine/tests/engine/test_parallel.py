@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from engine.test_equality import FAMILIES
-from models.tiny_checkpoints import random_ids
+from models.tiny_checkpoints import Checkpoints, random_ids
 from opweave import ir
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig
 from opweave.ir.errors import UnknownProviderError
@@ -43,7 +42,6 @@ from opweave_engine.parallel.rank import AGREED, Agreement, Launch, Start, follo
 from support.fixtures import FreshPython
 from support.processes import is_alive, wait_until
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 SOON = 10.0  # seconds; most of them for a machine that is busy
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(
@@ -420,8 +418,7 @@ def test_torchrun(checkpoint: Checkpoints, fresh_python: FreshPython) -> None:
         import sys
         from torch.distributed.run import main
         main(["--nproc-per-node=2", "--standalone", "--no-python", sys.executable, "-c", {code!r}])
-        """,
-        warm=False,
+        """
     )
     found = json.loads(launched.stdout)
     (output,) = LLM(path).generate("hello", SamplingParams(temperature=0, max_tokens=6))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import multiprocessing
 from torch.distributed import HashStore
 
-from engine.communicating import RANKS, run_rank
+from engine.communicating import RANKS
 from opweave.platforms import CpuPlatform, CudaPlatform
 from opweave_engine.errors import CommunicatorError
 from opweave_engine.parallel.communicators import (
@@ -21,11 +19,19 @@ from opweave_engine.parallel.communicators import (
     TorchCommunicator,
 )
 from opweave_engine.parts import part
+from support.fixtures import FreshPython
 
 
-def test_collectives_between_three_processes(tmp_path: Path) -> None:
-    spawn: Any = multiprocessing.spawn  # type: ignore[attr-defined]
-    spawn(run_rank, (tmp_path,), nprocs=RANKS)
+def test_collectives_between_three_processes(tmp_path: Path, fresh_python: FreshPython) -> None:
+    """They are forks of one process, so that torch is imported once."""
+    fresh_python(f"""
+        from pathlib import Path
+        from torch.multiprocessing import start_processes
+        from engine.communicating import RANKS, run_rank
+
+        folder = Path({str(tmp_path)!r})
+        start_processes(run_rank, (folder,), nprocs=RANKS, start_method="fork")
+        """)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(RANKS)] == [""] * RANKS
 
 
@@ -61,7 +67,6 @@ def test_a_segment_of_another_machine_is_not_opened(tmp_path: Path) -> None:
         for place, called in ((path, "x"), (tmp_path / "absent", name), (foreign, name)):
             assert Segment.open(place, called, 1, 2, 1.0) is None
     found = Segment.open(path, name, 1, 2, 1.0)
-    assert found is not None
     made.abort()
     with pytest.raises(CommunicatorError, match="aborted"):
         found.exchange(torch.empty(0, dtype=torch.uint8), 1)

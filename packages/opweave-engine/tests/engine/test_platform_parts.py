@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from models.tiny_checkpoints import random_ids
+from models.tiny_checkpoints import Checkpoints, random_ids
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig
 from opweave.config.patches import ConfigPatch
 from opweave.platforms import AttentionSpec, CpuPlatform
@@ -30,7 +28,6 @@ from opweave_engine.runner import ModelRunner, Worker
 from opweave_engine.sampling.sampler import Sampled, Sampler
 from opweave_engine.scheduler import Scheduler
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [random_ids(seed, 3 + seed) for seed in range(4)]
 used: set[str] = set()

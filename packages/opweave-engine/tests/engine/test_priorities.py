@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from models.tiny_checkpoints import Checkpoints
 from opweave import ir
 from opweave.config import EngineConfig, KernelConfig
 from opweave.ir.testing import restored
 from opweave_engine import LLM, SamplingParams
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 ONE = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 ran: list[str] = []
 
@@ -48,19 +47,14 @@ def call() -> None:
         ir.ops.embedding(torch.zeros(1, dtype=torch.int64), torch.ones(1, 4))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"ir_op_priority": {"embedding": ["engine_test"]}},
-        {"ir_op_priority": {"embedding": "engine_test!"}},
-        {"ir_op_priority": ir.IrOpPriorityConfig(embedding=["engine_test"])},
-        {"config": EngineConfig(kernel_config=KernelConfig({"embedding": ["engine_test"]}))},
-        {
-            "ir_op_priority": {"linear": "native"},
-            "config": EngineConfig(kernel_config=KernelConfig({"embedding": "engine_test"})),
-        },
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"ir_op_priority": {"embedding": ["engine_test"]}},
+    {"ir_op_priority": {"embedding": "engine_test!"}},
+    {"ir_op_priority": ir.IrOpPriorityConfig(embedding=["engine_test"])},
+    {"config": EngineConfig(kernel_config=KernelConfig({"embedding": ["engine_test"]}))},
+    {"ir_op_priority": {"linear": "native"},
+     "config": EngineConfig(kernel_config=KernelConfig({"embedding": "engine_test"}))},
+])  # fmt: skip
 def test_priorities_hold_for_the_engines_forwards(
     options: dict[str, Any], checkpoint: Checkpoints
 ) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from engine import quantized_checkpoints as q
 from engine.compared_logits import close, theirs
 from engine.test_quantized_formats import CASES, logits
-from models import layer_checkpoints, tiny_checkpoints
+from models import tiny_checkpoints
 from opweave_engine import CheckpointError, InvalidArgumentError
 from opweave_engine.load.writer import quantize_checkpoint, quantized_int4
 from opweave_engine.models import ModelError, UnsupportedModelError
@@ -114,7 +114,7 @@ def test_matrices_that_are_left(tmp_path: Path) -> None:
 
 
 def test_experts_and_routers_are_left(tmp_path: Path) -> None:
-    model = layer_checkpoints.hf_model("qwen3_moe")
+    model = tiny_checkpoints.hf_model("qwen3_moe")
     path, modules = quantized(model, tmp_path)
     config = json.loads((path / "config.json").read_text())["quantization_config"]
     assert not any("mlp" in module for module in modules)
@@ -126,7 +126,7 @@ def test_experts_and_routers_are_left(tmp_path: Path) -> None:
 def test_latent_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It multiplies by ``kv_b_proj`` itself: the weight is not quantized, or dequantized."""
     for kind, count in (("left", 0), ("read", 2)):
-        model = layer_checkpoints.hf_model("deepseek", kv_lora_rank=32)
+        model = tiny_checkpoints.hf_model("deepseek", kv_lora_rank=32)
         with monkeypatch.context() as patch:
             if count:
                 patch.setattr(DeepseekV3ForCausalLM, "dense", frozenset())
@@ -165,7 +165,7 @@ def test_refusals(tmp_path: Path) -> None:
         quantize_checkpoint(path, path)
     with pytest.raises(CheckpointError, match="is not a directory"):
         quantize_checkpoint(tmp_path / "none", into)
-    layer_checkpoints.write_checkpoint(tmp_path / "bert", "bert")
+    tiny_checkpoints.write_checkpoint(tmp_path / "bert", "bert")
     with pytest.raises(ModelError, match="does not generate text"):
         quantize_checkpoint(tmp_path / "bert", into)
     config, packer = CASES["gptq"]

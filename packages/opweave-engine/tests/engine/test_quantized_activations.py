@@ -80,22 +80,14 @@ CASES: dict[str, tuple[dict[str, Any], q.Packer, Quantize]] = {
     "int8_static": (compressed("int", "channel", **FIXED), static(q.int8()), int8_static),
     "float8": (compressed("float", "channel", **TOKEN), q.fp8("channel"), fp8_tokens),
     "float8_tensor": (compressed("float", "tensor", **TOKEN), q.fp8("tensor"), fp8_tokens),
-    "float8_static": (
-        compressed("float", "tensor", **FIXED),
-        static(q.fp8("tensor")),
-        fp8_static,
-    ),
+    "float8_static": (compressed("float", "tensor", **FIXED), static(q.fp8("tensor")), fp8_static),
     "float8_block": (
         compressed("float", "block", **GROUP),
         lambda w: renamed(q.fp8("block")(w)),
         fp8_groups,
     ),
     "fp8": (FP8, q.fp8("tensor"), fp8_tokens),
-    "fp8_static": (
-        {**FP8, "activation_scheme": "static"},
-        static(q.fp8("tensor")),
-        fp8_static,
-    ),
+    "fp8_static": ({**FP8, "activation_scheme": "static"}, static(q.fp8("tensor")), fp8_static),
     "fbgemm": (
         {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1.5},
         q.fp8("channel"),
@@ -107,7 +99,7 @@ CASES: dict[str, tuple[dict[str, Any], q.Packer, Quantize]] = {
         q.fp8("block"),
         lambda x: fp8_groups(x, powers=True),
     ),
-}
+}  # fmt: skip
 
 
 def renamed(packed: tuple[dict[str, Tensor], Any]) -> tuple[dict[str, Tensor], Any]:

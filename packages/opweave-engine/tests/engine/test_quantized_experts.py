@@ -26,8 +26,9 @@ from engine.test_quantized_activations import (
     CASES as ACTIVATIONS,
 )
 from engine.test_quantized_activations import Quantize, assert_quantized, quantize_inputs
+from engine.test_quantized_formats import CASES
 from engine.test_quantized_formats import CASES as WEIGHT_ONLY
-from models import layer_checkpoints
+from models import tiny_checkpoints
 from opweave.layers import FusedMoE, ShardingError
 from opweave_engine import load_model
 
@@ -43,7 +44,7 @@ NARROW = {torch.uint8, torch.int8, torch.float8_e4m3fn}
 
 def write(path: Path, config: dict[str, Any], packer_of: Any, kind: str = "qwen3_moe") -> Any:
     """Write a checkpoint with quantized linear layers and experts; return transformers' model."""
-    model = layer_checkpoints.hf_model(kind, **KINDS[kind])
+    model = tiny_checkpoints.hf_model(kind, **KINDS[kind])
     model.save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
     parts = ("proj.weight", "with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
@@ -57,7 +58,7 @@ def write(path: Path, config: dict[str, Any], packer_of: Any, kind: str = "qwen3
         tensors |= {f"{module}.{leaf}": tensor.contiguous() for leaf, tensor in packed.items()}
         set_weight(model, name, torch.from_numpy(values).float())
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    q.add_config(path, config)
+    tiny_checkpoints.edit_config(path, quantization_config=dict(config))
     return model
 
 
@@ -160,7 +161,7 @@ def test_experts_of_different_formats_are_dequantized(
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_gguf(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = layer_checkpoints.hf_model(kind, **KINDS[kind])
+    model = tiny_checkpoints.hf_model(kind, **KINDS[kind])
 
     def kind_of(name: str) -> Kind:
         if ".gate." in name:
@@ -175,6 +176,7 @@ def test_gguf(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert "dequantized" not in caplog.text
 
 
+@pytest.mark.slow  # test_quantized_activations compiles one without experts
 def test_compiled_models(tmp_path: Path) -> None:
     config, packer = WEIGHT_ONLY["int4"]
     write(tmp_path, config, lambda _: packer)
@@ -189,7 +191,7 @@ def test_two_ranks(name: str, tmp_path: Path) -> None:
 
 
 def test_two_ranks_of_gguf(tmp_path: Path) -> None:
-    model = layer_checkpoints.hf_model("mixtral", **MIXTRAL)
+    model = tiny_checkpoints.hf_model("mixtral", **MIXTRAL)
     path = gguf_files.write(tmp_path / "model.gguf", model, lambda _: Kind.Q8_0)
     assert all(close(result, theirs(model)) for result in on_two_ranks(path))
 
@@ -200,3 +202,51 @@ def test_groups_cannot_be_divided(tmp_path: Path) -> None:
     message = r"layers.0.mlp.experts: .* 64 of 128 inputs are not"
     with pytest.raises(ShardingError, match=message):
         load_first_of_two(tmp_path)
+
+
+# Quantized weights give transformers' results on two tensor-parallel ranks
+
+
+@pytest.mark.parametrize("name", ["gptq_asymmetric", "awq", "int4", "int8", "float8"])
+def test_formats_on_two_ranks(name: str, tmp_path: Path) -> None:
+    config, packer = CASES[name]
+    model = q.write(tmp_path, config, lambda _: packer)
+    assert all(close(result, theirs(model)) for result in on_two_ranks(tmp_path))
+
+
+def test_gguf_on_two_ranks(tmp_path: Path) -> None:
+    model = tiny_checkpoints.hf_model("llama", **q.WIDE)
+    path = gguf_files.write(
+        tmp_path / "model.gguf", model, lambda n: Kind.Q8_0 if "v_proj" in n else Kind.Q4_0
+    )
+    assert all(close(result, theirs(model)) for result in on_two_ranks(path))
+
+
+def test_ranks_quantize_the_same_groups(tmp_path: Path) -> None:
+    config, packer, quantize = ACTIVATIONS["deepseek"]
+    model = q.write(tmp_path, config, lambda _: packer)
+    weight_only = theirs(model)
+    quantize_inputs(model, quantize)
+    for result in on_two_ranks(tmp_path):
+        assert_quantized(result, theirs(model), weight_only)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gptq_act_order", r"layers.0.self_attn.o_proj: .*act-order.*Use one rank"),
+        ("gptq_whole_rows", r"128 of 256 inputs are not a multiple of the group"),
+    ],
+)
+def test_inputs_that_cannot_be_divided(name: str, message: str, tmp_path: Path) -> None:
+    config, packer = CASES[name]
+    q.write(tmp_path, config, lambda _: packer)
+    with pytest.raises(ShardingError, match=message):
+        load_first_of_two(tmp_path)
+
+
+def test_blocks_cannot_be_divided(tmp_path: Path) -> None:
+    model = tiny_checkpoints.hf_model("llama", **q.WIDE)
+    path = gguf_files.write(tmp_path / "model.gguf", model, lambda _: Kind.Q4_K)
+    with pytest.raises(ShardingError, match=r"not a multiple of the block of 256"):
+        load_first_of_two(path)

@@ -122,14 +122,6 @@ def test_only_allowed_tokens_are_chosen(llm: LLM) -> None:
     assert best.token_ids == [list(places[0].outputs[0].logprobs[0])[7]]
 
 
-def test_allowed_tokens_of_one_request_do_not_change_others(llm: LLM) -> None:
-    plain = SamplingParams(**GREEDY)
-    limited = SamplingParams(**GREEDY, allowed_token_ids=[300, 301])
-    alone = [llm.generate(PROMPT, each)[0].outputs[0].token_ids for each in (plain, limited)]
-    both = llm.generate([PROMPT, PROMPT], [plain, limited])
-    assert [each.outputs[0].token_ids for each in both] == alone
-
-
 def test_bad_words_do_not_appear(llm: LLM) -> None:
     free = answer(llm)
     words = free.text.split()

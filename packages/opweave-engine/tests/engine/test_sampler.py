@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +21,14 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from opweave_engine import NonFiniteLogitsError, SamplingParams
+from opweave_engine import EngineError, NonFiniteLogitsError, SamplingParams, SamplingParamsError
 from opweave_engine.decode_graphs import SequenceStep
 from opweave_engine.sampling.history import History
+from opweave_engine.sampling.params import RequestSeeds
 from opweave_engine.sampling.sampler import (
     Sampler,
     SamplingRequest,
+    adjusted,
     cut_distributions,
     derived_seed,
     plain_weights,
@@ -289,3 +294,168 @@ def test_scores_that_are_no_numbers(bad: float, temperature: float) -> None:
         with pytest.raises(NonFiniteLogitsError, match="not finite") as error:
             sample(logits, [SamplingRequest(params, 0)] * 3)
         assert error.value.rows == (1,)
+
+
+# Sampling parameters: defaults, and what is refused
+
+
+def test_defaults() -> None:
+    params = SamplingParams()
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (16, 1.0, 1.0, 0)
+    assert params.seed is None
+    assert params.stop == ()
+    assert not params.ignore_eos
+    assert not params.is_greedy
+    assert SamplingParams(temperature=0).is_greedy
+
+
+def test_seeds() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams()
+    seeds = RequestSeeds(0)
+    assert [seeds.of(SamplingParams(seed=s)) for s in (5, -2, -(2**63))] == [5, 2**64 - 2, 2**63]
+    assert seeds.of(SamplingParams(seed=-1)) != seeds.of(SamplingParams(seed=-1))
+
+
+@pytest.mark.parametrize(
+    "valid",
+    [
+        {"top_k": -1}, {"top_k": 50}, {"top_p": 1e-6}, {"top_p": 1}, {"max_tokens": 1},
+        {"max_tokens": None}, {"seed": 0}, {"seed": 2**63 - 1}, {"seed": -(2**63)}, {"stop": "x"},
+        {"stop": ["x", "yz"]}, {"stop": []}, {"temperature": 100.0}, {"ignore_eos": True},
+        {"n": 1}, {"n": 128}, {"min_p": 0}, {"min_p": 1.0}, {"min_tokens": 16}, {"logprobs": 0},
+        {"logprobs": 20}, {"prompt_logprobs": 3}, {"presence_penalty": -2}, {"logit_bias": None},
+        {"frequency_penalty": 2.0}, {"repetition_penalty": 0.1}, {"repetition_penalty": 30},
+        {"logit_bias": {}}, {"logit_bias": {5: -100, 0: 100.0}}, {"stop_token_ids": [0, 7]},
+        {"skip_special_tokens": False}, {"max_tokens": None, "min_tokens": 900},
+    ],
+)  # fmt: skip
+def test_what_is_allowed(valid: dict[str, Any]) -> None:
+    SamplingParams(**valid)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 1.5}, {"max_tokens": "3"},
+        {"max_tokens": True}, {"temperature": -0.1}, {"temperature": math.nan},
+        {"temperature": math.inf}, {"temperature": "hot"}, {"temperature": None}, {"top_p": 0},
+        {"top_p": 0.0}, {"top_p": 1.01}, {"top_p": -0.5}, {"top_p": math.nan}, {"top_p": "1"},
+        {"top_k": -2}, {"top_k": 2.0}, {"top_k": None}, {"seed": 1.0}, {"seed": 2**63},
+        {"seed": -(2**63) - 1}, {"stop": ""}, {"stop": ["a", ""]}, {"stop": [1]}, {"stop": 5},
+        {"stop": None}, {"ignore_eos": 1}, {"temperature": True}, {"n": 0}, {"n": 129},
+        {"n": True}, {"min_p": -0.1}, {"min_p": 1.1}, {"min_tokens": -1}, {"min_tokens": 17},
+        {"logprobs": -1}, {"logprobs": 21}, {"logprobs": True}, {"prompt_logprobs": 1.0},
+        {"presence_penalty": 2.1}, {"presence_penalty": None}, {"frequency_penalty": -2.1},
+        {"repetition_penalty": 0}, {"repetition_penalty": -1}, {"repetition_penalty": math.inf},
+        {"logit_bias": [1]}, {"logit_bias": {-1: 0}}, {"logit_bias": {"1": 0}},
+        {"logit_bias": {1: 101}}, {"logit_bias": {1: math.nan}}, {"stop_token_ids": 3},
+        {"stop_token_ids": [-1]}, {"stop_token_ids": ["a"]}, {"skip_special_tokens": 0},
+        {"temperature": 10**400}, {"repetition_penalty": 10**400}, {"temperature": 10**5000},
+        {"max_tokens": -(10**5000)}, {"allowed_token_ids": []}, {"allowed_token_ids": "5"},
+        {"allowed_token_ids": [-1]}, {"bad_words": [""]}, {"bad_words": [5]},
+        {"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": -2},
+        {"include_stop_str_in_output": 1}, {"spaces_between_special_tokens": None},
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_named(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(SamplingParamsError, match=name) as error:
+        SamplingParams(**wrong)
+    assert error.value.parameter == name
+    assert isinstance(error.value, EngineError)
+    assert isinstance(error.value, ValueError)
+
+
+def test_equal_parameters_are_equal() -> None:
+    assert SamplingParams(stop="a") == SamplingParams(stop=["a"])
+    assert hash(SamplingParams(stop=["a"])) == hash(SamplingParams(stop=("a",)))
+
+
+def test_what_is_too_large_is_not_called_too_small() -> None:
+    with pytest.raises(SamplingParamsError, match=r"max_tokens=9223372036854775808 must be below"):
+        SamplingParams(max_tokens=2**63)
+
+
+# Penalties, bias and forbidden tokens against transformers' processors and a loop
+
+
+VOCABULARY = 30
+PROMPT, ANSWER = [3, 5, 5, 9], [5, 7, 7, 7, 28]
+
+
+def request(
+    params: SamplingParams,
+    prompt: Sequence[int] = PROMPT,
+    answer: Sequence[int] = ANSWER,
+    **rest: Any,
+) -> SamplingRequest:
+    history = History.of(prompt, params)
+    if history is not None:
+        history.counts.update(answer)
+    return SamplingRequest(params, 0, len(answer), history=history, **rest)
+
+
+def logits(rows: int = 1) -> Tensor:
+    return 3 * torch.randn(rows, VOCABULARY)
+
+
+def loop(scores: list[float], params: SamplingParams, ids: Any, forbidden: Any) -> list[float]:
+    """One token at a time, as the documentation has it."""
+    prompt, answer = ids
+    counts = Counter(answer)
+    result = []
+    for token, given_score in enumerate(scores):
+        score = given_score
+        if token in prompt or counts[token]:
+            penalty = params.repetition_penalty
+            score = score / penalty if score > 0 else score * penalty
+        score -= params.frequency_penalty * counts[token]
+        score -= params.presence_penalty * (counts[token] > 0)
+        score += (params.logit_bias or {}).get(token, 0)
+        result.append(float("-inf") if token in forbidden else score)
+    return result
+
+
+tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=12)
+requests = st.builds(
+    lambda params, prompt, answer, forbidden: (params, (prompt, answer), tuple(forbidden)),
+    st.builds(
+        SamplingParams,
+        repetition_penalty=st.sampled_from([0.7, 1.0, 1.0, 1.2, 4.0]),
+        presence_penalty=st.sampled_from([-2.0, 0.0, 0.0, 0.5]),
+        frequency_penalty=st.sampled_from([-0.3, 0.0, 0.0, 2.0]),
+        logit_bias=st.none()
+        | st.dictionaries(st.integers(0, 29), st.floats(-100, 100), max_size=3),
+    ),
+    tokens, tokens, st.sets(st.integers(0, VOCABULARY - 1), max_size=3),
+)  # fmt: skip
+
+
+@given(st.lists(requests, min_size=1, max_size=4), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_all_together_in_the_order_that_is_documented(rows: list[Any], dtype: torch.dtype) -> None:
+    scores = logits(len(rows)).to(dtype)
+    before = scores.clone()
+    asked = [request(params, *ids, forbidden=forbidden) for params, ids, forbidden in rows]
+    got = adjusted(scores, asked)
+    wanted = [loop(row, *each) for row, each in zip(scores.tolist(), rows, strict=True)]
+    torch.testing.assert_close(
+        got.double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=1e-5
+    )
+    assert torch.equal(scores, before)
+
+
+def test_nothing_asked_is_nothing_done() -> None:
+    scores = logits(2)
+    assert (
+        adjusted(scores, [request(SamplingParams()), request(SamplingParams(temperature=0))])
+        is scores
+    )
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-300, 1e300])
+def test_no_penalty_makes_scores_infinite(penalty: float) -> None:
+    scores = torch.tensor([[2.0, -2.0, 0.0, -torch.inf]])
+    params = SamplingParams(repetition_penalty=penalty, temperature=0)
+    asked = request(params, [0, 1, 2, 3], [])
+    assert adjusted(scores, [asked])[0, :3].isfinite().all()
+    assert sample(scores, [asked]) == [0]

@@ -8,7 +8,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from models.tiny_checkpoints import random_ids
+from models.tiny_checkpoints import Checkpoints, random_ids
 from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
 from opweave_engine import AsyncEngine
 from opweave_engine.request import ActiveRequest, DetokenizedOutput, Request
 from server.conftest import Running, running
-from server.test_limits import address, until
+from server.test_limits import address
+from support.processes import wait_until
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 SECONDS = 300
 SAMPLES = 60
 USERS = 100
@@ -166,8 +166,8 @@ def test_memory_is_steady(checkpoint: Checkpoints) -> None:
     with running(engine, template=None) as server:
         users = Users(server, time.monotonic() + SECONDS)
         asyncio.run(run(users))
-        until(lambda: engine.stats().running == engine.stats().waiting == 0)
-        until(lambda: server.state.admission.active == 0)
+        wait_until(lambda: engine.stats().running == engine.stats().waiting == 0)
+        wait_until(lambda: server.state.admission.active == 0)
         assert server.get("/health").status_code == 200
     engine.shutdown()
     engine._core.check_idle()  # every block is free, and the books agree

@@ -28,10 +28,8 @@ CASES: dict[str, dict[str, Any]] = {
         "tokenizer_config.json": None,
         "special_tokens_map.json": {"bos_token": "<s>"},
     },
-    "both files differ": {
-        "tokenizer_config.json": {"bos_token": "<pad>", "eos_token": "</s>"},
-        "special_tokens_map.json": {"bos_token": "<s>", "eos_token": None},
-    },
+    "both files differ": {"tokenizer_config.json": {"bos_token": "<pad>", "eos_token": "</s>"},
+                          "special_tokens_map.json": {"bos_token": "<s>", "eos_token": None}},
     "special_tokens_map.json and added_tokens_decoder": {
         "tokenizer_config.json": {
             "eos_token": "</s>",
@@ -87,10 +85,8 @@ CASES: dict[str, dict[str, Any]] = {
     "split_special_tokens": {
         "tokenizer_config.json": {"bos_token": "<s>", "split_special_tokens": True},
     },
-    "add_bos_token": {
-        "tokenizer_config.json": {"bos_token": "<s>", "add_bos_token": False},
-    },
-}
+    "add_bos_token": {"tokenizer_config.json": {"bos_token": "<s>", "add_bos_token": False}},
+}  # fmt: skip
 
 
 def write(path: Path, files: dict[str, Any]) -> Path:
@@ -130,7 +126,6 @@ def test_chat_templates_know_the_tokens(case: str, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     expected = AutoTokenizer.from_pretrained(path).apply_chat_template(messages, tokenize=False)
     own, given = ChatTemplate.of(Checkpoint(path)), ChatTemplate.given(TEMPLATE, Checkpoint(path))
-    assert own is not None
     assert own.render(messages) == given.render(messages) == expected
 
 

@@ -406,26 +406,16 @@ def test_keywords_with_an_effect_are_enforced_or_refused(schema: dict[str, Any])
         started(json=schema)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"properties": {"ab": True}, "patternProperties": {"^ab$": {"enum": [1]}}},
-        {
-            "properties": {"ab": {"enum": [1, 2]}, 'c"é': {"enum": [3]}},
-            "patternProperties": {'^(ab|c"é)$': {"enum": [1, 3]}},
-            "required": ["ab"],
-        },
-        {"patternProperties": {"^ab$": {"enum": [1]}}, "required": ["ab"]},
-        {
-            "properties": {"ab": {"enum": [1]}, "x": {"enum": [1]}},
-            "patternProperties": {"^ab$": {"enum": [1]}, "^y": False},
-        },
-        {
-            "patternProperties": {r"^(?:a\.b|ab)$": {"enum": [1]}, "^ab$": {"type": "integer"}},
-            "allOf": [{"properties": {"ab": {"enum": [1]}, "a.b": {"enum": [1]}}}],
-        },
-    ],
-)
+@pytest.mark.parametrize("schema", [
+    {"properties": {"ab": True}, "patternProperties": {"^ab$": {"enum": [1]}}},
+    {"properties": {"ab": {"enum": [1, 2]}, 'c"é': {"enum": [3]}},
+     "patternProperties": {'^(ab|c"é)$': {"enum": [1, 3]}}, "required": ["ab"]},
+    {"patternProperties": {"^ab$": {"enum": [1]}}, "required": ["ab"]},
+    {"properties": {"ab": {"enum": [1]}, "x": {"enum": [1]}},
+     "patternProperties": {"^ab$": {"enum": [1]}, "^y": False}},
+    {"patternProperties": {r"^(?:a\.b|ab)$": {"enum": [1]}, "^ab$": {"type": "integer"}},
+     "allOf": [{"properties": {"ab": {"enum": [1]}, "a.b": {"enum": [1]}}}]},
+])  # fmt: skip
 @pytest.mark.parametrize("is_compact", [True, False])
 def test_patterns_that_match_only_declared_names(schema: dict[str, Any], is_compact: bool) -> None:
     schema = {"type": "object", "additionalProperties": False, **schema}
@@ -474,7 +464,6 @@ def test_grammars_in_both_notations(notation: str) -> None:
     found = {text_of(started(grammar=notation), draw, 30) for _ in range(10)} - {None}
     assert found
     for text in found:
-        assert text is not None
         assert re.fullmatch(r"\(*ab\)*", text)
         assert text.count("(") == text.count(")")
 
@@ -561,7 +550,6 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_answer_that_ignores_eos_goes_on_while_it_can() -> None:
     state = GRAMMARS.start(constrained(regex="a{1,2}", ignore_eos=True))
-    assert state is not None
     for _ in range(2):
         assert not state.is_complete
         assert EOS not in allowed(state)
@@ -610,37 +598,30 @@ CHOICE_OF_30_000 = [f"item number {i}" for i in range(30_000)]
 LARK_JSON = "start: a\na: %json "
 
 
-@pytest.mark.parametrize(
-    ("form", "message"),
-    [
-        ({"json": reference_chain(4000)}, "json exceeds the limit of 2000 references"),
-        ({"json": json.dumps(reference_chain(4000))}, "limit of 2000 references"),
-        ({"json": reference_chain(61)}, "json exceeds the limit of 60 references in a chain"),
-        ({"json": nested(101)}, "json exceeds the limit of 100 levels of nesting"),
-        ({"json": "[" * 100_000}, "json exceeds the limit of 100 levels of nesting"),
-        ({"json": {"title": "x" * 2**20}}, "json exceeds the limit of 1048576 bytes"),
-        ({"grammar": rule_chain(4000)}, "grammar exceeds the limit of 1000 rules"),
-        ({"grammar": rule_chain(4000, " ::=", "root")}, "limit of 1000 rules"),
-        ({"grammar": "start: " + "x" * 2**17}, "grammar exceeds the limit of 131072 bytes"),
-        ({"grammar": f"start: {'(' * 101}"}, "grammar exceeds the limit of 100 levels of nesting"),
-        ({"grammar": LARK_JSON + json.dumps(reference_chain(61))}, "60 references in a chain"),
-        ({"grammar": f'{LARK_JSON}{{"a":{"[" * 9000}'}, "limit of 100 levels of nesting"),
-        (
-            {"grammar": json.dumps({"grammars": [{"lark_grammar": rule_chain(600)}] * 2})},
-            "limit of 1000 rules",
-        ),
-        (
-            {"grammar": json.dumps({"grammars": [{"json_schema": reference_chain(61)}]})},
-            "60 references in a chain",
-        ),
-        ({"grammar": "{"}, "grammar starts with { but is not valid JSON"),
-        ({"regex": "a" * 2**17}, "regex exceeds the limit of 65536 bytes"),
-        ({"regex": "(" * 101 + ")" * 101}, "regex exceeds the limit of 100 levels of nesting"),
-        ({"json": {}, "whitespace_pattern": " " * 2**17}, "whitespace_pattern exceeds the limit"),
-        ({"choice": ["a"] * 50_001}, "choice exceeds the limit of 50000 texts"),
-        ({"choice": ["ä" * 2**20]}, "choice exceeds the limit of 1048576 bytes"),
-    ],
-)
+@pytest.mark.parametrize(("form", "message"), [
+    ({"json": reference_chain(4000)}, "json exceeds the limit of 2000 references"),
+    ({"json": json.dumps(reference_chain(4000))}, "limit of 2000 references"),
+    ({"json": reference_chain(61)}, "json exceeds the limit of 60 references in a chain"),
+    ({"json": nested(101)}, "json exceeds the limit of 100 levels of nesting"),
+    ({"json": "[" * 100_000}, "json exceeds the limit of 100 levels of nesting"),
+    ({"json": {"title": "x" * 2**20}}, "json exceeds the limit of 1048576 bytes"),
+    ({"grammar": rule_chain(4000)}, "grammar exceeds the limit of 1000 rules"),
+    ({"grammar": rule_chain(4000, " ::=", "root")}, "limit of 1000 rules"),
+    ({"grammar": "start: " + "x" * 2**17}, "grammar exceeds the limit of 131072 bytes"),
+    ({"grammar": f"start: {'(' * 101}"}, "grammar exceeds the limit of 100 levels of nesting"),
+    ({"grammar": LARK_JSON + json.dumps(reference_chain(61))}, "60 references in a chain"),
+    ({"grammar": f'{LARK_JSON}{{"a":{"[" * 9000}'}, "limit of 100 levels of nesting"),
+    ({"grammar": json.dumps({"grammars": [{"lark_grammar": rule_chain(600)}] * 2})},
+     "limit of 1000 rules"),
+    ({"grammar": json.dumps({"grammars": [{"json_schema": reference_chain(61)}]})},
+     "60 references in a chain"),
+    ({"grammar": "{"}, "grammar starts with { but is not valid JSON"),
+    ({"regex": "a" * 2**17}, "regex exceeds the limit of 65536 bytes"),
+    ({"regex": "(" * 101 + ")" * 101}, "regex exceeds the limit of 100 levels of nesting"),
+    ({"json": {}, "whitespace_pattern": " " * 2**17}, "whitespace_pattern exceeds the limit"),
+    ({"choice": ["a"] * 50_001}, "choice exceeds the limit of 50000 texts"),
+    ({"choice": ["ä" * 2**20]}, "choice exceeds the limit of 1048576 bytes"),
+])  # fmt: skip
 def test_constraints_are_limited(form: dict[str, Any], message: str) -> None:
     with pytest.raises(SamplingParamsError, match=re.escape(message)):
         StructuredOutputsParams(**form)
@@ -744,7 +725,6 @@ def test_a_grammar_that_takes_too_long_is_refused() -> None:
     with pytest.raises(SamplingParamsError, match=r"choice: it takes longer than 0\.05 s"):
         grammars.start(constrained(choice=CHOICE_OF_30_000))
     process = grammars._quick._process
-    assert process is not None
     assert process.is_running  # large ones never come to it
     niceness = os.getpriority(os.PRIO_PROCESS, process.pid)
     assert niceness > os.getpriority(os.PRIO_PROCESS, 0)  # it leaves the cores to the engine
@@ -775,7 +755,6 @@ def test_closing_ends_what_is_compiled() -> None:
     for future in futures:
         with pytest.raises(EngineDeadError):
             future.result(10)
-    assert process is not None
     assert not process.is_running
 
 

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import jsonschema
 import pytest
 
 from engine.test_data_parallel import replicated
-from models.tiny_checkpoints import EOS
+from models.tiny_checkpoints import EOS, Checkpoints, edit_config
 from opweave.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from opweave_engine import (
     LLM,
@@ -28,7 +27,6 @@ from opweave_engine import (
 )
 from server.fake_engine import CHECKPOINT
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -144,8 +142,7 @@ def test_other_restrictions_hold_too(llm: LLM) -> None:
 def test_a_vocabulary_that_fills_no_word(tmp_path: Path) -> None:
     path = tmp_path / "model"
     shutil.copytree(CHECKPOINT, path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "vocab_size": 2011}))
+    edit_config(path, vocab_size=2011)
     llm = LLM(path, config=EngineConfig(load_format="dummy"))  # its tokenizer has more tokens
     params = [form(regex="[ab]{6}"), form(regex="[ab]{6}", allowed_token_ids=[*range(3, 2011)])]
     for output in llm.generate(["x", "y"], params):

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from models.tiny_checkpoints import Checkpoints
 from opweave import platforms
 from opweave.config import EngineConfig
 from opweave.ir.errors import SettingError
 from opweave_engine import LLM, AsyncEngine, Embedder, SamplingParams
 from opweave_engine.parallel.executor import _threads
 from opweave_engine.runner import cpu_threads
-
-Checkpoints = Callable[[str], tuple[Path, Any]]
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from engine import test_equality
+from models.tiny_checkpoints import Checkpoints
 from opweave_engine.models import CausalLM, model_class, supported_architectures
 from support import ROOT
 
@@ -65,7 +64,7 @@ def test_every_clause_is_on_the_page() -> None:
 
 
 def test_every_model_that_writes_text_is_a_family(
-    checkpoint: Callable[[str], tuple[Path, Any]],
+    checkpoint: Checkpoints,
 ) -> None:
     for row in FAMILIES:
         path = checkpoint(row["family"].strip("`"))[0]

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from models.tiny_checkpoints import BOS, EOS, VOCABULARY, write_tokenizer
+from models.tiny_checkpoints import EOS, VOCABULARY, Checkpoints, write_tokenizer
 from opweave_engine import Checkpoint, CheckpointError, MissingDependencyError, Tokenizer
-from opweave_engine.detokenizer import IncrementalDecoder
+from opweave_engine.detokenizer import Detokenizer, IncrementalDecoder
 from opweave_engine.errors import TokenizerError
 from support.hypothesis_profiles import examples
 
@@ -169,7 +170,7 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tokenizers", "safetensors"])
 def test_missing_dependencies(
     name: str,
-    checkpoint: Callable[[str], tuple[Path, Any]],
+    checkpoint: Checkpoints,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from opweave_engine import LLM
@@ -258,15 +259,6 @@ def test_a_space_between_special_tokens(tmp_path: Path) -> None:
         assert "".join(map(decoder.push, ids)) == expected
 
 
-def test_special_tokens_are_left_out_or_not(tokenizer: Tokenizer) -> None:
-    ids = [EOS, *tokenizer.encode("dog"), EOS, EOS]
-    for skips in (True, False):
-        decoder = IncrementalDecoder(tokenizer, [BOS], skip_special_tokens=skips)
-        text = "".join(decoder.push(token) for token in ids) + decoder.finish()
-        assert text == tokenizer.decode(ids, skip_special_tokens=skips)
-    assert {BOS, EOS} <= tokenizer.special_ids
-
-
 def test_a_long_text_is_decoded_as_a_short_one(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("Return the list. " * 500)
     assert len(ids) > 2000
@@ -289,3 +281,107 @@ def test_the_text_of_one_token(tokenizer: Tokenizer, tmp_path: Path) -> None:
             assert tokenizer.piece(token) == alone
     assert tokenizer.piece(EOS) == "</s>"
     assert "".join(map(tokenizer.piece, tokenizer.encode("a b", add_special_tokens=False))) == "a b"
+
+
+# Stop strings in text that arrives in pieces: what was shown stays
+
+
+STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
+
+
+class Pieces(IncrementalDecoder):
+    """Stands for a decoder: token i is the i-th piece."""
+
+    def __init__(self, pieces: list[str], rest: str = "") -> None:
+        self.pieces, self.rest = pieces, rest
+
+    def push(self, token_id: int) -> str:
+        return self.pieces[token_id]
+
+    def finish(self) -> str:
+        return self.rest
+
+
+def cut(text: str, data: Any) -> list[str]:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))) | {0, len(text)})
+    return [text[a:b] for a, b in pairwise(cuts)]
+
+
+def may_still_stop(seen: str, stop: list[str]) -> int:
+    """How many characters at the end of *seen* some text to come can turn into a stop string."""
+    starts = [i for i in range(len(seen)) if any(s.startswith(seen[i:]) for s in stop)]
+    return len(seen) - min(starts, default=len(seen))
+
+
+@given(st.text("ab", max_size=20), STOPS, st.data())
+def test_the_first_stop_string_cuts(text: str, stop: list[str], data: Any) -> None:
+    pieces = cut(text, data)
+    completion = Detokenizer(Pieces(pieces), stop)
+    seen = sent = ""
+    for token, piece in enumerate(pieces):
+        completion.push(token)
+        seen, sent = seen + piece, sent + completion.take()
+        assert sent == completion.text
+        found = sorted((seen.index(s), -len(s), s) for s in stop if s in seen)
+        assert completion.is_stopped == bool(found)
+        if found:
+            assert completion.text == seen[: found[0][0]]
+            assert completion.stopped_by == found[0][2]
+            return
+        assert completion.text == seen[: len(seen) - may_still_stop(seen, stop)]
+    completion.finish()
+    assert sent + completion.take() == completion.text == text
+    assert (completion.stopped_by, completion.take()) == (None, "")
+
+
+@given(st.text("ab", max_size=20), STOPS, st.integers(0, 6), st.data())
+def test_text_only_grows(text: str, stop: list[str], min_tokens: int, data: Any) -> None:
+    pieces = cut(text, data)
+    completion = Detokenizer(Pieces(pieces), stop, min_tokens=min_tokens)
+    before = ""
+    for token in range(len(pieces)):
+        completion.push(token)
+        assert completion.text.startswith(before)
+        before = completion.text
+        if completion.is_stopped:
+            assert token + 1 >= min_tokens
+            break
+    completion.finish()
+    assert completion.text.startswith(before)
+
+
+def test_a_stop_string_that_comes_too_early_is_text() -> None:
+    completion = Detokenizer(Pieces(["a", "b!", "c", "xa", "b", "z"]), ["ab"], min_tokens=3)
+    texts = []
+    for token in range(5):
+        completion.push(token)
+        texts.append(completion.text)
+    assert texts == ["", "ab!", "ab!c", "ab!cx", "ab!cx"]
+    assert completion.stopped_by == "ab"
+
+
+def test_the_rest_may_stop_too() -> None:
+    completion = Detokenizer(Pieces(["a"], rest="b!"), ["b"])
+    completion.push(0)
+    completion.finish()
+    assert (completion.text, completion.stopped_by) == ("a", "b")
+
+
+def test_what_was_held_back_comes_at_the_end() -> None:
+    completion = Detokenizer(Pieces(["xa"], rest="a"), ["aab"])
+    completion.push(0)
+    assert completion.text == "x"
+    completion.finish()
+    assert (completion.text, completion.is_stopped) == ("xaa", False)
+
+
+def test_long_stop_strings_cost_no_more_than_the_text() -> None:
+    size = 200_000
+    completion = Detokenizer(Pieces(["a" * 1000, "c"]), ["a" * size + "b", ("ab" * size)[:size]])
+    started = time.process_time()
+    for _ in range(1000, size + 1000, 1000):
+        completion.push(0)
+        assert not completion.text
+    completion.push(1)
+    assert completion.text == "a" * size + "c"
+    assert time.process_time() - started < 5  # a quadratic search takes minutes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import masking_utils
 
 from hugging_face.transformers_checkpoints import VOCABULARY, write_checkpoint
+from models.tiny_checkpoints import Checkpoints, edit_config
 from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
 from opweave.ir.errors import SettingError
 from opweave.layers.registry import ShardingError
@@ -45,7 +45,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], type]] = {
     "mamba": ({"state_size": 8}, CachedSequences),
 }
 LENGTHS = (1, 9, 70)
-Family = Callable[[str], tuple[Path, Any]]
+Family = Checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -190,8 +190,7 @@ def test_loading_is_strict(
 
 def edited(path: Path, target: Path, **fields: Any) -> Path:
     copied(path, target, lambda tensors: None)
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, **fields}))
+    edit_config(target, **fields)
     return target
 
 
@@ -206,11 +205,10 @@ def test_sizes_are_checked_before_memory_is_allocated(
     load_format: Any, message: str, family: Family, tmp_path: Path
 ) -> None:
     shutil.copytree(family("olmo2")[0], tmp_path, dirs_exist_ok=True)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 2**38}))
+    edit_config(tmp_path, intermediate_size=2**38)
     with pytest.raises(CheckpointError, match=f"^config.json {message}"):
         load_model(tmp_path, load_format=load_format)
-    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 2**31}))
+    edit_config(tmp_path, head_dim=2**31, intermediate_size=96)
     with pytest.raises(CheckpointError, match=r"^config.json says head_dim=2147483648, but there"):
         load_model(tmp_path, load_format=load_format)
 
@@ -277,13 +275,8 @@ LONGROPE = {
 BY_LENGTH: dict[str, tuple[str, dict[str, Any]]] = {
     # transformers' code computes keys again when a sequence passes the switch
     "phi3": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
-    "phimoe": (
-        "phimoe",
-        {
-            "rope_parameters": {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.2},
-            "num_local_experts": 4,
-        },
-    ),
+    "phimoe": ("phimoe", {"rope_parameters": {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.2},
+                          "num_local_experts": 4}),
     # or does not
     "longrope": ("olmo2", {"rope_parameters": LONGROPE}),
     "dynamic": (
@@ -293,7 +286,7 @@ BY_LENGTH: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 32,
         },
     ),
-}
+}  # fmt: skip
 # Below the switch, passing it, and above it.
 SWITCHING = [
     torch.randint(3, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist()
@@ -339,9 +332,7 @@ def test_log_probabilities_of_a_prompt_above_the_switch(
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
         rows = logits.log_softmax(-1)
-        assert output.prompt_logprobs is not None
         for place, entry in enumerate(output.prompt_logprobs[1:], start=1):
-            assert entry is not None
             wanted = rows[place - 1, prompt[place]].item()
             assert entry[prompt[place]].logprob == pytest.approx(wanted, abs=1e-3)
 

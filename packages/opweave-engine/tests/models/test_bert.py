@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ from torch import Tensor
 from transformers import AutoModel
 
 from models.running import assert_near, compiled, each_codegen, on_ranks
-from models.tiny_checkpoints import random_ids
+from models.tiny_checkpoints import Checkpoints, random_ids
 from opweave_engine import load_model
 from opweave_engine.models import BertModel
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 LENGTHS = (5, 1, 8)
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])
 ENDS = torch.tensor([0, 5, 6, 14], dtype=torch.int32)
@@ -50,8 +48,8 @@ def _no_grad() -> Any:
 
 
 @pytest.mark.parametrize("kind", ["bert", "bert_gelu_new"])
-def test_hidden_states_are_those_of_transformers(kind: str, layer_checkpoint: Checkpoints) -> None:
-    path, reference = layer_checkpoint(kind)
+def test_hidden_states_are_those_of_transformers(kind: str, checkpoint: Checkpoints) -> None:
+    path, reference = checkpoint(kind)
     model, (ids, kinds) = load(path), texts(1)
     hidden, pooled = alone(reference, ids, kinds)
     found = model(ids, POSITIONS, kinds, ENDS)
@@ -61,16 +59,16 @@ def test_hidden_states_are_those_of_transformers(kind: str, layer_checkpoint: Ch
     assert_near(model(ids[:5], POSITIONS[:5]), single)
 
 
-def test_two_ranks_give_the_same_hidden_states(layer_checkpoint: Checkpoints) -> None:
-    path, reference = layer_checkpoint("bert")
+def test_two_ranks_give_the_same_hidden_states(checkpoint: Checkpoints) -> None:
+    path, reference = checkpoint("bert")
     ids, kinds = texts(2)
     hidden, _ = alone(reference, ids, kinds)
     for found in on_ranks(2, lambda: load(path), lambda m: m(ids, POSITIONS, kinds, ENDS)):
         assert_near(found, hidden)
 
 
-def test_bfloat16_is_near_transformers(layer_checkpoint: Checkpoints) -> None:
-    path, _ = layer_checkpoint("bert")
+def test_bfloat16_is_near_transformers(checkpoint: Checkpoints) -> None:
+    path, _ = checkpoint("bert")
     theirs = AutoModel.from_pretrained(path, dtype=torch.bfloat16)
     ids, kinds = texts(3)
     hidden, _ = alone(theirs, ids, kinds)
@@ -81,9 +79,7 @@ def test_bfloat16_is_near_transformers(layer_checkpoint: Checkpoints) -> None:
 
 
 @each_codegen
-def test_compiled_is_transformers_in_one_graph(
-    codegen: bool, layer_checkpoint: Checkpoints
-) -> None:
-    path, reference = layer_checkpoint("bert_one_layer")  # one says all that others would
+def test_compiled_is_transformers_in_one_graph(codegen: bool, checkpoint: Checkpoints) -> None:
+    path, reference = checkpoint("bert_one_layer")  # one says all that others would
     run, (ids, kinds) = compiled(load(path), codegen), texts(4)
     assert_near(run(ids, POSITIONS, kinds, ENDS), alone(reference, ids, kinds)[0])

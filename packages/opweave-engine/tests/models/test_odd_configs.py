@@ -14,7 +14,7 @@ from transformers import Gemma3Config as Gemma3HfConfig
 from transformers import Gemma3ForConditionalGeneration as HfGemma3
 
 from models.comparing import SIZES, check_as_transformers, write
-from models.layer_checkpoints import randomized
+from models.tiny_checkpoints import edit_config, randomized
 from opweave_engine import CheckpointError, load_model
 from opweave_engine.models import (
     Gemma3Config,
@@ -223,8 +223,7 @@ def test_shared_experts_that_are_null(tmp_path: Path) -> None:
     """The original configurations of DeepSeek write null for none; transformers refuses it."""
     path = write(tmp_path, "deepseek_v3", {**DEEPSEEK, "n_shared_experts": 0})
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    values = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**values, "n_shared_experts": None}))
+    edit_config(path, n_shared_experts=None)
     model = load_model(path)
     ids = torch.arange(4, 13)
     with torch.inference_mode():

@@ -93,18 +93,12 @@ def test_models_of_opweave_cannot_be_registered_again() -> None:
     assert model_class(config("Qwen3ForCausalLM")) is LlamaForCausalLM
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("no.such.package:Model", "there is no module 'no'"),
-        (f"{__name__}:Missing", "has no 'Missing'"),
-        (
-            f"{__name__}:ACME",
-            "must be a class that derives from opweave_engine.models.CheckpointModel",
-        ),
-        ("Model", "is not a qualified name"),
-    ],
-)
+@pytest.mark.parametrize(("model", "message"), [
+    ("no.such.package:Model", "there is no module 'no'"),
+    (f"{__name__}:Missing", "has no 'Missing'"),
+    (f"{__name__}:ACME", "must be a class that derives from opweave_engine.models.CheckpointModel"),
+    ("Model", "is not a qualified name"),
+])  # fmt: skip
 def test_references_that_lead_nowhere(model: str, message: str) -> None:
     with owned_by(ACME):
         register_model("LostModel", model)

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from models.tiny_checkpoints import Checkpoints
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave_engine import Checkpoint, CheckpointError, load_model
 from opweave_engine.load.checkpoint import TensorFile
 from opweave_engine.models import CheckpointModel, WeightsError, build_model
 
-Checkpoints = Callable[[str], tuple[Path, Any]]
 FILE = "model.safetensors"
-LLAMA = ("llama", "biases", "tied", "qwen2", "qwen3")  # of the one fixture, the others
-LAYERS = (
-    "mixtral",
-    "qwen3_moe_mixed",
-    "deepseek",
-    "deepseek_direct",
-    "gemma3_untied",
-    "mamba2",
-    "bert",
-)
+KINDS = ("llama", "biases", "tied", "qwen2", "qwen3", "mixtral", "qwen3_moe_mixed", "deepseek",
+         "deepseek_direct", "gemma3_untied", "mamba2", "bert")  # fmt: skip
 
 
 def alone_of_two() -> AbstractContextManager[None]:
@@ -38,11 +28,11 @@ def alone_of_two() -> AbstractContextManager[None]:
 
 
 @pytest.fixture
-def saved(layer_checkpoint: Checkpoints) -> tuple[CheckpointModel, dict[str, Tensor]]:
+def saved(checkpoint: Checkpoints) -> tuple[CheckpointModel, dict[str, Tensor]]:
     """Return an empty DeepSeek model, and the tensors of its checkpoint."""
-    checkpoint = Checkpoint(layer_checkpoint("deepseek")[0])
-    model = build_model(checkpoint.config(), dtype=torch.float32)
-    with TensorFile(checkpoint.tensor_files()[0]) as file:
+    read = Checkpoint(checkpoint("deepseek")[0])
+    model = build_model(read.config(), dtype=torch.float32)
+    with TensorFile(read.tensor_files()[0]) as file:
         return model, {name: file.tensor(name) for name in file.shapes()}
 
 
@@ -76,17 +66,13 @@ def test_layers_that_predict_further_tokens_are_passed_over(saved: Saved) -> Non
     model.load_weights({**tensors, **further}.items())
 
 
-@pytest.mark.parametrize("kind", [*LLAMA, *LAYERS])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [0, -1])
 def test_half_a_tensor_fits_no_rank_of_two(
-    kind: str,
-    dim: int,
-    checkpoint: Checkpoints,
-    layer_checkpoint: Checkpoints,
-    tmp_path: Path,
+    kind: str, dim: int, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     """A tensor of the size of a rank's shard is not a shard, but belongs to a smaller model."""
-    path, _ = (checkpoint if kind in LLAMA else layer_checkpoint)(kind)
+    path, _ = checkpoint(kind)
     shutil.copy(path / "config.json", tmp_path)
     tensors = load_file(path / FILE)
     halves = {n: t.narrow(dim, 0, t.shape[dim] // 2).clone() for n, t in tensors.items()}

@@ -38,7 +38,6 @@ class Command:
             stdout=subprocess.PIPE, stderr=self._log_file, text=True, cwd=ROOT,
             env={**os.environ, **environment}, process_group=0 if is_leader else None,
         )  # fmt: skip
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         address = r"(http://127\.0\.0\.1:\d+|unix:\S+)"
         found = re.fullmatch(rf"opweave serves (\S+) on {address}\n", line)

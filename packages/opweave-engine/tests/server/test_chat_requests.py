@@ -73,44 +73,26 @@ def test_continuing_the_last_message(server: Running) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
-@pytest.mark.parametrize(
-    ("fields", "param", "named"),
-    [
-        ({"messages": [USER, call("[1]")]}, "messages", "messages.1.tool_calls.0.function.argum"),
-        ({"messages": [USER, call('{"a":')]}, "messages", "not valid JSON"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "messages.0.role is 'rob"),
-        ({"messages": [{"role": "user", "content": [7]}]}, "messages", "content.0"),
-        ({"chat_template": of.GEMMA3, "messages": [USER, USER]}, "messages", "must alternate"),
-        ({"chat_template": "{% if %}"}, "chat_template", "not valid Jinja"),
-        ({"chat_template": "/etc/hostname", "documents": [{}]}, "documents", "not use documents"),
-        (
-            {"continue_final_message": True, "add_generation_prompt": True},
-            "continue_final_message",
-            "give one of them",
-        ),
-        (
-            {
-                "add_generation_prompt": True,
-                "chat_template_kwargs": {"add_generation_prompt": False},
-            },
-            "add_generation_prompt",
-            "give one of them",
-        ),
-        (
-            {"chat_template_kwargs": {"add_generation_prompt": "yes"}},
-            "add_generation_prompt",
-            "boolean",
-        ),
-        (
-            {"messages": [USER, {**OK, "content": ""}], "continue_final_message": True},
-            "continue_final_message",
-            "text to continue",
-        ),
-        ({"documents": [{"text": "x"}]}, "documents", "does not use documents"),
-        ({"chat_template": of.ITEMS, "tools": TOOLS}, "tools", "does not use tools"),
-        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "cannot hold"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "param", "named"), [
+    ({"messages": [USER, call("[1]")]}, "messages", "messages.1.tool_calls.0.function.argum"),
+    ({"messages": [USER, call('{"a":')]}, "messages", "not valid JSON"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "messages.0.role is 'rob"),
+    ({"messages": [{"role": "user", "content": [7]}]}, "messages", "content.0"),
+    ({"chat_template": of.GEMMA3, "messages": [USER, USER]}, "messages", "must alternate"),
+    ({"chat_template": "{% if %}"}, "chat_template", "not valid Jinja"),
+    ({"chat_template": "/etc/hostname", "documents": [{}]}, "documents", "not use documents"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message",
+     "give one of them"),
+    ({"add_generation_prompt": True, "chat_template_kwargs": {"add_generation_prompt": False}},
+     "add_generation_prompt", "give one of them"),
+    ({"chat_template_kwargs": {"add_generation_prompt": "yes"}}, "add_generation_prompt",
+     "boolean"),
+    ({"messages": [USER, {**OK, "content": ""}], "continue_final_message": True},
+     "continue_final_message", "text to continue"),
+    ({"documents": [{"text": "x"}]}, "documents", "does not use documents"),
+    ({"chat_template": of.ITEMS, "tools": TOOLS}, "tools", "does not use tools"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "cannot hold"),
+])  # fmt: skip
 def test_errors_name_the_field(
     server: Running, path: str, fields: dict[str, Any], param: str, named: str
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from models.layer_checkpoints import write_checkpoint
-from models.tiny_checkpoints import write_tokenizer
+from models.tiny_checkpoints import edit_config, write_checkpoint
 from opweave_engine import (
     ChatTemplate,
     Embedder,
@@ -38,10 +36,7 @@ TEMPLATE = ChatTemplate(
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bert")
     write_checkpoint(path, "bert")
-    write_tokenizer(path)
-    file = path / "config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps({**config, "matryoshka_dimensions": [8, 16]}))
+    edit_config(path, matryoshka_dimensions=[8, 16])
     return path
 
 

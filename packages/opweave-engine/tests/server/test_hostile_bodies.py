@@ -32,9 +32,9 @@ from opweave_engine.server.run import run
 from server.command import ROOT
 from server.conftest import Running, Start, running
 from server.fake_engine import CHECKPOINT, FakeEngine
-from server.test_disconnect import ask
 from server.test_errors import error_of
-from server.test_limits import until
+from server.test_limits import ask
+from support.processes import wait_until
 
 SIZE = 1_000_000  # bytes of a body
 LONG = "long text " * 7_000  # takes the queue for long texts
@@ -119,31 +119,24 @@ def test_wrong_items_cost_little(
         assert time.process_time() - started < 1, wrong
 
 
-@pytest.mark.parametrize(
-    ("path", "content"),
-    [
-        ("/v1/completions", body("prompt", "2", first='1,"a",')),
-        ("/v1/chat/completions", body("messages", "{}")),
-        (
-            "/v1/chat/completions",
-            b'{"messages": [' + body("content", "1", {"role": "user"}) + b"]}",
-        ),
-        ("/v1/responses", body("input", "{}")),
-        ("/detokenize", body("tokens", "-1")),
-        ("/v1/completions", b'{"prompt": ' + b"[" * SIZE + b"]" * SIZE + b"}"),
-        (
-            "/v1/completions",
-            json.dumps(
-                {"prompt": "x", "logit_bias": {f"a{i}": 1 for i in range(SIZE // 12)}}
-            ).encode(),
-        ),
-        (
-            "/v1/completions",
-            json.dumps({"logit_bias": {str(i): "a" for i in range(SIZE // 12)}}).encode(),
-        ),
-    ],
-    ids=lambda value: value[:16].decode() if isinstance(value, bytes) else value,
-)
+@pytest.mark.parametrize(("path", "content"), [
+    ("/v1/completions", body("prompt", "2", first='1,"a",')),
+    ("/v1/chat/completions", body("messages", "{}")),
+    ("/v1/chat/completions", b'{"messages": [' + body("content", "1", {"role": "user"}) + b"]}"),
+    ("/v1/responses", body("input", "{}")),
+    ("/detokenize", body("tokens", "-1")),
+    ("/v1/completions", b'{"prompt": ' + b"[" * SIZE + b"]" * SIZE + b"}"),
+    (
+        "/v1/completions",
+        json.dumps(
+            {"prompt": "x", "logit_bias": {f"a{i}": 1 for i in range(SIZE // 12)}}
+        ).encode(),
+    ),
+    (
+        "/v1/completions",
+        json.dumps({"logit_bias": {str(i): "a" for i in range(SIZE // 12)}}).encode(),
+    ),
+], ids=lambda value: value[:16].decode() if isinstance(value, bytes) else value)  # fmt: skip
 def test_a_megabyte_of_wrong_items_delays_nobody(
     server: Running, path: str, content: bytes
 ) -> None:
@@ -294,13 +287,13 @@ def test_a_long_text_does_not_delay_short_ones(
     with ExitStack() as stack:
         for count in range(os.cpu_count() or 1):
             stack.enter_context(ask(server, path, content))
-            until(lambda: server.state.admission.active == count + 1)  # noqa: B023
-        until(lambda: any(length >= held.size for length in held.lengths))
+            wait_until(lambda: server.state.admission.active == count + 1)  # noqa: B023
+        wait_until(lambda: any(length >= held.size for length in held.lengths))
         started = time.perf_counter()
         for body in ({"prompt": "a" * 5_000}, {"prompt": "a"}):
             assert server.post("/tokenize", body, timeout=5).json()["count"] > 0
         assert time.perf_counter() - started < 0.5
-    until(lambda: server.state.admission.active == 0)
+    wait_until(lambda: server.state.admission.active == 0)
 
 
 @pytest.mark.parametrize(("path", "content"), LONG_BODIES[::3], ids=lambda value: str(value)[:16])
@@ -317,13 +310,13 @@ def test_long_texts_are_admitted_and_dropped_when_the_client_leaves(
 ) -> None:
     server = held_server(start, held, max_requests=2)
     with ask(server, "/tokenize", {"prompt": LONG}):
-        until(lambda: len(held.lengths) == 1)
+        wait_until(lambda: len(held.lengths) == 1)
         with ask(server, "/tokenize", {"prompt": LONG + "1"}):
-            until(lambda: server.state.admission.active == 2)
+            wait_until(lambda: server.state.admission.active == 2)
             error = error_of(server.post("/tokenize", {"prompt": LONG}, timeout=5), 429)
             assert error["code"] == "queue_full"
             assert server.post("/tokenize", {"prompt": "a"}).status_code == 200
-        until(lambda: server.state.admission.active == 1)
+        wait_until(lambda: server.state.admission.active == 1)
     held.is_released.set()
     last = {"prompt": LONG + "22", "return_token_strs": True}
     answer = server.post("/tokenize", last).json()
@@ -343,9 +336,9 @@ def test_many_texts_let_others_have_their_turn(start: Start, held: HeldTokenizer
 
     thread = threading.Thread(target=embed)
     thread.start()
-    until(lambda: len(held.lengths) == 1)
+    wait_until(lambda: len(held.lengths) == 1)
     with ask(server, "/tokenize", {"prompt": "a" * 5_000}):
-        until(lambda: server.state.admission.active == 2)
+        wait_until(lambda: server.state.admission.active == 2)
         held.is_released.set()
         thread.join(60)
     assert held.lengths.index(5_000) < 30
@@ -353,20 +346,12 @@ def test_many_texts_let_others_have_their_turn(start: Start, held: HeldTokenizer
     assert len(answers[0]["data"]) == 200
 
 
-@pytest.mark.parametrize(
-    ("path", "content", "param"),
-    [
-        ("/tokenize", {"prompt": "a" * (LIMIT + 1)}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "a" * LIMIT}]}, "messages"),
-        ("/detokenize", {"tokens": [5] * (LIMIT + 1)}, "tokens"),
-        (
-            "/v1/completions",
-            {"prompt": "a" * (LIMIT + 1), "truncate_prompt_tokens": 9},
-            "prompt",
-        ),
-    ],
-    ids=["text", "conversation", "tokens", "prompt"],
-)
+@pytest.mark.parametrize(("path", "content", "param"), [
+    ("/tokenize", {"prompt": "a" * (LIMIT + 1)}, "prompt"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a" * LIMIT}]}, "messages"),
+    ("/detokenize", {"tokens": [5] * (LIMIT + 1)}, "tokens"),
+    ("/v1/completions", {"prompt": "a" * (LIMIT + 1), "truncate_prompt_tokens": 9}, "prompt"),
+], ids=["text", "conversation", "tokens", "prompt"])  # fmt: skip
 def test_the_length_of_a_text_is_limited(
     server: Running, path: str, content: dict[str, Any], param: str
 ) -> None:

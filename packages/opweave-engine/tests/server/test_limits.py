@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import openai
 import pytest
 
+from opweave.config import EngineConfig
+from opweave_engine.daemon_threads import DaemonThreads
+from opweave_engine import ChatTemplate, SamplingParams
+from opweave_engine.prompts import IOProcessor
 from opweave_engine.server import ServerConfig, ServerConfigError, streaming
+from opweave_engine.server.disconnect import merge_streams
 from server.conftest import Running, Start
 from server.fake_engine import FakeEngine
 from server.test_errors import error_of
+from support.processes import wait_until
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": "x", "max_tokens": 3}
@@ -35,13 +43,6 @@ def stalled(where: tuple[str, int]) -> Iterator[None]:
         yield
 
 
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.002)
-
-
 def test_api_keys(start: Start) -> None:
     server = start(config=ServerConfig(api_keys=("one", "two")))
     for key in ("one", "two"):
@@ -51,6 +52,7 @@ def test_api_keys(start: Start) -> None:
         error_of(server.post(COMPLETIONS, BODY, headers=headers), 401)
     with pytest.raises(openai.AuthenticationError):
         server.openai("three").models.list()
+    assert server.client.head("/v1/models").status_code == 401
     answer = server.get("/v1/models", headers={"Authorization": "Basic one"})
     assert error_of(answer, 401)["code"] == "invalid_api_key"
     assert answer.headers["www-authenticate"] == "Bearer"
@@ -79,7 +81,7 @@ def test_the_queue_is_bounded(start: Start) -> None:
     server = start(FakeEngine(delay=0.02), ServerConfig(max_requests=4))
     three = {"prompt": ["a", "b", "c"], "max_tokens": 200, "stream": True}
     with server.client.stream("POST", COMPLETIONS, json=three):
-        until(lambda: server.state.admission.active == 3)
+        wait_until(lambda: server.state.admission.active == 3)
         answer = server.post(COMPLETIONS, {"prompt": ["a", "b"]})
         error = error_of(answer, 429)
         assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
@@ -88,7 +90,7 @@ def test_the_queue_is_bounded(start: Start) -> None:
         with pytest.raises(openai.RateLimitError):
             server.openai().completions.create(model="tiny-pydoc", prompt=["a", "b"], stream=True)
         error_of(server.post("/v1/embeddings", {"input": ["a", "b"]}), 429)
-    until(lambda: server.state.admission.active == 0)
+    wait_until(lambda: server.state.admission.active == 0)
     assert server.post(COMPLETIONS, {**BODY, "prompt": ["a", "b"]}).status_code == 200
     error = error_of(server.post(COMPLETIONS, {"prompt": ["a"] * 5}), 400)
     assert (error["code"], error["param"]) == ("too_many_answers", "prompt")
@@ -152,7 +154,7 @@ def test_requests_that_take_too_long(start: Start, path: str) -> None:
         error = error_of(server.post(path, {**body, "stream": stream}), 504)
         assert (error["type"], error["code"]) == ("timeout_error", "timeout")
     assert not engine.running
-    until(lambda: server.state.admission.active == 0)
+    wait_until(lambda: server.state.admission.active == 0)
 
 
 def test_a_stream_that_takes_too_long(start: Start) -> None:
@@ -170,9 +172,9 @@ def test_a_client_that_reads_nothing(
     monkeypatch.setattr(streaming, "_GRACE", 0.2)
     server = start(config=ServerConfig(request_timeout=6.0))
     with stalled(address(server)):
-        until(lambda: server.engine.finished["length"] == 1)
+        wait_until(lambda: server.engine.finished["length"] == 1)
         assert server.state.admission.active == 64  # the answers are there, and nobody takes them
-        until(lambda: server.state.admission.active == 0, 20)
+        wait_until(lambda: server.state.admission.active == 0, 20)
         assert not server.http.server_state.connections
         assert server.post(COMPLETIONS, {"prompt": "x", "n": 64}).status_code == 200
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
@@ -253,3 +255,218 @@ def test_many_inputs_of_one_embeddings_request(start: Start) -> None:
     assert [list(call.prompt) for call in server.engine.calls] == [encode(text) for text in texts]
     error = error_of(server.post("/v1/embeddings", {"input": [*texts, "x"]}), 400)
     assert (error["code"], error["param"]) == ("too_many_inputs", "input")
+
+
+# Clients that hang up: their requests end within a step, and nothing of them is left
+
+
+BOTH = ["/v1/completions", "/v1/chat/completions"]
+LONG_BODY = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 200}
+
+
+def ask(server: Running, path: str, body: dict[str, Any]) -> socket.socket:
+    connection = socket.create_connection(address(server))
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+@pytest.mark.parametrize("path", BOTH)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_hanging_up_aborts(start: Start, path: str, stream: bool, prompts: int) -> None:
+    engine = FakeEngine(delay=0.02)
+    server = start(engine)
+    count = 1 if "chat" in path else prompts
+    connection = ask(server, path, {**LONG_BODY, "prompt": ["x"] * prompts, "stream": stream})
+    wait_until(lambda: len(engine.running) == count)
+    if stream:
+        assert connection.recv(10_000).startswith(b"HTTP/1.1 200")
+    generated = engine.generated
+    connection.close()
+    wait_until(lambda: not engine.running, 20)
+    assert engine.generated - generated <= 4 * count
+    assert sorted(engine.aborted) == sorted(call.request_id for call in engine.calls)
+    wait_until(lambda: server.state.admission.active == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_hanging_up_before_the_first_token(start: Start, stream: bool) -> None:
+    engine = FakeEngine(delay=60)
+    server = start(engine)
+    connection = ask(server, BOTH[0], {**LONG_BODY, "stream": stream})
+    wait_until(lambda: len(engine.running) == 1)
+    connection.close()
+    wait_until(lambda: not engine.running, 20)
+    assert len(engine.aborted) == 1
+    wait_until(lambda: server.state.admission.active == 0)
+
+
+def test_hanging_up_while_embedding(start: Start) -> None:
+    server = start(FakeEngine(delay=60, embeds=True))
+    connection = ask(server, "/v1/embeddings", {"input": ["x", "y"]})
+    wait_until(lambda: server.state.admission.active == 2)
+    connection.close()
+    wait_until(lambda: server.state.admission.active == 0, 20)
+
+
+def test_hanging_up_before_the_body_is_there(start: Start) -> None:
+    server = start()
+    connection = socket.create_connection(address(server))
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+    connection.close()
+    assert server.get("/health").status_code == 200
+    assert not server.engine.calls
+
+
+def test_a_reader_that_does_not_read_does_not_stop_the_others(start: Start) -> None:
+    engine = FakeEngine()
+    server = start(engine)
+    idle = [ask(server, BOTH[0], {**LONG_BODY, "n": 4, "stream": True}) for _ in range(8)]
+    started = time.monotonic()
+    assert server.post(BOTH[0], LONG_BODY).status_code == 200
+    assert time.monotonic() - started < 10
+    for connection in idle:
+        connection.close()
+    wait_until(lambda: not engine.running)
+
+
+def test_a_slow_reader_gets_items_combined() -> None:
+    async def texts(letter: str) -> AsyncGenerator[str, None]:
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+            yield letter
+
+    async def read() -> list[tuple[int, str]]:
+        items = []
+        async for item in merge_streams([texts("a"), texts("b")], "".join):
+            items.append(item)
+            await asyncio.sleep(0.02)
+        return items
+
+    items = asyncio.run(read())
+    assert len(items) < 50
+    for number, letter in enumerate("ab"):
+        assert "".join(text for n, text in items if n == number) == letter * 50
+
+
+# Templates and I/O processors, which others wrote: they may never end, and must keep nobody
+
+
+ANY_BODY: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "x"}],
+    "max_tokens": 2,
+    "data": 1,
+}
+PATHS = ["/v1/chat/completions", "/tokenize", "/v1/process"]
+CASES = [(path, False) for path in PATHS]
+
+
+class Stuck:
+    """Code that does not return until the test has ended."""
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+        self.begun = 0
+
+    def wait(self) -> None:
+        self.begun += 1
+        self.is_over.wait()
+
+
+class StuckTemplate(ChatTemplate):
+    def __init__(self, stuck: Stuck) -> None:
+        super().__init__("", "a test", {})
+        self._stuck = stuck
+
+    def render(self, *_: Any, **__: Any) -> str:
+        self._stuck.wait()
+        return "x"
+
+
+class StuckProcessor(IOProcessor):
+    """One whose prompts, or whose results, do not come."""
+
+    def __init__(self, stuck: Stuck, *, at_the_end: bool) -> None:
+        super().__init__(EngineConfig())
+        self._stuck, self._at_the_end = stuck, at_the_end
+
+    def prompts(self, request: Any) -> list[str]:
+        if not self._at_the_end:
+            self._stuck.wait()
+        return ["x"]
+
+    def sampling_params(self, request: Any) -> SamplingParams:
+        return SamplingParams(max_tokens=2)
+
+    def result(self, request: Any, outputs: Any) -> Any:
+        self._stuck.wait()
+        return 1
+
+
+@pytest.fixture
+def stuck() -> Iterator[Stuck]:
+    made = Stuck()
+    yield made
+    made.is_over.set()
+
+
+def server_with(stuck: Stuck, start: Start, *, at_the_end: bool = False, **limits: Any) -> Running:
+    processor = StuckProcessor(stuck, at_the_end=at_the_end)
+    return start(None, ServerConfig(**limits), StuckTemplate(stuck), processor)
+
+
+@pytest.mark.parametrize(("path", "at_the_end"), [*CASES, ("/v1/process", True)])
+def test_they_have_a_deadline(start: Start, stuck: Stuck, path: str, at_the_end: bool) -> None:
+    server = server_with(stuck, start, at_the_end=at_the_end, request_timeout=0.5)
+    assert error_of(server.post(path, ANY_BODY), 504)["code"] == "timeout"
+    assert stuck.begun == 1
+    wait_until(lambda: server.state.admission.active == 0)
+    assert server.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_they_take_a_place_until_the_client_hangs_up(start: Start, stuck: Stuck, path: str) -> None:
+    server = server_with(stuck, start, max_requests=1)
+    connection = ask(server, path, ANY_BODY)
+    wait_until(lambda: stuck.begun == 1)
+    assert server.state.admission.active == 1
+    error_of(server.post(path, ANY_BODY), 429)
+    connection.close()
+    wait_until(lambda: server.state.admission.active == 0)
+
+
+def test_work_in_threads() -> None:
+    threads = DaemonThreads(2, "a test")
+    release, running = threading.Event(), []
+
+    def work(number: int) -> int:
+        running.append(threading.current_thread())
+        release.wait()
+        return 6 // number
+
+    futures = [threads.submit(work, number) for number in (1, 2, 3, 0)]
+    wait_until(lambda: len(running) == 2)
+    assert all(thread.daemon and thread.name == "a test" for thread in running)
+    assert futures[2].cancel()
+    release.set()
+    assert [future.result(60) for future in futures[:2]] == [6, 3]
+    with pytest.raises(ZeroDivisionError):
+        futures[3].result(60)
+    assert len(set(running)) <= 2
+    wait_until(lambda: not any(thread.is_alive() for thread in running))
+    assert threads.submit(work, 6).result(60) == 1
+
+
+def test_work_of_a_loop_that_has_ended() -> None:
+    threads, release = DaemonThreads(1, "a test"), threading.Event()
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await asyncio.get_running_loop().run_in_executor(threads, release.wait)
+
+    asyncio.run(give_up())
+    release.set()
+    assert threads.submit(int, "5").result(60) == 5

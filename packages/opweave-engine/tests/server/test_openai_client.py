@@ -12,7 +12,7 @@ from openai import OpenAI
 
 from opweave_engine import SamplingParams
 from server.conftest import Running, Start, texts_of
-from server.fake_engine import SPECIAL, VOCABULARY, FakeEngine, tokens
+from server.fake_engine import FakeEngine, tokens
 
 MODEL = "tiny-pydoc"
 
@@ -42,18 +42,10 @@ def test_completion(client: OpenAI, server: Running) -> None:
     assert choice.text == expected_text(server, "Return the", 7)
     assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "length", None)
     prompt_tokens = len(server.engine.tokenizer.encode("Return the"))
-    assert answer.usage is not None
     assert answer.usage.prompt_tokens == prompt_tokens
     assert answer.usage.completion_tokens == 7
     assert answer.usage.total_tokens == prompt_tokens + 7
-    assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 2
-
-
-def test_completion_stops_after_16_tokens_by_default(client: OpenAI) -> None:
-    answer = client.completions.create(model=MODEL, prompt="Return the")
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 16
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -86,7 +78,6 @@ def test_completion_stream(client: OpenAI, server: Running) -> None:
     assert [p.choices[0].finish_reason for p in pieces] == [None] * (len(pieces) - 1) + ["length"]
     assert all(piece.usage is None for piece in pieces)
     assert last.choices == []
-    assert last.usage is not None
     assert last.usage.completion_tokens == 12
 
 
@@ -96,7 +87,6 @@ def test_parts_of_characters_are_told_apart_by_their_bytes(client: OpenAI) -> No
         model=MODEL, prompt=text, max_tokens=1, logprobs=3, echo=True
     )
     found = answer.choices[0].logprobs
-    assert found is not None
     names = (found.tokens or [])[1:-1]  # the first one has no values, the last is the answer's
     parts = [name.removeprefix("bytes:") for name in names if name.startswith("bytes:")]
     assert len(parts) > 2
@@ -105,18 +95,6 @@ def test_parts_of_characters_are_told_apart_by_their_bytes(client: OpenAI) -> No
         for name in names
     )
     assert text.encode().endswith(written)
-
-
-def test_the_token_that_was_taken_is_among_the_likely_ones(client: OpenAI) -> None:
-    # The engine takes the second most likely one.
-    answer = client.completions.create(model=MODEL, prompt="Return", max_tokens=5, logprobs=1)
-    found = answer.choices[0].logprobs
-    assert found is not None
-    assert found.top_logprobs is not None
-    rows = zip(found.tokens or [], found.token_logprobs or [], found.top_logprobs, strict=True)
-    for token, value, top in rows:
-        assert top[token] == value
-        assert len(top) == 2
 
 
 @pytest.mark.parametrize("kind", ["completions", "chat"])
@@ -147,11 +125,8 @@ def test_rating_a_text_generates_nothing(client: OpenAI, server: Running) -> Non
     )
     (choice,) = answer.choices
     assert choice.text == "Return the list"
-    assert choice.logprobs is not None
     ids = server.engine.tokenizer.encode("Return the list")
-    assert choice.logprobs.token_logprobs is not None
     assert len(choice.logprobs.token_logprobs) == len(ids)
-    assert answer.usage is not None
     assert answer.usage.completion_tokens == 0
 
 
@@ -179,16 +154,7 @@ def test_chat(client: OpenAI, server: Running) -> None:
     assert choice.message.role == "assistant"
     assert choice.message.content == expected_text(server, list(prompt), 6)
     assert choice.finish_reason == "length"
-    assert answer.usage is not None
     assert answer.usage.total_tokens == len(prompt) + 6
-
-
-def test_chat_fills_the_context_by_default(client: OpenAI, server: Running) -> None:
-    answer = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "Hello"}]
-    )
-    assert answer.usage is not None
-    assert answer.usage.total_tokens == server.engine.max_model_len
 
 
 def test_chat_stream(client: OpenAI, server: Running) -> None:
@@ -212,7 +178,6 @@ def test_chat_stream(client: OpenAI, server: Running) -> None:
         assert reasons == [None] * (len(reasons) - 1) + ["length"]
         assert deltas[-1].delta.content is None
     assert last.choices == []
-    assert last.usage is not None
     assert last.usage.completion_tokens == 18
 
 
@@ -366,9 +331,3 @@ def test_other_endpoints(server: Running) -> None:
     assert ops["rms_norm"]["preferred"] in [e["provider"] for e in ops["rms_norm"]["priority"]]
     assert ops["linear"]["implementations"]
     assert server.get("/v1/plugins").json()["object"] == "list"
-
-
-def test_the_tokens_of_the_fake_are_no_special_ones() -> None:
-    found = set(itertools.islice(tokens([1], 1, 0), 500))
-    assert min(found) >= SPECIAL
-    assert max(found) < VOCABULARY

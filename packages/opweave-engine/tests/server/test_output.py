@@ -151,43 +151,35 @@ def _deepseek(name: str, arguments: str) -> str:
     return f"{DeepSeek.opener}{call}{DeepSeek.closers[1]}"
 
 
-@pytest.mark.parametrize(
-    ("format_", "text", "content", "calls"),
-    [
-        (Hermes, '<tool_call>{"name": "f"}</tool_call>', "", [["f", "{}"]]),
-        (Hermes, '<tool_call>{"name": "f", "arguments": null}', "", [["f", "{}"]]),
-        (Hermes, '<tool_call>{"arguments": "{}", "name": "f"}', "", [["f", "{}"]]),
-        (Hermes, '<tool_call>{"id": [1], "name": "f", "arguments": {}}', "", [["f", "{}"]]),
-        (Hermes, '<tool_call>{"name": "f", "arguments": {"a": 1', "", [["f", '{"a": 1']]),
-        (Hermes, '<tool_call>{"nam', '<tool_call>{"nam', []),
-        (Hermes, "<tool_call>call me</tool_call>", "<tool_call>call me</tool_call>", []),
-        (
-            Hermes,
-            'A <tool_call>, and <tool_call>{"name": "f"}',
-            "A <tool_call>, and",
-            [["f", "{}"]],
-        ),
-        (Hermes, '<tool_call>{"name": "f"}</tool_call> Done. ', " Done.", [["f", "{}"]]),
-        (LlamaJson, '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
-        (LlamaJson, '{"name": "add"}', '{"name": "add"}', []),
-        (LlamaJson, '<|python_tag|>{"name": "add", "parameters": {}}', "", [["add", "{}"]]),
-        (
-            LlamaJson,
-            '{"name": "add", "parameters": {}}; {"name": "Bob"}',
-            '; {"name": "Bob"}',
-            [["add", "{}"]],
-        ),
-        (LlamaJson, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
-        (Mistral, '[TOOL_CALLS] [{"name": "f", "arguments": {}}]', "", [["f", "{}"]]),
-        (Mistral, '[TOOL_CALLS] {"name": "f", "arguments": {}}', "", [["f", "{}"]]),
-        (Mistral, "[TOOL_CALLS]f[CALL_ID]a1B2c3D4e[ARGS]{}", "", [["f", "{}"]]),
-        (Mistral, "[TOOL_CALLS]f{}[TOOL_CALLS]g[ARGS]{}", "", [["f", "{}"], ["g", "{}"]]),
-        (Mistral, "[TOOL_CALLS] none", "[TOOL_CALLS] none", []),
-        (DeepSeek, _deepseek("f", '{"a": 1}'), "", [["f", '{"a": 1}']]),
-        (DeepSeek, _deepseek("function", "f\n```json\n{}\n```"), "", [["f", "{}"]]),
-        (DeepSeek, DeepSeek.opener + "?", DeepSeek.opener + "?", []),
-    ],
-)
+@pytest.mark.parametrize(("format_", "text", "content", "calls"), [
+    (Hermes, '<tool_call>{"name": "f"}</tool_call>', "", [["f", "{}"]]),
+    (Hermes, '<tool_call>{"name": "f", "arguments": null}', "", [["f", "{}"]]),
+    (Hermes, '<tool_call>{"arguments": "{}", "name": "f"}', "", [["f", "{}"]]),
+    (Hermes, '<tool_call>{"id": [1], "name": "f", "arguments": {}}', "", [["f", "{}"]]),
+    (Hermes, '<tool_call>{"name": "f", "arguments": {"a": 1', "", [["f", '{"a": 1']]),
+    (Hermes, '<tool_call>{"nam', '<tool_call>{"nam', []),
+    (Hermes, "<tool_call>call me</tool_call>", "<tool_call>call me</tool_call>", []),
+    (Hermes, 'A <tool_call>, and <tool_call>{"name": "f"}', "A <tool_call>, and", [["f", "{}"]]),
+    (Hermes, '<tool_call>{"name": "f"}</tool_call> Done. ', " Done.", [["f", "{}"]]),
+    (LlamaJson, '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
+    (LlamaJson, '{"name": "add"}', '{"name": "add"}', []),
+    (LlamaJson, '<|python_tag|>{"name": "add", "parameters": {}}', "", [["add", "{}"]]),
+    (
+        LlamaJson,
+        '{"name": "add", "parameters": {}}; {"name": "Bob"}',
+        '; {"name": "Bob"}',
+        [["add", "{}"]],
+    ),
+    (LlamaJson, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    (Mistral, '[TOOL_CALLS] [{"name": "f", "arguments": {}}]', "", [["f", "{}"]]),
+    (Mistral, '[TOOL_CALLS] {"name": "f", "arguments": {}}', "", [["f", "{}"]]),
+    (Mistral, "[TOOL_CALLS]f[CALL_ID]a1B2c3D4e[ARGS]{}", "", [["f", "{}"]]),
+    (Mistral, "[TOOL_CALLS]f{}[TOOL_CALLS]g[ARGS]{}", "", [["f", "{}"], ["g", "{}"]]),
+    (Mistral, "[TOOL_CALLS] none", "[TOOL_CALLS] none", []),
+    (DeepSeek, _deepseek("f", '{"a": 1}'), "", [["f", '{"a": 1}']]),
+    (DeepSeek, _deepseek("function", "f\n```json\n{}\n```"), "", [["f", "{}"]]),
+    (DeepSeek, DeepSeek.opener + "?", DeepSeek.opener + "?", []),
+])  # fmt: skip
 def test_formats(
     format_: type[CallFormat], text: str, content: str, calls: list[list[str]]
 ) -> None:
@@ -278,6 +270,5 @@ def test_calls_are_read_as_the_template_writes_them(source: str) -> None:
     assert (content, reasoning) == ("", "")
     assert [[name, json.loads(given)] for name, given in found] == calls
     # And a call that the grammar enforces begins as the template begins it.
-    assert style.calls is not None
     layout = style.calls.layout(template.source)
     assert answer.startswith(layout.opening + layout.head("get_weather"))

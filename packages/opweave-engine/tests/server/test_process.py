@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from models.layer_checkpoints import write_checkpoint
-from models.tiny_checkpoints import write_tokenizer
+from models.tiny_checkpoints import edit_config, write_checkpoint
 from opweave.config import EngineConfig
 from opweave.plugins import IO_PROCESSOR_PLUGINS, loader
 from opweave.plugins.discovery import PluginPolicy
@@ -24,9 +23,9 @@ from opweave_engine.prompts import IOProcessor, IOProcessors, io_processor
 from plugins import helpers
 from server.conftest import Running, Start, running
 from server.fake_engine import CHECKPOINT, FakeEngine
-from server.test_disconnect import ask
 from server.test_errors import error_of
-from server.test_limits import until
+from server.test_limits import ask
+from support.processes import wait_until
 
 PATH = "/v1/process"
 SOURCE = '''
@@ -67,11 +66,9 @@ def distance():
     return "processors_module.Distance"
 '''
 POINTS = {
-    IO_PROCESSOR_PLUGINS: {
-        "outlines": "processors_module:outlines",
-        "distance": "processors_module:distance",
-    }
-}
+    IO_PROCESSOR_PLUGINS: {"outlines": "processors_module:outlines",
+                           "distance": "processors_module:distance"},
+}  # fmt: skip
 NAMES = {"names": ["add", "mul"], "length": 6}
 
 
@@ -95,9 +92,7 @@ def naming(tmp_path: Path) -> Callable[[object], Path]:
 
     def copy(name: object) -> Path:
         folder = shutil.copytree(CHECKPOINT, tmp_path / "checkpoint")
-        file = folder / "config.json"
-        config = json.loads(file.read_text())
-        file.write_text(json.dumps({**config, "io_processor_plugin": name}))
+        edit_config(folder, io_processor_plugin=name)
         return folder
 
     return copy
@@ -163,9 +158,9 @@ def test_hanging_up_aborts(start: Start) -> None:
     engine = FakeEngine(delay=60)
     server = start(engine, io_processor=processor("outlines"))
     connection = ask(server, PATH, {"data": NAMES})
-    until(lambda: len(engine.running) == 2)
+    wait_until(lambda: len(engine.running) == 2)
     connection.close()
-    until(lambda: server.state.admission.active == 0)
+    wait_until(lambda: server.state.admission.active == 0)
     assert len(engine.aborted) == 2
 
 
@@ -208,7 +203,6 @@ def test_a_checkpoint_that_names_no_name(naming: Callable[[object], Path]) -> No
 def test_vectors(tmp_path: Path) -> None:
     folder = tmp_path / "bert"
     write_checkpoint(folder, "bert")
-    write_tokenizer(folder)
     data = {"a": [5, 6, 7], "b": [8, 9]}
     embedder = Embedder(folder)
     one, two = (output.embedding for output in embedder.embed([data["a"], data["b"]]))

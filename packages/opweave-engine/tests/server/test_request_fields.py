@@ -27,20 +27,14 @@ from support import ROOT
 
 DOCS = ROOT / "docs"
 OPENAI: dict[str, list[Any]] = {
-    "completions": [
-        completion_create_params.CompletionCreateParamsStreaming,
-        completion_create_params.CompletionCreateParamsNonStreaming,
-    ],
-    "chat": [
-        chat_create_params.CompletionCreateParamsStreaming,
-        chat_create_params.CompletionCreateParamsNonStreaming,
-    ],
+    "completions": [completion_create_params.CompletionCreateParamsStreaming,
+                    completion_create_params.CompletionCreateParamsNonStreaming],
+    "chat": [chat_create_params.CompletionCreateParamsStreaming,
+             chat_create_params.CompletionCreateParamsNonStreaming],
     "embeddings": [embedding_create_params.EmbeddingCreateParams],
-    "responses": [
-        response_create_params.ResponseCreateParamsStreaming,
-        response_create_params.ResponseCreateParamsNonStreaming,
-    ],
-}
+    "responses": [response_create_params.ResponseCreateParamsStreaming,
+                  response_create_params.ResponseCreateParamsNonStreaming],
+}  # fmt: skip
 # From the pages on the OpenAI-compatible server and on sampling parameters of vLLM's documentation,
 # of several versions.
 _VLLM_SAMPLING = {
@@ -306,15 +300,10 @@ EFFECTS: dict[str, dict[str, Any]] = {
         ),
     },
     "process": {"model": "another", "data": 2, "priority": 3, "cache_salt": "ann"},
-    "tokenize": {
-        **_CONVERSATION_EFFECTS,
-        "model": "another",
-        "prompt": "Yield",
-        "add_special_tokens": False,
-        "return_token_strs": True,
-    },
+    "tokenize": {**_CONVERSATION_EFFECTS, "model": "another", "prompt": "Yield",
+                 "add_special_tokens": False, "return_token_strs": True},
     "detokenize": {"model": "another", "tokens": [6]},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,6 @@ def test_text(start: Start, stream: bool) -> None:
     assert response.id.startswith("resp-")
     assert response.metadata == {"a": "b"}
     assert (response.temperature, response.error, response.incomplete_details) == (0.5, None, None)
-    assert response.usage is not None
     (call,) = server.engine.calls
     assert PYDOC.decode(call.prompt) == "[user]Say hello.[assistant]"
     assert call.params.temperature == 0.5
@@ -88,7 +87,6 @@ def test_an_answer_that_is_cut_off(start: Start, stream: bool) -> None:
     server = start(ScriptedEngine("Hello", reason="length"), None, TEMPLATE)
     response = ask(server, stream, input="x", max_output_tokens=3)
     assert response.status == "incomplete"
-    assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
     assert response.max_output_tokens == 3
     assert response.output_text == "Hello"
@@ -109,7 +107,6 @@ def test_reasoning_and_calls(start: Start, stream: bool) -> None:
     assert (first["name"], json.loads(first["arguments"])) == ("get_weather", ROME)
     assert (second["name"], json.loads(second["arguments"])) == ("wait", {})
     assert first["call_id"] != second["call_id"]
-    assert response.usage is not None
     assert response.usage.output_tokens_details.reasoning_tokens > 0
     # The items go back as the input of the next turn.
     turn: Any = [

@@ -23,9 +23,9 @@ from opweave_engine.server import AddressError, listen_unix
 from server.command import ROOT, Command
 from server.conftest import texts_of
 from server.fake_engine import CHECKPOINT
-from server.test_limits import until
 from server.test_schema import PATHS
 from support.fixtures import FreshPython
+from support.processes import wait_until
 
 START_BUDGET = 5.0  # seconds of processor time; on an idle machine those are seconds
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
@@ -111,29 +111,12 @@ def test_options_from_the_file_and_the_environment(command: Command, client: ope
     assert command.client.get("/health").json()["status"] == "ok"
 
 
-def test_hanging_up_frees_the_engine(command: Command) -> None:
-    body = {"prompt": "x", "max_tokens": 250, "ignore_eos": True, "stream": True}
-    headers = {"Authorization": "Bearer k1"}
-    for _ in range(3):
-        with command.client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
-            next(answer.iter_text())
-
-    def metrics() -> dict[str, str]:
-        lines = command.client.get("/metrics").text.splitlines()
-        return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-
-    label = '{model_name="pydoc"}'
-    until(lambda: metrics()[f"opweave_num_requests_running{label}"] == "0.0")
-    assert metrics()[f"opweave_num_requests_waiting{label}"] == "0.0"
-    assert float(metrics()[f"opweave_generation_tokens_total{label}"]) < 700
-
-
 def test_the_log(command: Command, client: openai.OpenAI) -> None:
     client.completions.create(
         model="pydoc", prompt="a secret prompt", max_tokens=1,
         extra_headers={"X-Request-Id": "mine"}, extra_body={"odd": 1},
     )  # fmt: skip
-    until(lambda: '"mine"' in command.log.read_text().rpartition("\n")[0])  # after the answer
+    wait_until(lambda: '"mine"' in command.log.read_text().rpartition("\n")[0])  # after the answer
     lines = [json.loads(line) for line in command.log.read_text().splitlines()]
     (access,) = [line for line in lines if line.get("request_id") == "mine"]
     assert (access["method"], access["path"]) == ("POST", "/v1/completions")

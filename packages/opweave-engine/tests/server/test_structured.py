@@ -128,24 +128,15 @@ FORMATS = [
     ({"structured_outputs": {"regex": "a"}, "guided_json": {}}, "guided_json", "give one of them"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema.schema"),
     ({"response_format": {"type": "text", "schema": {}}}, "response_format", "has a schema"),
-    (
-        {"response_format": {"type": "json_object", "schema": {}, "json_schema": {"schema": {}}}},
-        "response_format",
-        "give one of them",
-    ),
-    (
-        {"response_format": {"type": "json_object", "schema": {"type": "x"}}},
-        "response_format",
-        "Invalid type: x",
-    ),
+    ({"response_format": {"type": "json_object", "schema": {}, "json_schema": {"schema": {}}}},
+     "response_format", "give one of them"),
+    ({"response_format": {"type": "json_object", "schema": {"type": "x"}}}, "response_format",
+     "Invalid type: x"),
     ({"response_format": {"type": "xml"}}, "response_format", "'json_object' or 'json_schema'"),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
-        "response_format",
-        "response_format: cannot compile the JSON schema: Invalid type: x",
-    ),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+     "response_format", "response_format: cannot compile the JSON schema: Invalid type: x"),
     ({"guided_regex": 3}, "guided_regex", "string"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "param", "message"), FORMATS)
@@ -196,11 +187,9 @@ SCHEMAS = {
 }
 LARK = {
     "rules": (rule_chain(4000), "exceeds the limit of 1000 rules"),
-    "schema": (
-        f"start: a\na: %json {json.dumps(reference_chain(4000))}",
-        "exceeds the limit of (131072 bytes|2000 references)",
-    ),
-}
+    "schema": (f"start: a\na: %json {json.dumps(reference_chain(4000))}",
+               "exceeds the limit of (131072 bytes|2000 references)"),
+}  # fmt: skip
 
 
 def schema_bodies(schema: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -31,14 +31,11 @@ MODEL = "tiny-pydoc"
 MESSAGES: Any = [{"role": "user", "content": "Weather?"}]
 WEATHER = {
     "type": "object",
-    "properties": {
-        "city": {"enum": ["Rome", "Oslo"]},
-        "when": {"$ref": "#/$defs/when"},
-    },
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "when": {"$ref": "#/$defs/when"}},
     "required": ["city", "when"],
     "additionalProperties": False,
     "$defs": {"when": {"type": "integer", "minimum": 0, "maximum": 9}},
-}
+}  # fmt: skip
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 SCHEMAS = {"get_weather": WEATHER, "wait": NOTHING}
 TOOLS: Any = [
@@ -201,13 +198,18 @@ def test_reasoning(start: Start, stream: bool, end: str) -> None:
     assert ask(server, stream)[0]["content"] == "Yes. </think>"
 
 
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Any]:
+    """A model that knows nothing of tools."""
+    engine = AsyncEngine(CHECKPOINT, dtype="float32")
+    yield engine
+    engine.shutdown()
+
+
 @pytest.fixture(scope="module", params=FORMATS)
-def real(request: pytest.FixtureRequest) -> Iterator[Running]:
-    """A server over a model that knows nothing of tools."""
-    engine: Any = AsyncEngine(CHECKPOINT, dtype="float32")
+def real(request: pytest.FixtureRequest, engine: Any) -> Iterator[Running]:
     with running(engine, None, template(MARKS[request.param])) as server:
         yield server
-    engine.shutdown()
 
 
 with_hermes = pytest.mark.parametrize("real", ["hermes"], indirect=True)
@@ -220,7 +222,9 @@ def checked(message: Any) -> list[str]:
     return [name for name, _ in calls]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("real", "stream"), [*((name, False) for name in FORMATS), ("hermes", True)], indirect=["real"]
+)
 def test_calls_that_the_model_must_make(real: Running, stream: bool) -> None:
     options = {"n": 2, "seed": 4, "max_tokens": 200, "temperature": 1.0}
     for message in ask(real, stream, tool_choice="required", parallel_tool_calls=False, **options):
@@ -264,30 +268,24 @@ def test_schemas_of_parameters_may_have_keywords_without_an_effect(real: Running
 
 
 @with_hermes
-@pytest.mark.parametrize(
-    ("options", "param", "message"),
-    [
-        ({"tool_choice": "required", "tools": []}, "tool_choice", "needs tools"),
-        ({"tool_choice": "sometimes"}, "tool_choice", "not supported"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice", "not supported"),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "gone"}}},
-            "tool_choice",
-            "'gone', which is not among the tools",
-        ),
-        ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tools", "tools.0 must be"),
-        (
-            {
-                "tool_choice": "required",
-                "tools": [
-                    {"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}
-                ],
-            },
-            "tools",
-            "^tools: cannot compile the grammar",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "param", "message"), [
+    ({"tool_choice": "required", "tools": []}, "tool_choice", "needs tools"),
+    ({"tool_choice": "sometimes"}, "tool_choice", "not supported"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice", "not supported"),
+    ({"tool_choice": {"type": "function", "function": {"name": "gone"}}}, "tool_choice",
+     "'gone', which is not among the tools"),
+    ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tools", "tools.0 must be"),
+    (
+        {
+            "tool_choice": "required",
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}
+            ],
+        },
+        "tools",
+        "^tools: cannot compile the grammar",
+    ),
+])  # fmt: skip
 def test_choices_that_are_wrong(real: Running, options: Any, param: str, message: str) -> None:
     answer = real.post("/v1/chat/completions", {"messages": MESSAGES, "tools": TOOLS, **options})
     assert answer.status_code == 400, answer.text
@@ -303,10 +301,8 @@ def test_a_required_call_without_a_format_is_refused(start: Start) -> None:
         ask(server, False, tool_choice="required")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("end", ["", "<think>\n"])
-def test_forms_hold_after_reasoning_and_beside_calls(stream: bool, end: str) -> None:
-    engine: Any = AsyncEngine(CHECKPOINT, dtype="float32")
+@pytest.mark.parametrize(("end", "stream"), [("", True), ("<think>\n", False)])
+def test_forms_hold_after_reasoning_and_beside_calls(engine: Any, end: str, stream: bool) -> None:
     bias = {"29": -100.0}
     with running(engine, None, template("<tool_call></think>", end)) as server:
         options = {
@@ -325,7 +321,6 @@ def test_forms_hold_after_reasoning_and_beside_calls(stream: bool, end: str) -> 
                 assert checked(message)
             elif message["finish"] == "stop":
                 assert message["content"] in ("A", "B")
-    engine.shutdown()
 
 
 def test_special_tokens_of_a_format_are_forced_by_their_ids() -> None:

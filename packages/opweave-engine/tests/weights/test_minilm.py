@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
+from models.tiny_checkpoints import edit_config
 from opweave_engine import AsyncEmbedder, Embedder
 from server.conftest import Running, running
 from weights import trained_models
@@ -74,9 +74,7 @@ def test_as_mean_pooling_with_transformers(
 def test_the_length_as_newer_libraries_write_it(path: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(path, tmp_path / "model"))
     (copy / "sentence_bert_config.json").unlink()
-    settings = json.loads((copy / "tokenizer_config.json").read_text())
-    settings["model_max_length"] = 64
-    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    edit_config(copy, "tokenizer_config.json", model_max_length=64)
     embedder = Embedder(copy)
     assert embedder.max_model_len == 64
     text = "one two three " * 60

@@ -347,7 +347,6 @@ def test_without_torch_wrap_calls_mean_the_same(blend: IrOp) -> None:
         assert blend.maybe_inplace(x, Y).data_ptr() == x.data_ptr()
         leaf = X.clone().requires_grad_()
         blend.maybe_inplace(leaf, Y).sum().backward()
-        assert leaf.grad is not None
         assert leaf.grad.tolist() == [[1.0, 1.0]]
 
 

@@ -36,14 +36,10 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=32),
     # Small embeddings: they are tied, and large ones would repeat the last token.
-    "gemma3": Gemma3TextConfig(
-        **SIZES | {"initializer_range": 0.02},
-        head_dim=32,
-        query_pre_attn_scalar=32,
-        sliding_window=8,
-    ),
+    "gemma3": Gemma3TextConfig(**SIZES | {"initializer_range": 0.02}, head_dim=32,
+                               query_pre_attn_scalar=32, sliding_window=8),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
-}
+}  # fmt: skip
 LINEAR = {("linear", "opweave_c")}
 ATTENTION = {("paged_attention", "opweave_c"), ("reshape_and_cache", "opweave_c")}
 DECODER = {

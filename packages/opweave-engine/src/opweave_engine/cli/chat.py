@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from unicodedata import category
 
 from opweave.cli.options import Flag, RunOptions, check_utf8
-from opweave.cli.output import CliError, err, print_json_line, print_text, show_error
+from opweave.cli.output import CliError, err, print_text, show_error
 from opweave_engine.cli.options import (
     ModelOptions,
     SamplingOptions,
