@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import oracle
-from .oracle import CALL_PATHS, DTYPES, FP8, call_path, same_bits, share_of_neighbors, using_threads
+from .oracle import CALL_PATHS, DTYPES, FP8, call_path, same_bits, share_of_neighbors
 from .paged_cases import DECODE, MIXED, NAN, PREFILL, Case, case, drawn_cases, reference
 
 SCALE = torch.tensor([0.02])
@@ -64,32 +63,6 @@ def test_any_scale(module: ModuleType, isa: str, value: float) -> None:
     """Queries after the last sequence, and such that see nothing, are zeros, which are scaled."""
     for dtype in DTYPES:
         check(module, case([(3, 2), (1, 5)], dtype=dtype, extra=2), torch.tensor([[value]]))
-
-
-def test_special_values(module: ModuleType, isa: str) -> None:
-    for dtype in DTYPES:
-        c = case([(3, 20), (1, 5), (2, 2)], dtype=dtype)
-        c.query[0] = float("inf")
-        block = int(c.tables[1, 0])
-        c.value_cache[block, 0, 3, :2] = torch.tensor([NAN, float("inf")])
-        c.value_cache[block, 1, :5] = torch.finfo(dtype).max
-        check(module, c)
-
-
-def test_a_query_does_not_depend_on_the_batch(module: ModuleType, isa: str) -> None:
-    c = case([(40, 150), (1, 33), (9, 9)], heads=(6, 2), dtype=torch.bfloat16, window=70)
-    with using_threads(2):
-        whole = check(module, c)
-    for i, (start, end, length) in enumerate([(0, 40, 150), (40, 41, 33), (41, 50, 9)]):
-        alone = replace(
-            c,
-            query=c.query[end - 1 : end],
-            tables=c.tables[i : i + 1],
-            lengths=torch.tensor([length], dtype=torch.int32),
-            starts=torch.tensor([0, 1], dtype=torch.int32),
-        )
-        assert start < end
-        assert same_bits(check(module, alone)[0], whole[end - 1])
 
 
 # Refusals

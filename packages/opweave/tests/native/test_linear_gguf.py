@@ -72,19 +72,6 @@ def test_every_format_has_a_kernel() -> None:
 
 
 @each_format
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values(module: ModuleType, isa: str, dtype: torch.dtype, format: str) -> None:
-    small = (32, 96, 576) if GGUF_BLOCKS[format].columns == 32 else ()
-    for columns in (*small, 256, 768, 4096):
-        weight = random_blocks(ROWS, columns, format)
-        x = random(33, columns, dtype=dtype)
-        for bias in (None, random(ROWS, dtype=dtype), random(ROWS, dtype=torch.float32)):
-            wanted = oracle(x, weight, bias, format)
-            for tokens in (1, 2, 3, 7, 33):
-                near(run(module, x[:tokens], weight, bias, format), wanted[:tokens])
-
-
-@each_format
 def test_float32_loses_no_bits(module: ModuleType, isa: str, format: str) -> None:
     x = random(6, 768, dtype=torch.float32) * 2.0 ** torch.randint(-7, 8, (6, 768))
     weight = random_blocks(ROWS, 768, format)
@@ -156,26 +143,19 @@ def test_tokens_and_rows_are_independent(
 
 @each_format
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_many_tokens(module: ModuleType, isa: str, dtype: torch.dtype, format: str) -> None:
-    weight = random_blocks(600, 2048, format)
-    for bias in (None, random(600, dtype=torch.float32)):
-        x = random(64, 2048, dtype=dtype)
-        near(provider.linear_q(x, weight, bias, format), oracle(x, weight, bias, format))
-
-
-@each_format
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_of_many_tokens(
-    module: ModuleType, isa: str, dtype: torch.dtype, format: str
+@pytest.mark.parametrize("kernel", [run, by_many], ids=["few", "many"])
+def test_values(
+    module: ModuleType, isa: str, kernel: Kernel, dtype: torch.dtype, format: str
 ) -> None:
+    used = isa if kernel is by_many else ""
     biases = (None, random(ROWS, dtype=dtype), random(ROWS, dtype=torch.float32))
     small = (32, 96, 576) if GGUF_BLOCKS[format].columns == 32 else ()
     for columns, bias in zip((*small, 256, 768, 2048), 2 * biases, strict=False):
         with using_threads(1 + columns // 256 % 2):
             weight, x = random_blocks(ROWS, columns, format), random(300, columns, dtype=dtype)
-            wanted = oracle(x, weight, bias, format, isa=isa)
-            for tokens in (1, 16, 33, 300):
-                near(by_many(module, x[:tokens], weight, bias, format), wanted[:tokens])
+            wanted = oracle(x, weight, bias, format, isa=used)
+            for tokens in (1, 2, 7, 16, 33, 300):
+                near(kernel(module, x[:tokens], weight, bias, format), wanted[:tokens])
 
 
 def test_the_kernel_for_many_needs_the_fewest_tokens(module: ModuleType, isa: str) -> None:

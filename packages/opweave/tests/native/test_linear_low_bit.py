@@ -39,7 +39,6 @@ SIZES = [
     (8192, 32),
     (17600, 16),
 ]
-TOKENS = (1, 2, 3, 4, 5, 7, 33)
 SCALES = (torch.float32, torch.float16, torch.bfloat16)
 ROWS = 37
 Kernel = Callable[..., Tensor]
@@ -102,18 +101,6 @@ def near(got: Tensor, wanted: Tensor) -> None:
 # Values
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
-    for place, (columns, group) in enumerate(SIZES):
-        made = inputs(TOKENS[-1], columns, group, dtype, SCALES[place % 3])
-        x, weight, scale, offset, bias = made
-        assert scale.shape[1] == columns // group
-        for some in ((offset, bias), (None, bias.float()), (offset, None)):
-            wanted = oracle(x, weight, scale, *some)
-            for tokens in TOKENS if columns < 1000 else (1, 6):
-                near(run(module, x[:tokens], weight, scale, *some), wanted[:tokens])
-
-
 def relative_error(got: Tensor, wanted: Tensor) -> float:
     return float((got.double() - wanted).norm() / wanted.norm())
 
@@ -146,25 +133,6 @@ def test_every_weight_in_every_place(module: ModuleType, isa: str, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tiny_and_large_numbers(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
-    x, weight, scale, offset, _ = inputs(3, 576, 64, dtype, torch.float32)
-    largest = torch.finfo(dtype).max / 2**14
-    denormals = 2.0**-24 * (3 * ROWS) ** 0.5  # the rounding of float16; smaller ones may be zero
-    for factor in (torch.finfo(dtype).tiny * 64, 2.0**-20, min(largest, 2.0**80)):
-        some = (x.double() * factor).to(dtype)
-        wanted = some.double() @ dequantized_w4(weight, scale, offset, torch.float64).T
-        got = run(module, some, weight, scale, offset, None).double()
-        assert (got - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm() + denormals
-
-
-def test_zeros(module: ModuleType, isa: str) -> None:
-    for dtype in DTYPES:
-        x, weight, scale, offset, bias = inputs(5, 576, 64, dtype, torch.float32)
-        assert torch.equal(run(module, x * 0, weight, scale, offset, bias), bias.expand(5, ROWS))
-        assert (run(module, x, torch.full_like(weight, 0x88), scale, None, None) == 0).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kernel", [run, by_many], ids=["few", "many"])
 def test_what_is_not_finite_stays_in_its_token(
     module: ModuleType, isa: str, kernel: Kernel, dtype: torch.dtype
@@ -183,30 +151,6 @@ def test_what_is_not_finite_stays_in_its_token(
 
 
 # Layouts, threads
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layouts(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
-    x, weight, scale, offset, bias = inputs(24, 240, 24, dtype, torch.float16)
-    wide = torch.zeros(ROWS, 200, dtype=torch.uint8)
-    wide[:, 13:133] = weight
-    scales = torch.full((2, 2 * ROWS, 30), torch.nan, dtype=scale.dtype)
-    scales[:, ::2, 7:17] = torch.stack((scale, offset))
-    tokens = torch.full((4, 6, 300), torch.nan, dtype=dtype)
-    tokens[..., 3:243] = x.view(4, 6, 240)
-    strided = tokens[..., 3:243].transpose(0, 1)
-    wanted = oracle(strided, weight, scale, offset, bias)
-    for most in (0, 100):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(provider, "_MAX_TOKENS_W4", dict.fromkeys(DTYPES, most))
-            patch.setattr(provider, "_MIN_TOKENS_AMX", None)
-            found = provider.linear_w4a16(
-                strided, wide[:, 13:133], scales[0, ::2, 7:17], scales[1, ::2, 7:17], bias
-            )
-            near(found, wanted)
-            assert found.stride() == wanted.contiguous().stride()
-    expanded = (weight[:1].expand(ROWS, -1), scale[:1].expand(ROWS, -1))
-    near(run(module, x, *expanded, None, None), oracle(x, *expanded, None, None))
 
 
 @pytest.mark.parametrize("kernel", [run, by_many], ids=["few", "many"])
@@ -228,16 +172,18 @@ def test_an_output_depends_on_its_token_alone(module: ModuleType, isa: str, kern
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_of_many_tokens(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kernel", [run, by_many], ids=["few", "many"])
+def test_values(module: ModuleType, isa: str, kernel: Kernel, dtype: torch.dtype) -> None:
     """Groups that the kernel for many tokens takes, and others."""
+    used = isa if kernel is by_many else ""
     for place, (columns, group) in enumerate(SIZES[:-2]):
         with using_threads(1 + place % 2):
             most = 300 if columns == 576 else 33
             x, weight, scale, offset, bias = inputs(most, columns, group, dtype, SCALES[place % 3])
             for some in ((offset, bias), (None, bias.float()), (offset, None)):
-                wanted = oracle(x, weight, scale, *some, isa=isa)
-                for tokens in {1, 16, 33, most}:
-                    near(by_many(module, x[:tokens], weight, scale, *some), wanted[:tokens])
+                wanted = oracle(x, weight, scale, *some, isa=used)
+                for tokens in {1, 2, 5, 16, 33, most}:
+                    near(kernel(module, x[:tokens], weight, scale, *some), wanted[:tokens])
 
 
 def test_the_kernel_for_many_needs_the_fewest_tokens(module: ModuleType, isa: str) -> None:
@@ -260,16 +206,6 @@ def test_widening_rounds_like_the_definition(
                     call_path(module, name, "widen_w4")(out, weight, scale, some)
                     wanted = dequantized_w4(weight, scale, some, torch.float32).to(out_dtype)
                     assert torch.equal(out, wanted)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_many_tokens(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
-    for columns, group in ((136, 8), (576, 64), (4096, 128)):
-        for tokens in (17, 64, 200):
-            x, weight, scale, offset, bias = inputs(tokens, columns, group, dtype, torch.float16)
-            for some in ((offset, bias), (None, bias.float()), (None, None)):
-                found = provider.linear_w4a16(x, weight, scale, *some)
-                near(found, oracle(x, weight, scale, *some))
 
 
 def test_many_tokens_in_bfloat16_are_nearly_as_exact_as_the_definition(module: ModuleType) -> None:

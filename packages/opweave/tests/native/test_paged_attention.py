@@ -244,12 +244,3 @@ def test_any_case(module: ModuleType, isas: tuple[str, ...], count: int) -> None
     for c, pick in drawn_cases(count):
         module._select_isa(pick.choice(isas))
         check(call_path(module, pick.choice(CALL_PATHS), "paged_attention"), c)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sequences_of_every_kind(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
-    for sequences in (DECODE, PREFILL, MIXED, BLIND, []):
-        check(module.paged_attention, case(sequences, dtype=dtype))
-        others = case(sequences, dtype=dtype, extra=2, causal=False, block_size=64, window=None)
-        check(module.paged_attention, others)
-        check(module.paged_attention, case(sequences, dtype=dtype, window=33, soft_cap=5.0))
