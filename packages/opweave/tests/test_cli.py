@@ -90,14 +90,6 @@ def test_generate_json_is_complete_and_repeatable(run: Run) -> None:
     assert {"linear", "embedding", "rotary_embedding", "silu_and_mul"} <= set(ran)
 
 
-def test_generate_batch_and_sampling(run: Run) -> None:
-    done = run(
-        "generate", CHECKPOINT, "--prompt", "Return", "--prompt", "If the", "--temperature", "0.8",
-        "--top-k", "20", "--top-p", "0.9", "--seed", "3", "--max-tokens", "5", "--json",
-    )  # fmt: skip
-    assert len(json.loads(done.stdout)["outputs"]) == 2
-
-
 def test_generate_forced_provider_shows_in_selections(run: Run) -> None:
     done = run(
         "generate", CHECKPOINT, "--prompt", "Return", "--max-tokens", "2", "--json",
@@ -174,17 +166,6 @@ def test_missing_directory(run: Run) -> None:
 def test_missing_file(run: Run, copy: Path, missing: str) -> None:
     (copy / missing).unlink()
     assert_one_line_error(run("generate", copy, "--prompt", "x"), Path(missing).suffix[1:])
-
-
-def test_truncated_checkpoint(run: Run, copy: Path) -> None:
-    weights = copy / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100_000])
-    assert_one_line_error(run("generate", copy, "--prompt", "x"), "model.safetensors")
-
-
-def test_broken_config(run: Run, copy: Path) -> None:
-    (copy / "config.json").write_text("{", encoding="utf-8")
-    assert_one_line_error(run("generate", copy, "--prompt", "x"), "config.json")
 
 
 def test_ops_lists_every_op_with_reasons(run: Run) -> None:
