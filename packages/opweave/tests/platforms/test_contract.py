@@ -100,13 +100,10 @@ def test_what_breaks_the_contract(member: str, value: Any, named: tuple[str, ...
         assert part in message
 
 
-def test_a_hook_cannot_be_a_coroutine() -> None:
+def test_every_fault_is_named_at_once() -> None:
     async def synchronize(self: Any) -> None: ...
 
     assert "coroutine" in faults(synchronize=synchronize)
-
-
-def test_every_fault_is_named_at_once() -> None:
     message = faults(device_typ="acme", name=1, memory_info=lambda self: (0, 0))
     assert len(re.findall(r"^  \S+Acme\.", message, re.MULTILINE)) == 3
 
@@ -142,19 +139,14 @@ def test_a_version_is_a_number(api: Any) -> None:
         define(api=api)
 
 
-def test_an_object_needs_a_name_and_a_device_type() -> None:
+def test_an_object_needs_a_name_and_a_device_type_and_is_asked_nothing() -> None:
     with pytest.raises(PlatformContractError) as raised:
         contract.check_object(define()(), Platform, "acme.Acme")
     assert "Acme.name is missing" in str(raised.value)
     assert "Acme.device_type is missing" in str(raised.value)
-
-
-def test_something_else_is_no_platform() -> None:
     with pytest.raises(PlatformContractError, match=r"acme\.Acme is a str"):
         contract.check_object("acme", Platform, "acme.Acme")
 
-
-def test_checking_an_object_asks_nothing_of_the_device() -> None:
     def started(self: Any) -> Capabilities:
         raise AssertionError("the runtime was started")
 
