@@ -16,8 +16,8 @@ import openai
 import pytest
 
 from opweave.config import EngineConfig
-from opweave_engine.daemon_threads import DaemonThreads
 from opweave_engine import ChatTemplate, SamplingParams
+from opweave_engine.daemon_threads import DaemonThreads
 from opweave_engine.prompts import IOProcessor
 from opweave_engine.server import ServerConfig, ServerConfigError, streaming
 from opweave_engine.server.disconnect import merge_streams

@@ -76,3 +76,88 @@ print({{*{[*PACKAGES.values()]}}} & {{*sys.modules}})
     text = "\n".join(lines)
     assert all(provider in text for provider in NORMS)
     assert imported == "set()"
+
+
+# Arguments of FlashAttention, with functions that follow its documentation on the CPU.
+
+# Masks are aligned to the last query and key, rows without keys are zero, and rows of no sequence
+# are left as they are in memory.
+LIBRARY = """
+import math
+import torch
+
+def attend(q, k, v, softmax_scale, causal, window_size, softcap):
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    out = torch.zeros_like(q)
+    for i in range(len(q)):
+        for head in range(q.shape[1]):
+            group = head // (q.shape[1] // k.shape[1])
+            last = i + len(k) - len(q)
+            low = 0 if window_size[0] < 0 else max(last - window_size[0], 0)
+            right = 0 if causal else window_size[1]
+            high = len(k) if right < 0 else max(last + right + 1, 0)
+            if low < high:
+                scores = k[low:high, group] @ q[i, head] * scale
+                if softcap > 0:
+                    scores = softcap * torch.tanh(scores / softcap)
+                out[i, head] = torch.softmax(scores, 0) @ v[low:high, group]
+    return out
+
+def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):
+    options = softmax_scale, causal, window_size, softcap
+    return torch.stack([attend(*each, *options) for each in zip(q, k, v)])
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, softcap=0.0
+):
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
+    out = torch.full_like(q, math.nan)
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for i in range(len(ends_q) - 1):
+        a, b, c, d = ends_q[i], ends_q[i + 1], ends_k[i], ends_k[i + 1]
+        out[a:b] = attend(q[a:b], k[c:d], v[c:d], softmax_scale, False, (-1, -1), softcap)
+    return out
+"""
+CALLS = """
+import inspect
+import torch
+from opweave import ir
+
+def check(name, *arguments):
+    op = getattr(ir.ops, name)
+    kernel = inspect.unwrap(op.impls["flash_attn"].impl_fn)  # without the rule, which needs a GPU
+    torch.testing.assert_close(kernel(*arguments), op.native(*arguments))
+
+torch.manual_seed(0)
+for queries, keys in ((3, 5), (5, 3), (1, 4), (2, 0), (0, 2)):
+    q, k = torch.randn(2, queries, 4, 8), torch.randn(2, keys, 2, 8)
+    v = torch.randn_like(k)
+    check("bidirectional_attention", q, k, v)
+    check("bidirectional_attention", q, k, v, 0.3)
+    for window in (None, 1, 3):
+        for soft_cap in (None, 2.0):
+            check("causal_attention", q, k, v, 0.3, window, soft_cap)
+for dtype in (torch.int32, torch.int64):
+    for ends_q, ends_k, rows in ([0, 2, 5], [0, 3, 4], 5), ([0, 1, 4], [0, 0, 4], 7), ([0], [0], 1):
+        q, k = torch.randn(rows, 4, 8), torch.randn(6, 2, 8)
+        cu = [torch.tensor(ends, dtype=dtype) for ends in (ends_q, ends_k)]
+        for soft_cap in (None, 2.0):
+            check("varlen_attention", q, k, torch.randn_like(k), *cu, 0.3, False, None, soft_cap)
+print("agreed")
+"""
+
+
+def test_calls_mean_what_the_ops_do(tmp_path: Path) -> None:
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "flash_attn_interface.py").write_text(LIBRARY)
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS],
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "agreed\n", done.stderr

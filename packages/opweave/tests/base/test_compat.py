@@ -34,15 +34,15 @@ def test_every_name_has_a_canary() -> None:
 
 def test_is_dynamo_compiling() -> None:
     assert torch_compat.is_dynamo_compiling() is False
-    seen = []
 
     @torch.compile(backend="eager", fullgraph=True)
     def traced(x: Tensor) -> Tensor:
         return x + 1 if torch_compat.is_dynamo_compiling() else x + 2
 
     torch.compiler.reset()
-    seen.append(traced(torch.zeros(1)).item())
-    assert seen == [1]
+    assert traced(torch.zeros(1)).item() == 1
+    with torch_compat.fake_tensor_mode():
+        assert type(torch.empty(2)).__name__ == "FakeTensor"
 
 
 def test_trace_instead() -> None:
@@ -115,7 +115,7 @@ def test_all_reduce_sum() -> None:
 
 
 def test_all_gather() -> None:
-    """With ranks it is tested in packages/opweave/tests/layers/test_parallel.py."""
+    """With ranks it is tested in packages/opweave/tests/layers/test_linear.py."""
     with pytest.raises(RuntimeError, match="process group"):
         torch_compat.all_gather(torch.ones(2), 2, "no such group")
     with FakeTensorMode():
@@ -189,18 +189,27 @@ def test_sizes_that_only_the_data_tells() -> None:
     assert not torch_compat.depends_on_data(ValueError("data-dependent"))
 
 
-def test_unwrapped() -> None:
-    depths = []
+def test_what_is_active_inside_of_a_transform() -> None:
+    seen, depths, traced = [], [], []
 
     def look(x: Tensor) -> Tensor:
+        seen.append(torch_compat.functorch_interpreter() is not None)
         depths.append(len(list(torch_compat.unwrapped(x))))
+        traced.append(torch_compat.jit_tracing_state() is not None)
         return x.sum()
 
     x = torch.zeros(2, 2)
     look(x)
     torch.vmap(torch.func.grad(look))(x)
-    assert depths == [1, 3]
+    torch.func.jvp(look, (x,), (x,))
+    assert seen == [False, True, True]
+    assert depths[:2] == [1, 3]
     assert [t is x for t in torch_compat.unwrapped(x)] == [True]
+    assert not any(traced)
+    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
+        torch.jit.trace(look, x, check_trace=False)
+    assert traced.pop()
+    assert torch_compat.functorch_interpreter() is torch_compat.jit_tracing_state() is None
 
 
 def test_no_transforms() -> None:
@@ -219,21 +228,6 @@ def test_no_transforms() -> None:
     assert seen == [(None, 0)]
 
 
-def test_functorch_interpreter() -> None:
-    seen = []
-
-    def look(x: Tensor) -> Tensor:
-        seen.append(torch_compat.functorch_interpreter() is not None)
-        return x.sum()
-
-    assert torch_compat.functorch_interpreter() is None
-    torch.vmap(look)(torch.zeros(2, 2))
-    torch.func.grad(look)(torch.zeros(2))
-    torch.func.jvp(look, (torch.zeros(2),), (torch.zeros(2),))
-    assert seen == [True] * 3
-    assert torch_compat.functorch_interpreter() is None
-
-
 def test_any_autocast_enabled() -> None:
     assert not torch_compat.any_autocast_enabled()
     with torch.autocast("cpu", torch.bfloat16):
@@ -243,19 +237,6 @@ def test_any_autocast_enabled() -> None:
                 assert not torch_compat.any_autocast_enabled()
                 assert not torch.is_autocast_enabled("cpu")
         assert torch.is_autocast_enabled("cpu")
-
-
-def test_jit_tracing_state() -> None:
-    seen = []
-
-    def look(x: Tensor) -> Tensor:
-        seen.append(torch_compat.jit_tracing_state() is not None)
-        return x + 1
-
-    assert torch_compat.jit_tracing_state() is None
-    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
-        torch.jit.trace(look, torch.zeros(1), check_trace=False)
-    assert seen == [True]
 
 
 def test_below_autograd() -> None:
@@ -334,29 +315,16 @@ def test_onednn_linear() -> None:
         torch.testing.assert_close(torch_compat.onednn_linear(x, weight, given), wanted)
 
 
-def test_has_onednn() -> None:
-    assert torch_compat.has_onednn() == ("USE_MKLDNN=ON" in torch.__config__.show())
-
-
-def test_multiplies_float16() -> None:
-    """An AVX-512 CPU has the instructions by this name, AMD's and Intel's before 2023 do not."""
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    if "avx512_fp16" in flags or "amx_fp16" in flags:
-        assert torch_compat.multiplies_float16()
-    elif flags:
-        assert not torch_compat.multiplies_float16()
-
-
-def test_has_amx() -> None:
+def test_features_of_the_cpu() -> None:
+    """An AVX-512 CPU multiplies float16 by this name, AMD's and Intel's before 2023 do not."""
+    has_onednn = "USE_MKLDNN=ON" in torch.__config__.show()
+    assert torch_compat.has_onednn() == has_onednn
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     if flags:
-        assert torch_compat.has_amx() == ("amx_tile" in flags and torch_compat.has_onednn())
-
-
-def test_has_vnni() -> None:
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    if flags:
-        assert torch_compat.has_vnni() == ("avx512_vnni" in flags and torch_compat.has_onednn())
+        has_float16 = "avx512_fp16" in flags or "amx_fp16" in flags
+        assert torch_compat.multiplies_float16() == has_float16
+        assert torch_compat.has_amx() == ("amx_tile" in flags and has_onednn)
+        assert torch_compat.has_vnni() == ("avx512_vnni" in flags and has_onednn)
 
 
 def test_multiply_int8() -> None:
@@ -387,11 +355,24 @@ def test_remove_ops() -> None:
         assert not hasattr(torch.ops.opweave_canary, "g")
 
 
-def test_is_taken_in_torch_ops() -> None:
-    assert torch_compat.is_taken_in_torch_ops("name")
+def test_names_schemas_and_kinds_of_operators() -> None:
+    assert all(map(torch_compat.is_taken_in_torch_ops, ("name", "__init__")))
     assert isinstance(torch.ops.opweave.name, str)
-    assert torch_compat.is_taken_in_torch_ops("__init__")
     assert not torch_compat.is_taken_in_torch_ops("rms_norm")
+    assert "name" in torch_compat.namespace_attributes("opweave_test")
+    assert torch_compat.is_op_namespace(torch.ops.aten)
+    assert not torch_compat.is_op_namespace(torch.ops.load_library)
+    assert isinstance(torch.ops.aten.add, torch_compat.OpOverloadPacket)
+    assert isinstance(torch.ops.aten.add.Tensor, torch_compat.OpOverload)
+    assert isinstance(torch.ops.higher_order.cond, torch_compat.HigherOrderOperator)
+    assert torch_compat.parse_schema("f(Tensor x, float y=1.) -> Tensor").name == "f"
+    with pytest.raises(RuntimeError):
+        torch_compat.parse_schema("f(Tensor x, float y=inf) -> Tensor")
+    with pytest.raises(Exception, match="item"):
+        raise torch_compat.depends_on_values(torch.ops.aten.item.default)
+    assert callable(torch_compat.lookup_backend("eager"))
+    with pytest.raises(torch._dynamo.exc.InvalidBackend):
+        torch_compat.lookup_backend("no_such_backend")
 
 
 def test_graph_break() -> None:
@@ -404,17 +385,6 @@ def test_graph_break() -> None:
         torch.compile(breaking, backend="eager", fullgraph=True)(torch.zeros(1))
     torch.compiler.reset()
     assert torch.compile(breaking, backend="eager")(torch.zeros(1)).item() == 1
-
-
-def test_lookup_backend() -> None:
-    assert callable(torch_compat.lookup_backend("eager"))
-    with pytest.raises(torch._dynamo.exc.InvalidBackend):
-        torch_compat.lookup_backend("no_such_backend")
-
-
-def test_fake_tensor_mode() -> None:
-    with torch_compat.fake_tensor_mode():
-        assert type(torch.empty(2)).__name__ == "FakeTensor"
 
 
 def test_size_hint() -> None:
@@ -483,25 +453,6 @@ def test_is_x86(monkeypatch: pytest.MonkeyPatch, machine: str, expected: bool) -
     assert torch_compat.is_x86() is expected
 
 
-def test_parse_schema() -> None:
-    assert torch_compat.parse_schema("f(Tensor x, float y=1.) -> Tensor").name == "f"
-    with pytest.raises(RuntimeError):
-        torch_compat.parse_schema("f(Tensor x, float y=inf) -> Tensor")
-
-
-def test_kinds_of_operators() -> None:
-    packet = torch.ops.aten.add
-    assert isinstance(packet, torch_compat.OpOverloadPacket)
-    assert isinstance(packet.Tensor, torch_compat.OpOverload)
-    assert isinstance(torch.ops.higher_order.cond, torch_compat.HigherOrderOperator)
-
-
-def test_namespaces_of_ops() -> None:
-    assert "name" in torch_compat.namespace_attributes("opweave_test")
-    assert torch_compat.is_op_namespace(torch.ops.aten)
-    assert not torch_compat.is_op_namespace(torch.ops.load_library)
-
-
 def test_no_torch_function() -> None:
     seen = []
 
@@ -517,11 +468,6 @@ def test_no_torch_function() -> None:
             torch.ones(1)
     assert count
     assert len(seen) == count
-
-
-def test_depends_on_values() -> None:
-    with pytest.raises(Exception, match="item"):
-        raise torch_compat.depends_on_values(torch.ops.aten.item.default)
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,6 @@ def installed() -> Iterator[None]:
     opweave.compile.uninstall()
 
 
-def test_by_name() -> None:
-    model, inputs = Small(), (torch.randn(4, 8), torch.randn(4, 8))
-    compiled = torch.compile(model, backend="opweave", fullgraph=True)
-    torch.testing.assert_close(compiled(*inputs), model(*inputs))
-    assert opweave.compile.report().selected_impls["silu_and_mul"] == {"silu_and_mul": "opweave_c"}
-
-
 def test_install_gives_plain_torch_compile_the_passes(installed: None) -> None:
     model, inputs = Small(), (torch.randn(4, 8), torch.randn(4, 8))
     compiled = torch.compile(model, fullgraph=True)
@@ -333,6 +326,7 @@ def test_a_package_of_aot_inductor_loads_where_only_opweave_is_imported(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_aot_inductor_without_the_passes_runs_a_call_site(tmp_path: Path) -> None:

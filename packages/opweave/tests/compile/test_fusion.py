@@ -312,15 +312,11 @@ def test_a_cache_is_written_in_place() -> None:
         torch.testing.assert_close(got.float(), wanted.float(), atol=2e-2, rtol=2e-2)
 
 
-def test_nothing_is_fused_without_a_kernel() -> None:
-    _, function = FORMS["add, norm and static fp8"]
-    with ir.priority(all_native()):
-        assert fused(function, x(), x()) == []
-
-
-def test_the_option() -> None:
+def test_nothing_is_fused_without_a_kernel_or_with_the_option() -> None:
     _, function = FORMS["add, norm and static fp8"]
     assert fused(function, x(), x(), fusion=False) == []
+    with ir.priority(all_native()):
+        assert fused(function, x(), x()) == []
 
 
 def test_fusion_keeps_donations() -> None:

@@ -142,11 +142,3 @@ def test_a_source_line_is_the_users(
     source = sources.pop()
     assert source.startswith(f"{__file__}:")
     assert source.endswith("# here")
-
-
-def test_set_default_device() -> None:
-    torch.set_default_device("cpu")
-    try:
-        test_a_source_line_is_the_users(plain, nullcontext())
-    finally:
-        torch.set_default_device(None)

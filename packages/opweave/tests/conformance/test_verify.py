@@ -18,7 +18,6 @@ from opweave.conformance import (
     NonconformingError,
     NothingToVerifyError,
     Subject,
-    UnknownCheckError,
     UnknownPlatformError,
     certificate,
     subjects,
@@ -250,11 +249,6 @@ def test_subjects() -> None:
 def test_what_does_not_exist(arguments: dict[str, Any], error: type, named: str) -> None:
     with pytest.raises(error, match=named):
         subjects(**arguments)
-
-
-def test_an_unknown_check() -> None:
-    with pytest.raises(UnknownCheckError, match="Did you mean 'values'"):
-        verify(SOME[0], ["value"])
 
 
 def test_a_certificate_says_what_was_verified() -> None:

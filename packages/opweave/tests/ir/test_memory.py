@@ -39,20 +39,6 @@ def test_nothing_is_claimed_wrongly(first: Any, second: Any) -> None:
     assert not covers(a, b) or elements(b) <= elements(a)
 
 
-def test_slices_of_one_token_are_disjoint() -> None:
-    q, k = torch.zeros(1, 12).split([8, 4], -1)
-    assert disjoint(q, k)
-    assert disjoint(q.view(1, 2, 4), k.view(1, 1, 4))
-
-
-def test_slices_of_every_head_are_disjoint() -> None:
-    query = torch.zeros(3, 4, 10)
-    plain, turned = torch.split_with_sizes(query, [6, 4], -1)
-    assert disjoint(plain, turned)
-    assert not disjoint(plain, query[..., 5:])
-    assert disjoint(plain, turned[1:])  # other rows
-
-
 @st.composite
 def views(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     """Two views of one tensor, each by a few steps such as models take."""

@@ -18,7 +18,6 @@ from ir.helpers import (
     assert_equal,
     each_op,
     inputs,
-    ir_nodes,
     op_of,
     tuple_of,
 )
@@ -213,17 +212,6 @@ def test_an_op_that_was_taken_back_cannot_be_pickled() -> None:
         raise KeyError
     with pytest.raises(UnknownOpError, match="no longer registered in 'was_taken'"):
         pickle.dumps(doubled)
-
-
-def test_a_module_with_ops_compiles_and_exports() -> None:
-    module, x = Norm(), torch.randn(3, 8)
-    torch.compiler.reset()
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), module(x))
-    bound = torch.compile(Bound(), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(bound(x), Bound()(x))
-    program = torch.export.export(module, (x,))
-    assert ir_nodes(program.graph, ir.ops.rms_norm) == 1
 
 
 # autocast

@@ -50,21 +50,12 @@ def test_the_command_line_names_the_flag(op: ir.IrOp) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1", True),
-        ("true", True),
-        ("YES", True),
-        (" on ", True),
-        ("0", False),
-        ("False", False),
-        ("no", False),
-        ("off", False),
-        ("", False),
-    ],
+    ("value", "texts"),
+    [(True, ("1", "true", "YES", " on ")), (False, ("0", "False", "no", "off", ""))],
 )
-def test_flags(text: str, value: bool) -> None:
-    assert environment.flag("OPWEAVE_CHECK_DONATION", {"OPWEAVE_CHECK_DONATION": text}) is value
+def test_flags(value: bool, texts: tuple[str, ...]) -> None:
+    for text in texts:
+        assert environment.flag("OPWEAVE_X", {"OPWEAVE_X": text}) is value, text
 
 
 @pytest.mark.parametrize("text", ["2", "maybe", "yess", "None"])
@@ -169,57 +160,58 @@ def test_the_nearest_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # Settings as a whole, in fresh processes
 
 PRIORITY = "OPWEAVE_IR_OP_PRIORITY__RMS_NORM"
+ATEN = {PRIORITY: "aten"}
+ROW = {"opweave.toml": "[ir_op_priority]\nrms_norm = ['batch_invariant']\n"}
+PYPROJECT = {"pyproject.toml": "[tool.opweave.ir_op_priority]\nrms_norm = 'batch_invariant'"}
 CALL = "x = torch.ones(2, 8)\nir.ops.rms_norm(x, None, 1e-6)\n"
 CHOSEN = CALL + "assert ir.ops.rms_norm.dispatch(x, None, 1e-6).provider == {!r}"
-ROW = "[ir_op_priority]\nrms_norm = ['batch_invariant']\n"
+CHECK = "ir.current_registry().check_settings()"
+READY = "r = ir.current_registry(); r.ensure_ready()\n"
 
 
-def fails(code: str, *fragments: str) -> str:
+def fails(
+    code: str, *fragments: str, env: dict[str, str] | None = None, toml: str | None = None
+) -> Case:
     """Code that passes if *code* raises an IrError with the fragments, twice."""
-    return (
+    return Case(
         "for attempt in range(2):\n    try:\n        exec(" + repr(code) + ")\n"
         "    except ir.IrError as error:\n"
         f"        missing = [f for f in {fragments!r} if f not in str(error)]\n"
         "        assert not missing, (missing, str(error))\n"
-        "    else:\n        raise SystemExit('nothing was raised')\n"
+        "    else:\n        raise SystemExit('nothing was raised')\n",
+        env or {},
+        {} if toml is None else {"opweave.toml": toml},
     )
 
 
-CHECK = "ir.current_registry().check_settings()"
-
-
 def test_environment_and_file_in_fresh_processes(fresh_cases: FreshCases) -> None:
+    batch_invariant, nowhere = "OPWEAVE_BATCH_INVARIANT", {"OPWEAVE_CONFIG": "nowhere.toml"}
+    unknown_op = PRIORITY.replace("RMS_", "RMS")
     fresh_cases(
         [
-            Case(CHOSEN.format("aten"), {PRIORITY: "aten"}),
+            Case(CHOSEN.format("aten"), ATEN),
             Case(CHOSEN.format("aten"), {PRIORITY.replace("RMS", "rms"): "aten"}),
-            Case(CHOSEN.format("batch_invariant"), {}, {"opweave.toml": ROW}),
+            Case(CHOSEN.format("batch_invariant"), {}, ROW),
+            Case(CHOSEN.format("batch_invariant"), {}, PYPROJECT),
             Case(
                 CHOSEN.format("batch_invariant"),
-                {},
-                {"pyproject.toml": "[tool.opweave.ir_op_priority]\nrms_norm = 'batch_invariant'"},
-            ),
-            Case(
-                CHOSEN.format("batch_invariant"), {"OPWEAVE_CONFIG": "a/b.toml"}, {"a/b.toml": ROW}
+                {"OPWEAVE_CONFIG": "a/b.toml"},
+                {"a/b.toml": ROW["opweave.toml"]},
             ),
             # the environment beats the file, which beats the platform
-            Case(CHOSEN.format("aten"), {PRIORITY: "aten"}, {"opweave.toml": ROW}),
             Case(
-                CALL + "assert ir.ops.rms_norm.get_priority()[:2] == ['aten', 'batch_invariant']",
-                {PRIORITY: "aten"},
-                {"opweave.toml": ROW},
-            ),
-            Case(
-                CALL + "assert [e.origin for e in ir.policy_for(ir.ops.rms_norm).priority][0]"
+                CHOSEN.format("aten")
+                + "\nassert ir.ops.rms_norm.get_priority()[:2] == ['aten', 'batch_invariant']\n"
+                "assert [e.origin for e in ir.policy_for(ir.ops.rms_norm).priority][0]"
                 f" == 'environment {PRIORITY}'",
-                {PRIORITY: "aten"},
+                ATEN,
+                ROW,
             ),
             # requirements
             Case(
-                "r = ir.current_registry(); r.ensure_ready()\n"
-                "assert list(r.settings.required) == ['batch_invariant']\n"
+                READY + "assert list(r.settings.required) == ['batch_invariant']\n"
                 "assert not r.settings.check_donation",
-                {"OPWEAVE_BATCH_INVARIANT": "1"},
+                {batch_invariant: "1"},
             ),
             Case(
                 "x = torch.ones(2, 2)\n"
@@ -228,59 +220,51 @@ def test_environment_and_file_in_fresh_processes(fresh_cases: FreshCases) -> Non
                 {},
                 {"opweave.toml": "batch_invariant = true"},
             ),
+            Case(READY + "assert r.settings.check_donation", {"OPWEAVE_CHECK_DONATION": "1"}),
             Case(
-                "r = ir.current_registry(); r.ensure_ready(); assert r.settings.check_donation",
-                {"OPWEAVE_CHECK_DONATION": "1"},
-            ),
-            Case(
-                "r = ir.current_registry(); r.ensure_ready(); assert r.settings.check_donation",
+                READY + "assert r.settings.check_donation",
                 {},
                 {"opweave.toml": "check_donation = true"},
             ),
             # mistakes; every use says so until they are mended
-            Case(fails(CALL, PRIORITY, "'atem'", "Did you mean 'aten'?"), {PRIORITY: "atem"}),
-            Case(fails(CHECK, PRIORITY, "'atem'", "Did you mean 'aten'?"), {PRIORITY: "atem"}),
-            Case(fails(CALL, PRIORITY, "'a b'"), {PRIORITY: "a b"}),
-            Case(fails(CALL, PRIORITY), {PRIORITY: ""}),
-            Case(
-                fails(CALL, "OPWEAVE_BATCH_INVARIANT='perhaps'"),
-                {"OPWEAVE_BATCH_INVARIANT": "perhaps"},
+            fails(CALL, PRIORITY, "'atem'", "Did you mean 'aten'?", env={PRIORITY: "atem"}),
+            fails(CHECK, PRIORITY, "'atem'", "Did you mean 'aten'?", env={PRIORITY: "atem"}),
+            fails(CALL, PRIORITY, "'a b'", env={PRIORITY: "a b"}),
+            fails(CALL, PRIORITY, env={PRIORITY: ""}),
+            fails(CALL, f"{batch_invariant}='perhaps'", env={batch_invariant: "perhaps"}),
+            fails(CALL, "OPWEAVE_CHECK_DONATION", env={"OPWEAVE_CHECK_DONATION": "2"}),
+            fails(CALL, *nowhere, "nowhere.toml", env=nowhere),
+            fails(CALL, "opweave.toml", "'color'", toml="color = 1"),
+            fails(
+                CALL,
+                "opweave.toml ir_op_priority.rms_norm",
+                "'atem'",
+                toml="[ir_op_priority]\nrms_norm = ['atem']",
             ),
-            Case(fails(CALL, "OPWEAVE_CHECK_DONATION"), {"OPWEAVE_CHECK_DONATION": "2"}),
-            Case(fails(CALL, "OPWEAVE_CONFIG", "nowhere.toml"), {"OPWEAVE_CONFIG": "nowhere.toml"}),
-            Case(fails(CALL, "opweave.toml", "'color'"), {}, {"opweave.toml": "color = 1"}),
-            Case(
-                fails(CALL, "opweave.toml ir_op_priority.rms_norm", "'atem'"),
-                {},
-                {"opweave.toml": "[ir_op_priority]\nrms_norm = ['atem']"},
+            fails(
+                CALL,
+                "opweave.toml ir_op_priority.rms_norm",
+                "3",
+                toml="[ir_op_priority]\nrms_norm = [3]",
             ),
-            Case(
-                fails(CALL, "opweave.toml ir_op_priority.rms_norm", "3"),
-                {},
-                {"opweave.toml": "[ir_op_priority]\nrms_norm = [3]"},
+            fails(
+                CHECK,
+                unknown_op,
+                "'rmsnorm'",
+                "Did you mean 'rms_norm'?",
+                env={unknown_op: "aten"},
             ),
-            Case(
-                fails(
-                    CHECK,
-                    "OPWEAVE_IR_OP_PRIORITY__RMSNORM",
-                    "'rmsnorm'",
-                    "Did you mean 'rms_norm'?",
-                ),
-                {"OPWEAVE_IR_OP_PRIORITY__RMSNORM": "aten"},
+            fails(
+                CHECK,
+                "ir_op_priority.rmsnorm",
+                "Did you mean 'rms_norm'?",
+                toml="[ir_op_priority]\nrmsnorm = ['aten']",
             ),
-            Case(
-                fails(CHECK, "ir_op_priority.rmsnorm", "Did you mean 'rms_norm'?"),
-                {},
-                {"opweave.toml": "[ir_op_priority]\nrmsnorm = ['aten']"},
-            ),
-            Case(
-                fails(CALL, PRIORITY, "batch_invariant"),
-                {PRIORITY: "aten!", "OPWEAVE_BATCH_INVARIANT": "1"},
-            ),
+            fails(CALL, PRIORITY, "batch_invariant", env={PRIORITY: "aten!", batch_invariant: "1"}),
             # a provider that is there already: the same error each time, both places named
             Case(
                 "op = ir.ops.fused_add_rms_norm\nop.register_impl('aten')(op.native)\n"
-                + fails(CALL, "fused_add_rms_norm", "'aten'", "<string>")
+                + fails(CALL, "fused_add_rms_norm", "'aten'", "<string>").code
             ),
             # an op and a provider of a plugin, known only later
             Case(

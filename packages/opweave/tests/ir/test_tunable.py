@@ -81,16 +81,17 @@ def test_names_in_text() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["mine[block=33]", "mine[size=32]", "other[block=32]"])
-def test_unknown_values(op: ir.IrOp, name: str) -> None:
-    with pytest.raises(UnknownProviderError, match="unknown provider"):
-        op.using(name)
-
-
-@pytest.mark.parametrize("name", ["mine[", "mine[]", "mine[block]", "mine[block=]", "mine]"])
-def test_malformed_names(op: ir.IrOp, name: str) -> None:
-    with pytest.raises(SettingError, match="is not the name of a provider"):
-        op.using(name)
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        (("mine[block=33]", "mine[size=32]", "other[block=32]"), UnknownProviderError),
+        (("mine[", "mine[]", "mine[block]", "mine[block=]", "mine]"), SettingError),
+    ],
+)
+def test_names_of_no_value(op: ir.IrOp, names: Sequence[str], error: type[Exception]) -> None:
+    for name in names:
+        with pytest.raises(error, match=r"unknown provider|is not the name of a provider"):
+            op.using(name)
 
 
 @pytest.mark.parametrize(

@@ -61,13 +61,6 @@ def test_every_way_to_call_chooses_by_tokens(op: ir.IrOp, tokens: int) -> None:
         assert ran == [EXPECTED[tokens]]
 
 
-def test_the_reason_is_shown(op: ir.IrOp) -> None:
-    op.registry.settings.set_tuned({"scaled": RANGES})
-    shown = str(ir.explain(op, torch.randn(1, 4)))
-    assert "✓ small" in shown
-    assert "[tuned: small is fast]" in shown
-
-
 def test_stronger_sources_win(op: ir.IrOp) -> None:
     op.registry.settings.set_tuned({"scaled": RANGES})
     x = torch.randn(1, 4)

@@ -179,29 +179,3 @@ def test_by_the_name_of_a_class_of_torch() -> None:
 def test_gated_by_name(name: str) -> None:
     layer = get_act_and_mul_fn(name)
     assert layer(torch.randn(4, 8)).shape == (4, 4)
-
-
-def test_the_cpu_needs_no_native_module(fresh_python: Any) -> None:
-    fresh_python("""
-        import sys
-        sys.modules["opweave._C_ops"] = None  # an import of it fails
-        import torch
-        from opweave import ir, layers
-        x = torch.randn(3, 8)
-        made = [layers.SiluAndMul(), layers.MulAndSilu(), layers.GeluAndMul(),
-                layers.GeluAndMulSparse(0.9), layers.SwigluOAIAndMul(), layers.FatreluAndMul(),
-                layers.NewGELU(), layers.FastGELU(), layers.QuickGELU(),
-                layers.ReLUSquaredActivation(), layers.XIELU()]
-        with torch.no_grad():
-            assert {tuple(layer(x).shape) for layer in made} == {(3, 4), (3, 8)}
-        assert "opweave_c" not in ir.ops.silu_and_mul.supported_providers()
-    """)
-
-
-def test_enabled_calls_the_op_and_disabled_its_native_form() -> None:
-    x = torch.randn(3, 8)
-    for custom_ops, called in (("all", ["silu_and_mul"]), ("none", [])):
-        layer = built(custom_ops, layers.SiluAndMul)
-        with ir.record() as record:
-            layer(x)
-        assert [*record.selected_impls] == called

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import opweave.layers
 from opweave.config import (
     CompilationConfig,
     CompilationMode,
@@ -123,12 +125,9 @@ def test_modes(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", [4, -1, True, None, "fast", 1.0])
-def test_no_modes(mode: Any) -> None:
+def test_no_modes_and_no_backends(mode: Any) -> None:
     with pytest.raises(SettingError, match=r"mode=.* should be one of 0 \(NONE\), 1 \(STOCK"):
         CompilationConfig(mode=mode)
-
-
-def test_no_backends() -> None:
     for backend in ("", None):
         with pytest.raises(SettingError, match=r"backend=.* should name a backend"):
             CompilationConfig(backend)  # type: ignore[arg-type]
@@ -268,3 +267,17 @@ def test_a_replacement_of_no_layer_is_warned_of() -> None:
     (message,) = (str(warning.message) for warning in caught)
     assert "Mine replaces 'SiluAndMull', which no layer is called." in message
     assert "Did you mean 'SiluAndMul'?" in message
+
+
+# Every name of the seed document's list is registered.
+
+LISTED = Path(__file__).with_name("seed_names.txt").read_text(encoding="utf-8").splitlines()
+NAMES = [line for line in LISTED if not line.startswith("#")]
+
+
+def test_each_is_registered() -> None:
+    for name in NAMES:
+        layer = opweave.layers.op_registry[name]
+        assert issubclass(layer, (opweave.layers.CustomOp, opweave.layers.PluggableLayer))
+        assert layer.__dict__["name"] == name
+        assert layer.__doc__

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, multiprocessing, nn
+from torch.testing._internal.distributed import fake_pg
 
 from opweave import ir
 from opweave.layers import (
@@ -22,12 +25,14 @@ from opweave.layers import (
     ShardingError,
     TensorParallel,
     WeightLoadError,
+    current_tensor_parallel,
     tensor_parallel,
 )
-from opweave.layers.linear_methods import UnquantizedLinearMethod
+from opweave.layers.linear_methods import ActivationScheme, UnquantizedLinearMethod, W8A8Method
 from opweave.layers.parallel import set_weight_attrs
 
 from .switch import ranks
+from .two_ranks import RANKS, Model, run_rank
 
 DTYPES = [torch.float32, torch.bfloat16]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -365,3 +370,151 @@ def test_weights_that_do_not_fit() -> None:
     replicated: Any = ReplicatedLinear(2, 3)
     with pytest.raises(WeightLoadError, match=r"ReplicatedLinear: weight.*takes \(3, 2\)\. The"):
         replicated.weight.weight_loader(replicated.weight, torch.ones(2, 3))
+
+
+# The linear method of 8-bit weights and activations: shapes, sharding, schemes.
+
+FP8 = torch.float8_e4m3fn
+BLOCKS = W8A8Method(FP8, block_rows=128)
+
+
+def unused(x: Tensor, dim: int = -1) -> Tensor:
+    raise AssertionError("nothing is computed")
+
+
+def shapes(layer: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in layer.named_parameters()}
+
+
+def test_parameters() -> None:
+    layer = MergedColumnParallelLinear(256, [192, 64], bias=False)
+    layer.set_quant_method(W8A8Method(torch.int8))
+    assert shapes(layer) == {"weight": (256, 256), "scale": (256,)}
+    layer.set_quant_method(W8A8Method(FP8, ActivationScheme(is_static=True)))
+    assert shapes(layer) == {"weight": (256, 256), "scale": (256,), "input_scale": (2,)}
+    layer.set_quant_method(BLOCKS.for_outputs([192, 64]))
+    assert shapes(layer) == {"weight": (256, 256), "scale": (4, 2)}
+    with pytest.raises(LayerArgumentError, match=r"block_rows=128 does not divide .*\[192, 64\]"):
+        layer.set_quant_method(BLOCKS)
+
+
+def test_inputs_are_sharded_by_whole_groups() -> None:
+    with tensor_parallel(TensorParallel(1, 2, unused, unused)):
+        layer = RowParallelLinear(256, 128, bias=False)
+        layer.set_quant_method(BLOCKS)
+        assert shapes(layer) == {"weight": (128, 128), "scale": (1, 1)}
+        layer = RowParallelLinear(384, 128, bias=False, prefix="down")
+        with pytest.raises(ShardingError, match=r"down: .* 192 of 384 inputs are not a multiple"):
+            layer.set_quant_method(BLOCKS)
+
+
+@pytest.mark.parametrize("narrow", [torch.int8, FP8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_schemes(narrow: torch.dtype, dtype: torch.dtype) -> None:
+    x, largest = torch.randn(5, 256).to(dtype), 127 if narrow is torch.int8 else 448
+    for scheme in (ActivationScheme(), ActivationScheme(is_static=True)):
+        layer = ReplicatedLinear(256, 64, bias=False, return_bias=False)
+        layer.set_quant_method(W8A8Method(narrow, scheme))
+        weight = torch.randn(64, 256)
+        scale = weight.abs().amax(1) / largest
+        codes = weight / scale[:, None]
+        codes = codes.round() if narrow is torch.int8 else codes
+        layer.weight.data.copy_(codes.to(narrow))
+        layer.scale.data.copy_(scale)
+        if scheme.is_static:
+            layer.input_scale.data.fill_(float(x.abs().max()) / largest)
+        found, wanted = layer(x), x.float() @ weight.T
+        assert found.dtype is dtype
+        assert (found - wanted).norm() < (0.02 if narrow is torch.int8 else 0.06) * wanted.norm()
+
+
+def test_an_upper_bound_limits_the_scale() -> None:
+    x = torch.tensor([[1.04, 100.0], [1.0, 2.0]])
+    codes, scale = W8A8Method(FP8, ActivationScheme(upper_bound=4.48)).quantized(x)
+    torch.testing.assert_close(scale, torch.tensor([[0.01], [2 / 448]]))
+    assert codes[0].tolist() == [104.0, 448.0]
+
+
+# Tensor parallelism: what a layer is told, and torch.distributed behind it.
+
+
+def no_gather(x: Tensor, dim: int = -1) -> Tensor:
+    raise AssertionError
+
+
+def rank_of(rank: int, size: int) -> TensorParallel:
+    return TensorParallel(rank, size, torch.neg, no_gather)
+
+
+def test_by_default_there_is_one_rank() -> None:
+    parallel, x = current_tensor_parallel(), torch.ones(2)
+    assert (parallel.rank, parallel.size) == (0, 1)
+    assert parallel.all_reduce(x) is x
+    assert parallel.all_gather(x, dim=0) is x
+
+
+def test_a_scope_ends() -> None:
+    with tensor_parallel(rank_of(1, 4)):
+        assert current_tensor_parallel().rank == 1
+        layer = ColumnParallelLinear(3, 8)
+        with tensor_parallel(TensorParallel()):
+            assert current_tensor_parallel().size == 1
+        assert current_tensor_parallel().size == 4
+    assert current_tensor_parallel().size == 1
+    assert (layer.tp_rank, layer.tp_size) == (1, 4)
+
+
+def test_mistakes() -> None:
+    for rank, size in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(ShardingError, match=f"rank={rank}.*size={size}"):
+            rank_of(rank, size)
+    with pytest.raises(ShardingError, match="size=2 ranks need all_reduce"):
+        TensorParallel(0, 2)
+    with pytest.raises(ShardingError, match=r"heads=6.*4 tensor-parallel ranks"):
+        rank_of(0, 4).divide(6, "heads")
+    with pytest.raises(ShardingError, match="init_process_group"):
+        TensorParallel.from_process_group()
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    spawn: Any = multiprocessing.spawn  # type: ignore[attr-defined]
+    spawn(run_rank, (tmp_path,), nprocs=RANKS)
+    for rank in range(RANKS):
+        outcome = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
+        assert outcome == {"place": [rank, RANKS], "gathered": True, "reduced": True, "model": True}
+
+
+@pytest.fixture
+def pretended_group() -> Iterator[None]:
+    """Two ranks, of which only the second exists, and nothing is exchanged."""
+    distributed.init_process_group("fake", store=fake_pg.FakeStore(), rank=1, world_size=RANKS)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("pretended_group")
+def test_collectives_are_traced() -> None:
+    parallel = TensorParallel.from_process_group()
+    assert (parallel.rank, parallel.size) == (1, RANKS)
+    with tensor_parallel(parallel):
+        model = Model()
+    torch.compiler.reset()
+    graphs: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    found = torch.compile(model, backend=backend, fullgraph=True)(torch.tensor([1, 2]))
+    assert found.shape == (2, 6)
+    (targets,) = graphs
+    assert sum("all_reduce" in target for target in targets) == 2
+    assert sum("all_gather_into_tensor" in target for target in targets) == 1
+
+
+@pytest.mark.usefixtures("pretended_group")
+def test_groups_of_some_processes() -> None:
+    alone = distributed.new_group([1])
+    assert TensorParallel.from_process_group(alone) == TensorParallel()
+    with pytest.raises(ShardingError, match="rank 1 of all, is not in"):
+        TensorParallel.from_process_group(distributed.new_group([0]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -225,22 +224,6 @@ def positions(*shape: int, seed: int = 3, dtype: torch.dtype = torch.int64) -> T
     return torch.randint(-MAX_POSITION, MAX_POSITION, shape, generator=generator).to(dtype)
 
 
-def rotated(x: Tensor, where: Tensor, cache: Tensor, head_size: int, is_neox: bool) -> Tensor:
-    """The rotation as a product of complex numbers, in float64."""
-    size = cache.shape[1]
-    heads = (
-        x.double().reshape(where.numel(), math.prod(x.shape[1:]) // head_size, head_size).clone()
-    )
-    cos, sin = cache[where.flatten()].to(x.dtype).double().chunk(2, -1)
-    turn = torch.complex(cos, sin)[:, None]
-    pairs = torch.unflatten(heads[..., :size], -1, (2, -1) if is_neox else (-1, 2))
-    dim = -2 if is_neox else -1
-    first, second = pairs.unbind(dim)
-    product = torch.complex(first, second) * turn
-    heads[..., :size] = torch.stack((product.real, product.imag), dim).flatten(-2)
-    return heads.reshape(x.shape)
-
-
 def is_rounded_at_each_step(dtype: torch.dtype) -> bool:
     """Whether the active instruction set computes in this dtype itself."""
     module = extension.module()
@@ -259,14 +242,6 @@ def rounded(
     cache = cache.to(query.dtype).float()
     wide = rotary_embedding.native(query.float(), key.float(), where, cache, head_size, is_neox)
     return wide[0].to(query.dtype), wide[1].to(key.dtype)
-
-
-def assert_rotated(got: Tensor, exact: Tensor) -> None:
-    """Of values below 8, within three roundings if each step is rounded, or one to 16 bits."""
-    steps = got.dtype == torch.float32 or is_rounded_at_each_step(got.dtype)
-    roundings = 3 if steps else 0.501
-    atol = 4 * roundings * torch.finfo(got.dtype).eps
-    torch.testing.assert_close(got.double(), exact, atol=atol, rtol=0)
 
 
 def assert_rotated_bits(got: Tensor, wanted: Tensor, isa: str) -> None:

@@ -58,8 +58,3 @@ def by_sequence(
             parts = [t[tokens] for t in (x, *others)]
             y[tokens], new[slot] = oracle(*parts, before)  # type: ignore[call-arg]
     return y, new
-
-
-def poisoned(t: Tensor) -> Tensor:
-    """The same values in rows of a wider tensor that holds NaN elsewhere."""
-    return torch.cat((t, torch.full_like(t, float("nan"))), -1)[..., : t.shape[-1]]

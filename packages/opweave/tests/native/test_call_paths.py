@@ -399,17 +399,6 @@ def normalized(x: Tensor) -> Tensor:
     return out + 1
 
 
-def test_wrappers_in_a_full_graph(module: ModuleType) -> None:
-    def step(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        x, residual = x + 0, residual + 0
-        _custom_ops.fused_add_rms_norm(x, residual, None, 0.0)
-        return x, residual
-
-    got = torch.compile(step, fullgraph=True, backend="aot_eager")(ones(2, 8), ones(2, 8))
-    assert torch.equal(got[0], ones(2, 8))
-    assert torch.equal(got[1], 2 * ones(2, 8))
-
-
 def test_transforms_of_derivatives_are_refused(module: ModuleType) -> None:
     def in_place(x: Tensor) -> Tensor:
         y = x * 1

@@ -65,13 +65,15 @@ def test_the_order_of_folders(folder: Path) -> None:
     "flags",
     [
         ("-isystem", "a"),
-        ("-I", "a"),
-        ("-Ia",),
-        ("-iquote", "a"),
-        ("-idiraftera",),
         ("-include", "a/x.h"),
-        ("-imacros", "a/x.h"),
         ("-DX=<../a/x.h>", "-Ib"),
+        *(
+            pytest.param(flags, marks=pytest.mark.slow)
+            for flags in (
+                *(("-I", "a"), ("-Ia",), ("-iquote", "a"), ("-idiraftera",)),
+                ("-imacros", "a/x.h"),
+            )
+        ),
     ],
 )
 def test_headers_by_flags(folder: Path, flags: tuple[str, ...]) -> None:
@@ -129,11 +131,16 @@ def library(path: str, mark: str) -> None:
     ("file", "flags"),
     [
         ("a/libl.a", ("-La", "-ll")),
-        ("a/libl.a", ("-L", "a", "-l", "l")),
-        ("a/l.a", ("-La", "-l:l.a")),
-        ("a/libl.a", ("a/libl.a",)),
         ("a/l.o", ("a/l.o",)),
-        ("a/libl.a", ("-Wl,--whole-archive,a/libl.a,--no-whole-archive",)),
+        *(
+            pytest.param(file, flags, marks=pytest.mark.slow)
+            for file, flags in (
+                ("a/libl.a", ("-L", "a", "-l", "l")),
+                ("a/l.a", ("-La", "-l:l.a")),
+                ("a/libl.a", ("a/libl.a",)),
+                ("a/libl.a", ("-Wl,--whole-archive,a/libl.a,--no-whole-archive",)),
+            )
+        ),
     ],
 )
 def test_libraries(
@@ -235,7 +242,13 @@ def test_a_cache_that_cannot_be_written(folder: Path, monkeypatch: pytest.Monkey
         build(path)
 
 
-@pytest.mark.parametrize("manifest", ["{", "[]", "3", "null", '{"\\u0000": "1"}', "{}"])
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        *("{", '{"\\u0000": "1"}'),
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("[]", "3", "null", "{}")),
+    ],
+)
 def test_a_damaged_manifest(folder: Path, manifest: str) -> None:
     path = source('#define MARK "mark-one"')
     build(path)
@@ -252,7 +265,7 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(path.read_bytes()[: {"cut": 20_000, "empty": 0}[how]])
 
 
-@pytest.mark.parametrize("how", ["cut", "empty", "gone"])
+@pytest.mark.parametrize("how", ["cut", pytest.param("empty", marks=pytest.mark.slow), "gone"])
 def test_a_damaged_module(folder: Path, how: str) -> None:
     path = source('#define MARK "mark-one"')
     damage(cache.build(Extension("kit_input", "kit_input", (path,))).path, how)

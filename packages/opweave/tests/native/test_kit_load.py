@@ -164,34 +164,40 @@ def test_syntax_error(native_cache: Path, tmp_path: Path) -> None:
     native.load("kit_syntax", [source])
 
 
-def of_function(tmp_path: Path, function: str, schema: str) -> Path:
+def of_functions(tmp_path: Path, functions: list[str], schema: str) -> Path:
+    """Write a source with an op of each of the *functions*, all of *schema*."""
     source = tmp_path / "f.cpp"
+    ops = [(function.replace(" f(", f" f{i}("), i) for i, function in enumerate(functions)]
     source.write_text(
-        "#include <opweave/extension.h>\n"
-        f"using namespace opweave;\nstatic {function}\n"
-        f'OPWEAVE_EXTENSION_MODULE(m) {{ m.def("{schema}", f); }}\n',
+        "#include <opweave/extension.h>\nusing namespace opweave;\n"
+        + "".join(f"static {function}\n" for function, _ in ops)
+        + "OPWEAVE_EXTENSION_MODULE(m) {\n"
+        + "".join(f'm.def("f{i}{schema}", f{i});\n' for _, i in ops)
+        + "}\n",
         encoding="utf-8",
     )
     return source
 
 
-@pytest.mark.parametrize(
-    "parameter", ["float", "std::optional<int>", "std::optional<float>", "std::optional<View>"]
-)
-def test_wrong_parameter_type(native_cache: Path, tmp_path: Path, parameter: str) -> None:
-    function = f"void f(const View&, {parameter}) {{}}"
-    log = refusal("kit_type", of_function(tmp_path, function, "f(Tensor x, int? y) -> ()")).log
-    assert "a parameter is const View&, const View*, int64_t" in log
+def test_wrong_parameter_types(native_cache: Path, tmp_path: Path) -> None:
+    wrong = ("float", "std::optional<int>", "std::optional<float>", "std::optional<View>")
+    functions = [f"void f(const View&, {parameter}) {{}}" for parameter in wrong]
+    log = refusal("kit_type", of_functions(tmp_path, functions, "(Tensor x, int? y) -> ()")).log
+    message = "a parameter is const View&, const View*, int64_t"
+    errors = [line for line in log.splitlines() if "error:" in line and message in line]
+    assert len(errors) == len(wrong)
 
 
-@pytest.mark.parametrize("result", ["float", "std::optional<int64_t>", "IntList"])
 @pytest.mark.parametrize("in_tuple", [False, True])
-def test_wrong_result_type(native_cache: Path, tmp_path: Path, result: str, in_tuple: bool) -> None:
-    result = f"std::tuple<int64_t, {result}>" if in_tuple else result
-    function = f"{result} f(const View&) {{ throw 0; }}"
-    log = refusal("kit_type", of_function(tmp_path, function, "f(Tensor x) -> int")).log
-    assert "an op returns void, int64_t, double, bool, or a std::tuple of these" in log
-    assert log.count("error:") == 1
+def test_wrong_result_types(native_cache: Path, tmp_path: Path, in_tuple: bool) -> None:
+    wrong = ["float", "std::optional<int64_t>", "IntList"]
+    results = [f"std::tuple<int64_t, {each}>" for each in wrong] if in_tuple else wrong
+    functions = [f"{result} f(const View&) {{ throw 0; }}" for result in results]
+    log = refusal("kit_type", of_functions(tmp_path, functions, "(Tensor x) -> int")).log
+    message = "an op returns void, int64_t, double, bool, or a std::tuple of these"
+    errors = [line for line in log.splitlines() if "error:" in line]
+    assert len(errors) == len(wrong)
+    assert all(message in line for line in errors)
 
 
 @pytest.mark.parametrize(

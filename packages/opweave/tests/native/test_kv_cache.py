@@ -1,17 +1,18 @@
-"""The paged cache holds what was written, where it was written, and nothing else changes."""
+"""The paged cache holds what was written, rotated or not, where it was written."""
 
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.ir.ops.kv_cache import reshape_and_cache
+from opweave.ir.ops.kv_cache import reshape_and_cache, rope_reshape_and_cache
 
-from .oracle import CALL_PATHS, DTYPES, call_path, random, using_threads
+from .oracle import DTYPES, assert_rotated_bits, positions, random, rounded, table, using_threads
 from .paged_cases import SHARED, in_one_tensor
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -107,30 +108,89 @@ def test_definition_is_differentiable_and_traceable() -> None:
     assert torch.equal(got[1], written(value, value_cache, slots))
 
 
-def fuzz(module: ModuleType, cases: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (), generator=generator))
-
-    for number in range(cases):
-        key, value, *caches, slots = case(
-            draw(0, 20),
-            draw(1, 4),
-            draw(1, 20),
-            draw(1, 20),
-            draw(1, 4),
-            draw(1, 20),
-            DTYPES[draw(0, 2)],
-            seed=number,
-        )
-        wanted = written(key, caches[0], slots), written(value, caches[1], slots)
-        run = call_path(module, CALL_PATHS[draw(0, 1)], "reshape_and_cache")
-        run(key, value, *caches, slots)
-        assert torch.equal(caches[0], wanted[0])
-        assert torch.equal(caches[1], wanted[1])
+# Rotation, alone, after the norm of every head, and into the cache
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_any_case(module: ModuleType, count: int) -> None:
-    fuzz(module, count, seed=0)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("epsilon", [0.0, 1e-6])
+@pytest.mark.parametrize("largest", [1.0, 2.0**80, 2.0**90, 3e38, torch.inf, torch.nan])
+def test_norm_with_any_weight_and_epsilon(
+    module: ModuleType, isa: str, largest: float, epsilon: float, dtype: torch.dtype
+) -> None:
+    """Heads of four rows that are zero, tiny, huge and usual, against one op after the other."""
+    largest = min(largest, torch.finfo(dtype).max) if largest < torch.inf else largest
+    size, where = 64, positions(4)
+    cache = table(size, dtype)
+    weight = random(size, dtype=dtype)
+    weight[3] = largest
+    query, key = random(4, 5, size, dtype=dtype), random(4, 2, size, dtype=dtype, seed=1)
+    for x in (query, key):
+        x[0] = 0.0
+        x[1] *= 1e-25 if dtype != torch.float16 else 1e-6
+        x[2] *= 1e30 if dtype != torch.float16 else 1e4
+    normed = [torch.empty_like(x) for x in (query, key)]
+    for mine, x in zip(normed, (query, key), strict=True):
+        module.rms_norm(mine, x, weight, epsilon)
+    module.rotary_embedding(*normed, *normed, where, cache, size, True)
+    module.qk_norm_rope(query, key, query, key, where, cache, weight, weight, epsilon, size, True)
+    assert_rotated_bits(query, normed[0], isa)
+    assert_rotated_bits(key, normed[1], isa)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_value_is_rotated_as_in_the_definition(
+    module: ModuleType, isa: str, dtype: torch.dtype
+) -> None:
+    codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    query = codes.view(512, 128).clone()
+    key = codes.flip(0).roll(31).view(512, 128).clone()
+    where, cache = positions(512), table(128, dtype)
+    wanted = rounded(query, key, where, cache, 128, True)
+    module.rotary_embedding(query, key, query, key, where, cache, 128, True)
+    assert_rotated_bits(query, wanted[0], isa)
+    assert_rotated_bits(key, wanted[1], isa)
+
+
+def rotated_and_written(*arguments: Any) -> tuple[Tensor, ...]:
+    """Rotate, round, and write with native."""
+    query, key, value, where, cache, key_cache, value_cache, slots, head_size = arguments
+    query, key = rounded(query, key, where, cache, head_size)
+    heads = key.view(*value.shape[:2], head_size)
+    return query, *reshape_and_cache.native(heads, value, key_cache, value_cache, slots)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_so_much_is_rotated_that_it_goes_past_the_caches(
+    module: ModuleType, isa: str, dtype: torch.dtype
+) -> None:
+    key, value, *caches, slots = case(4200, 4, 128, 192, 44, 96, dtype)
+    assert key.nbytes + value.nbytes > 2**23
+    query, where = random(len(slots), 2, 128, dtype=dtype, seed=5), positions(len(slots))
+    arguments = (query, key, value, where, table(128, dtype), *caches, slots, 128)
+    wanted, before = rotated_and_written(*arguments), [t.clone() for t in (query, key, value)]
+    out = torch.full_like(query, 9)
+    module.rope_reshape_and_cache(out, *arguments, True)
+    for got, expected in zip((out, *caches), wanted, strict=True):
+        assert_rotated_bits(got, expected, isa)
+    assert all(map(torch.equal, (query, key, value), before))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_slices_of_one_projection_are_rotated_into_the_cache(
+    module: ModuleType, flat: bool
+) -> None:
+    qkv = random(6, 8 * 16, dtype=torch.bfloat16)
+    parts = [t if flat else torch.unflatten(t, -1, (-1, 16)) for t in qkv.split((64, 32, 32), -1)]
+    query, key, value = *parts[:2], parts[2].unflatten(-1, (-1, 16)) if flat else parts[2]
+    both = random(4, 2, 2, 16, 16, dtype=torch.bfloat16, seed=1)
+    slots = torch.tensor([3, -1, 63, 0, 17, 40])
+    cache = table(16, torch.bfloat16)
+    arguments = (query, key, value, positions(6), cache, both[:, 0], both[:, 1], slots, 16)
+    before, wanted = qkv.clone(), rotated_and_written(*arguments)
+    with rope_reshape_and_cache.set_priority(["opweave_c!"]):
+        donated = rope_reshape_and_cache.maybe_inplace(*arguments)
+    assert torch.equal(qkv, before), "the queries are not copied to be rotated"
+    assert donated[0].stride() == wanted[0].stride()
+    assert donated[1].data_ptr() == both.data_ptr()
+    for got, expected in zip(donated, wanted, strict=True):
+        assert torch.equal(got, expected)

@@ -1,4 +1,4 @@
-"""Linear layers with 4-bit weights: every dtype, layout, call path and instruction set."""
+"""Linear layers with weights of 4 bits, and in the blocks of GGUF, on every instruction set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from opweave.ir.ops.low_bit import dequantized_w4, linear_w4a16
+from opweave.ir.ops.low_bit import (
+    GGUF_BLOCKS,
+    dequantized_blocks,
+    dequantized_w4,
+    linear_q,
+    linear_w4a16,
+    random_blocks,
+)
 from opweave.kernels.opweave_c import linear as provider
 from opweave.native import loader
 
@@ -21,6 +28,7 @@ from .oracle import (
     as_multiplied,
     assert_op_close,
     call_path,
+    random,
     using_threads,
 )
 
@@ -39,9 +47,9 @@ SIZES = [
     (8192, 32),
     (17600, 16),
 ]
-TOKENS = (1, 2, 3, 4, 5, 7, 33)
 SCALES = (torch.float32, torch.float16, torch.bfloat16)
 ROWS = 37
+slow = pytest.mark.slow
 Kernel = Callable[..., Tensor]
 
 
@@ -102,18 +110,6 @@ def near(got: Tensor, wanted: Tensor) -> None:
 # Values
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
-    for place, (columns, group) in enumerate(SIZES):
-        made = inputs(TOKENS[-1], columns, group, dtype, SCALES[place % 3])
-        x, weight, scale, offset, bias = made
-        assert scale.shape[1] == columns // group
-        for some in ((offset, bias), (None, bias.float()), (offset, None)):
-            wanted = oracle(x, weight, scale, *some)
-            for tokens in TOKENS if columns < 1000 else (1, 6):
-                near(run(module, x[:tokens], weight, scale, *some), wanted[:tokens])
-
-
 def relative_error(got: Tensor, wanted: Tensor) -> float:
     return float((got.double() - wanted).norm() / wanted.norm())
 
@@ -146,25 +142,6 @@ def test_every_weight_in_every_place(module: ModuleType, isa: str, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tiny_and_large_numbers(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
-    x, weight, scale, offset, _ = inputs(3, 576, 64, dtype, torch.float32)
-    largest = torch.finfo(dtype).max / 2**14
-    denormals = 2.0**-24 * (3 * ROWS) ** 0.5  # the rounding of float16; smaller ones may be zero
-    for factor in (torch.finfo(dtype).tiny * 64, 2.0**-20, min(largest, 2.0**80)):
-        some = (x.double() * factor).to(dtype)
-        wanted = some.double() @ dequantized_w4(weight, scale, offset, torch.float64).T
-        got = run(module, some, weight, scale, offset, None).double()
-        assert (got - wanted).norm() <= 2 * torch.finfo(dtype).eps * wanted.norm() + denormals
-
-
-def test_zeros(module: ModuleType, isa: str) -> None:
-    for dtype in DTYPES:
-        x, weight, scale, offset, bias = inputs(5, 576, 64, dtype, torch.float32)
-        assert torch.equal(run(module, x * 0, weight, scale, offset, bias), bias.expand(5, ROWS))
-        assert (run(module, x, torch.full_like(weight, 0x88), scale, None, None) == 0).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kernel", [run, by_many], ids=["few", "many"])
 def test_what_is_not_finite_stays_in_its_token(
     module: ModuleType, isa: str, kernel: Kernel, dtype: torch.dtype
@@ -180,33 +157,6 @@ def test_what_is_not_finite_stays_in_its_token(
             assert not got[3].isfinite().all()
             got[3] = clean[3]
             assert torch.equal(got, clean)
-
-
-# Layouts, threads
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layouts(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
-    x, weight, scale, offset, bias = inputs(24, 240, 24, dtype, torch.float16)
-    wide = torch.zeros(ROWS, 200, dtype=torch.uint8)
-    wide[:, 13:133] = weight
-    scales = torch.full((2, 2 * ROWS, 30), torch.nan, dtype=scale.dtype)
-    scales[:, ::2, 7:17] = torch.stack((scale, offset))
-    tokens = torch.full((4, 6, 300), torch.nan, dtype=dtype)
-    tokens[..., 3:243] = x.view(4, 6, 240)
-    strided = tokens[..., 3:243].transpose(0, 1)
-    wanted = oracle(strided, weight, scale, offset, bias)
-    for most in (0, 100):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(provider, "_MAX_TOKENS_W4", dict.fromkeys(DTYPES, most))
-            patch.setattr(provider, "_MIN_TOKENS_AMX", None)
-            found = provider.linear_w4a16(
-                strided, wide[:, 13:133], scales[0, ::2, 7:17], scales[1, ::2, 7:17], bias
-            )
-            near(found, wanted)
-            assert found.stride() == wanted.contiguous().stride()
-    expanded = (weight[:1].expand(ROWS, -1), scale[:1].expand(ROWS, -1))
-    near(run(module, x, *expanded, None, None), oracle(x, *expanded, None, None))
 
 
 @pytest.mark.parametrize("kernel", [run, by_many], ids=["few", "many"])
@@ -228,16 +178,21 @@ def test_an_output_depends_on_its_token_alone(module: ModuleType, isa: str, kern
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_of_many_tokens(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kernel", [run, by_many], ids=["few", "many"])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=slow), pytest.param(2, marks=slow)])
+def test_values(
+    module: ModuleType, isa: str, first: int, kernel: Kernel, dtype: torch.dtype
+) -> None:
     """Groups that the kernel for many tokens takes, and others."""
-    for place, (columns, group) in enumerate(SIZES[:-2]):
+    used = isa if kernel is by_many else ""
+    for place, (columns, group) in enumerate(SIZES[first:-2:3], 2 * first):
         with using_threads(1 + place % 2):
             most = 300 if columns == 576 else 33
             x, weight, scale, offset, bias = inputs(most, columns, group, dtype, SCALES[place % 3])
             for some in ((offset, bias), (None, bias.float()), (offset, None)):
-                wanted = oracle(x, weight, scale, *some, isa=isa)
-                for tokens in {1, 16, 33, most}:
-                    near(by_many(module, x[:tokens], weight, scale, *some), wanted[:tokens])
+                wanted = oracle(x, weight, scale, *some, isa=used)
+                for tokens in {1, 2, 5, 16, 33, most}:
+                    near(kernel(module, x[:tokens], weight, scale, *some), wanted[:tokens])
 
 
 def test_the_kernel_for_many_needs_the_fewest_tokens(module: ModuleType, isa: str) -> None:
@@ -262,16 +217,6 @@ def test_widening_rounds_like_the_definition(
                     assert torch.equal(out, wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_many_tokens(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
-    for columns, group in ((136, 8), (576, 64), (4096, 128)):
-        for tokens in (17, 64, 200):
-            x, weight, scale, offset, bias = inputs(tokens, columns, group, dtype, torch.float16)
-            for some in ((offset, bias), (None, bias.float()), (None, None)):
-                found = provider.linear_w4a16(x, weight, scale, *some)
-                near(found, oracle(x, weight, scale, *some))
-
-
 def test_many_tokens_in_bfloat16_are_nearly_as_exact_as_the_definition(module: ModuleType) -> None:
     """Weights are rounded to bfloat16 there."""
     x, weight, scale, offset, _ = inputs(512, 2048, 64, torch.bfloat16, torch.float32)
@@ -290,4 +235,138 @@ def test_a_module_without_the_op(module: ModuleType) -> None:
         loader.native_op("no_such_op")(1)
 
 
-# Graphs
+# Linear layers with the blocks of GGUF files: every format, dtype, layout and instruction set.
+
+FORMATS = provider.FORMATS
+each_format = pytest.mark.parametrize("format", FORMATS)
+
+
+def q_oracle(
+    x: Tensor, weight: Tensor, bias: Tensor | None, format: str, *, isa: str = ""
+) -> Tensor:
+    """In float64; rounded once. With an *isa*, with the weights of its kernel for many tokens."""
+    wide = dequantized_blocks(weight, format, torch.float64)
+    out = x.double() @ as_multiplied(wide, x.dtype, isa).T
+    return (out if bias is None else out + bias.double()).to(x.dtype)
+
+
+def run_q(
+    module: ModuleType, x: Tensor, weight: Tensor, bias: Tensor | None, format: str
+) -> Tensor:
+    """By the kernel for few tokens."""
+    return call(module, "linear_gguf", x, weight, bias, FORMATS.index(format))
+
+
+def q_by_many(
+    module: ModuleType,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    format: str,
+    *,
+    fewest: int = 0,
+) -> Tensor:
+    """By the kernel for many tokens, if there are *fewest* of them."""
+    return call(module, "linear_gguf_many", x, weight, bias, FORMATS.index(format), fewest)
+
+
+def near_q(got: Tensor, wanted: Tensor) -> None:
+    assert_op_close(linear_q, got, wanted, share=0)
+
+
+def test_every_format_has_a_kernel() -> None:
+    assert set(FORMATS) == GGUF_BLOCKS.keys()
+
+
+@each_format
+def test_q_of_float32_loses_no_bits(module: ModuleType, isa: str, format: str) -> None:
+    x = random(6, 768, dtype=torch.float32) * 2.0 ** torch.randint(-7, 8, (6, 768))
+    weight = random_blocks(ROWS, 768, format)
+    wide = dequantized_blocks(weight, format, torch.float64)
+    wanted = x.double() @ wide.T
+    of_float32 = (x @ wide.float().T - wanted).norm()
+    error = (run_q(module, x, weight, None, format) - wanted).norm()
+    # At the base level, 768 terms are added one by one: about sqrt(768) roundings of 2^-24.
+    room = 1e-6 if isa == "base" else 3e-7
+    assert error < max(3 * of_float32, room * wanted.norm())
+
+
+@each_format
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_widening_q_rounds_like_the_definition(
+    module: ModuleType, isa: str, format: str, out_dtype: torch.dtype
+) -> None:
+    weight = random_blocks(300, 512, format)
+    wanted = dequantized_blocks(weight, format, torch.float32).to(out_dtype)
+    for name in CALL_PATHS:
+        out = torch.full((300, 512), 7.0, dtype=out_dtype)
+        call_path(module, name, "widen_gguf")(out, weight, FORMATS.index(format))
+        assert torch.equal(out, wanted)
+
+
+@each_format
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_q_layouts(module: ModuleType, isa: str, dtype: torch.dtype, format: str) -> None:
+    weight, bias = random_blocks(ROWS, 512, format), random(ROWS, dtype=dtype)
+    wide = torch.zeros(2 * ROWS, weight.shape[1] + 20, dtype=torch.uint8)
+    wide[::2, 13:-7] = weight
+    tokens = torch.full((4, 6, 600), torch.nan, dtype=dtype)
+    tokens[..., 3:515] = random(4, 6, 512, dtype=dtype)
+    x = tokens[..., 3:515].transpose(0, 1)
+    wanted = q_oracle(x, weight, bias, format)
+    for most in (0, 100):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(provider, "_MAX_TOKENS_Q", dict.fromkeys(DTYPES, most))
+            patch.setattr(provider, "_MIN_TOKENS_AMX", None)
+            found = provider.linear_q(x, wide[::2, 13:-7], bias, format)
+            near_q(found, wanted)
+            assert found.stride() == wanted.contiguous().stride()
+
+
+@each_format
+@pytest.mark.parametrize("kernel", [run_q, q_by_many], ids=["few", "many"])
+def test_tokens_and_rows_are_independent(
+    module: ModuleType, isa: str, kernel: Kernel, format: str
+) -> None:
+    used = isa if kernel is q_by_many else ""
+    for dtype in DTYPES:
+        x, weight = random(70, 512, dtype=dtype), random_blocks(ROWS, 512, format)
+        whole = kernel(module, x, weight, None, format)
+        for tokens in (slice(0, 1), slice(3, 5), slice(31, 34), slice(60, 70)):
+            assert torch.equal(kernel(module, x[tokens], weight, None, format), whole[tokens])
+        for rows in (slice(0, 1), slice(5, 11), slice(30, 37)):
+            assert torch.equal(kernel(module, x, weight[rows], None, format), whole[:, rows])
+        with using_threads(2):
+            assert torch.equal(kernel(module, x, weight, None, format), whole)
+        for value, place in zip((torch.inf, -torch.inf, torch.nan), (0, 300, 511), strict=True):
+            some = x[:5].clone()
+            some[3, place] = value
+            got = kernel(module, some, weight, None, format)
+            near_q(got, q_oracle(some, weight, None, format, isa=used))
+            assert not got[3].isfinite().any()
+            got[3] = whole[3]
+            assert torch.equal(got, whole[:5])
+
+
+@each_format
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernel", [run_q, q_by_many], ids=["few", "many"])
+def test_q_values(
+    module: ModuleType, isa: str, kernel: Kernel, dtype: torch.dtype, format: str
+) -> None:
+    used = isa if kernel is q_by_many else ""
+    biases = (None, random(ROWS, dtype=dtype), random(ROWS, dtype=torch.float32))
+    small = (96,) if GGUF_BLOCKS[format].columns == 32 else ()
+    for columns, bias in zip((*small, 256, 2048), biases, strict=False):
+        with using_threads(1 + columns // 256 % 2):
+            weight, x = random_blocks(ROWS, columns, format), random(300, columns, dtype=dtype)
+            wanted = q_oracle(x, weight, bias, format, isa=used)
+            for tokens in (1, 2, 7, 16, 33, 300):
+                near_q(kernel(module, x[:tokens], weight, bias, format), wanted[:tokens])
+
+
+def test_the_kernel_for_many_of_q_needs_the_fewest_tokens(module: ModuleType, isa: str) -> None:
+    x, weight = random(8, 512, dtype=torch.bfloat16), random_blocks(ROWS, 512, "q4_k")
+    few, many = (q_by_many(module, x, weight, None, "q4_k", fewest=n) for n in (9, 8))
+    assert torch.equal(few, run_q(module, x, weight, None, "q4_k"))
+    assert torch.equal(many, few) == (isa != "amx")  # weights in bfloat16

@@ -80,44 +80,49 @@ def test_claiming_starts_no_runtime(fresh_python: FreshPython) -> None:
     """)
 
 
-@pytest.mark.parametrize(
-    ("capability", "expected"),
-    [
-        ((7, 0), set()),
-        ((7, 5), {"int8"}),
-        ((8, 6), {"int8", "bf16"}),
-        ((8, 9), {"int8", "bf16", "fp8"}),
-        ((9, 0), {"int8", "bf16", "fp8"}),
-        ((12, 0), {"int8", "bf16", "fp8"}),
-    ],
-)
-def test_cuda(
-    capability: tuple[int, int], expected: set[str], monkeypatch: pytest.MonkeyPatch
+COMPUTES: list[tuple[type[Platform], dict[str, Any], str]] = [
+    (CudaPlatform, {"major": 7, "minor": 0}, ""),
+    (CudaPlatform, {"major": 7, "minor": 5}, "int8"),
+    (CudaPlatform, {"major": 8, "minor": 6}, "int8 bf16"),
+    (CudaPlatform, {"major": 8, "minor": 9}, "int8 bf16 fp8"),
+    (CudaPlatform, {"major": 9, "minor": 0}, "int8 bf16 fp8"),
+    (CudaPlatform, {"major": 12, "minor": 0}, "int8 bf16 fp8"),
+    (RocmPlatform, {"gcnArchName": "gfx906:sramecc+:xnack-"}, ""),
+    (RocmPlatform, {"gcnArchName": "gfx90a:sramecc+:xnack-"}, "int8 bf16"),
+    (RocmPlatform, {"gcnArchName": "gfx942:sramecc+:xnack-"}, "int8 bf16"),
+    (RocmPlatform, {"gcnArchName": "gfx950:sramecc+:xnack-"}, "int8 bf16 fp8"),
+    (RocmPlatform, {"gcnArchName": "gfx1100"}, "int8 bf16"),
+    (RocmPlatform, {"gcnArchName": "gfx1201"}, "int8 bf16 fp8"),
+    (XpuPlatform, {"has_subgroup_matrix_multiply_accumulate": True}, "int8 bf16"),
+    (XpuPlatform, {"has_subgroup_matrix_multiply_accumulate": False}, ""),
+    (CpuPlatform, {"features": "avx2"}, ""),
+    (CpuPlatform, {"features": "avx2 avx512_vnni"}, "int8"),
+    (CpuPlatform, {"features": "avx512_vnni avx512_bf16"}, "int8 bf16"),
+    (CpuPlatform, {"features": "i8mm bf16"}, "int8 bf16"),
+]
+
+
+@pytest.mark.parametrize(("kind", "facts", "expected"), COMPUTES)
+def test_what_a_device_computes(
+    kind: type[Platform], facts: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device(monkeypatch, major=capability[0], minor=capability[1])
-    platform = CudaPlatform()
-    assert platform.get_device_capability() == capability
-    assert str(platform.get_device_capability()) == f"{capability[0]}.{capability[1]}"
-    assert platform.get_device_name() == "A device"
-    assert computes(platform) == expected
-    assert platform.capabilities.graph_capture
-    assert not platform.capabilities.unified_memory
-
-
-@pytest.mark.parametrize(
-    ("architecture", "expected"),
-    [
-        ("gfx906:sramecc+:xnack-", set()),
-        ("gfx90a:sramecc+:xnack-", {"int8", "bf16"}),
-        ("gfx942:sramecc+:xnack-", {"int8", "bf16"}),
-        ("gfx950:sramecc+:xnack-", {"int8", "bf16", "fp8"}),
-        ("gfx1100", {"int8", "bf16"}),
-        ("gfx1201", {"int8", "bf16", "fp8"}),
-    ],
-)
-def test_rocm(architecture: str, expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    device(monkeypatch, gcnArchName=architecture, major=9, minor=4)
-    assert computes(RocmPlatform()) == expected
+    device(monkeypatch, **{"major": 9, "minor": 4, **facts})
+    features = frozenset(facts.get("features", "").split())
+    monkeypatch.setattr(probes, "cpu_features", lambda: features)
+    platform = kind()
+    assert computes(platform) == set(expected.split())
+    if kind is CpuPlatform:
+        assert platform.capabilities.unified_memory
+    else:
+        assert platform.get_device_name() == "A device"
+    if kind is CudaPlatform:
+        capability = platform.get_device_capability()
+        assert (capability, str(capability)) == (
+            (facts["major"], facts["minor"]),
+            "{major}.{minor}".format(**facts),
+        )
+        assert platform.capabilities.graph_capture
+        assert not platform.capabilities.unified_memory
 
 
 @pytest.mark.parametrize(
@@ -143,28 +148,6 @@ def test_triton_kernels_are_the_default_on_gpus_that_have_triton() -> None:
         for name in ("linear_w4a16", "linear_q", "linear_w8a8"):
             assert lists[name] == ["triton"]
     assert not XpuPlatform().get_default_ir_op_priority()
-
-
-@pytest.mark.parametrize(("matrix", "expected"), [(True, {"int8", "bf16"}), (False, set())])
-def test_xpu(matrix: bool, expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    device(monkeypatch, has_subgroup_matrix_multiply_accumulate=matrix)
-    assert computes(XpuPlatform()) == expected
-    assert XpuPlatform().get_device_name() == "A device"
-
-
-@pytest.mark.parametrize(
-    ("features", "expected"),
-    [
-        ({"avx2"}, set()),
-        ({"avx2", "avx512_vnni"}, {"int8"}),
-        ({"avx512_vnni", "avx512_bf16"}, {"int8", "bf16"}),
-        ({"i8mm", "bf16"}, {"int8", "bf16"}),
-    ],
-)
-def test_cpu(features: set[str], expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "cpu_features", lambda: frozenset(features))
-    assert computes(CpuPlatform()) == expected
-    assert CpuPlatform().capabilities.unified_memory
 
 
 def computes(platform: Platform) -> set[str]:
@@ -210,76 +193,36 @@ def test_the_cpu_prefers_its_own_kernels_but_for_the_listed_ops() -> None:
 # The host
 
 
-def test_memory_of_the_host_is_plausible() -> None:
-    free, total = CpuPlatform().memory_info()
-    assert 0 < free <= total
-
-
 MEMINFO = "MemTotal:  1000 kB\nMemFree:  10 kB\nMemAvailable:  600 kB\n"
+STAT = f"anon 7\nactive_file {100 << 10}\ninactive_file {200 << 10}"
 
 
 @pytest.mark.parametrize(
-    ("limit", "used", "expected"),
+    ("limit", "used", "stat", "expected"),
     [
-        (None, None, (600 << 10, 1000 << 10)),
-        ("max", "5", (600 << 10, 1000 << 10)),
-        (str(500 << 10), str(100 << 10), (400 << 10, 500 << 10)),
-        (str(800 << 10), str(100 << 10), (600 << 10, 800 << 10)),
-        (str(500 << 10), str(600 << 10), (0, 500 << 10)),
-        (str(2000 << 10), "0", (600 << 10, 1000 << 10)),
+        (None, None, None, (600 << 10, 1000 << 10)),
+        ("max", "5", None, (600 << 10, 1000 << 10)),
+        (str(500 << 10), str(100 << 10), None, (400 << 10, 500 << 10)),
+        (str(800 << 10), str(100 << 10), None, (600 << 10, 800 << 10)),
+        (str(500 << 10), str(600 << 10), None, (0, 500 << 10)),
+        (str(2000 << 10), "0", None, (600 << 10, 1000 << 10)),
+        (str(500 << 10), str(450 << 10), STAT, (350 << 10, 500 << 10)),  # files are free
     ],
 )
 def test_limits_of_the_control_group_count(
     limit: str | None,
     used: str | None,
+    stat: str | None,
     expected: tuple[int, int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, text in (("memory.max", limit), ("memory.current", used)):
+    for name, text in (("max", limit), ("current", used), ("stat", stat)):
         if text is not None:
-            (tmp_path / name).write_text(text + "\n", encoding="utf-8")
+            (tmp_path / f"memory.{name}").write_text(text + "\n", encoding="utf-8")
+    monkeypatch.setattr(probes, "_CGROUP", tmp_path)
+    monkeypatch.setattr(probes, "_MEMINFO", tmp_path / "meminfo")
+    free, total = probes.host_memory()  # without meminfo
+    assert stat is not None or limit is not None or free == total > 0
     (tmp_path / "meminfo").write_text(MEMINFO, encoding="utf-8")
-    monkeypatch.setattr(probes, "_CGROUP", tmp_path)
-    monkeypatch.setattr(probes, "_MEMINFO", tmp_path / "meminfo")
     assert probes.host_memory() == expected
-
-
-def test_files_in_the_memory_of_the_control_group_are_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, text in (
-        ("memory.max", f"{500 << 10}"),
-        ("memory.current", f"{450 << 10}"),
-        ("memory.stat", f"anon 7\nactive_file {100 << 10}\ninactive_file {200 << 10}\n"),
-        ("meminfo", MEMINFO),
-    ):
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    monkeypatch.setattr(probes, "_CGROUP", tmp_path)
-    monkeypatch.setattr(probes, "_MEMINFO", tmp_path / "meminfo")
-    assert probes.host_memory() == (350 << 10, 500 << 10)
-
-
-def test_a_system_without_meminfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_CGROUP", tmp_path)
-    monkeypatch.setattr(probes, "_MEMINFO", tmp_path / "none")
-    free, total = probes.host_memory()
-    assert free == total > 0
-
-
-def test_the_processor_has_a_name() -> None:
-    assert CpuPlatform().get_device_name()
-
-
-def test_seeding_and_inference_mode() -> None:
-    platform = CpuPlatform()
-    drawn = []
-    for _ in range(2):
-        platform.seed_all(3)
-        drawn.append(torch.rand(4))
-    assert torch.equal(*drawn)
-    with platform.inference_mode():
-        assert torch.is_inference_mode_enabled()
-    platform.set_device(0)
-    platform.synchronize()
-    assert platform.doctor()["threads"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os.path
 import sys
+from pathlib import Path
 
 import pytest
 
 from opweave.config.values import OpenRegistry
 from opweave.ir.errors import DuplicateImplError, SettingError
+from opweave.plugins import resolve_obj_by_qualname
 from opweave.plugins.discovery import PluginPolicy
 from opweave.plugins.entry import (
     BUILTIN_PLATFORMS,
@@ -16,9 +19,11 @@ from opweave.plugins.entry import (
     ClaimApiError,
     PlatformConflictError,
     PluginHookError,
+    PluginPolicyError,
     PluginsFailedError,
     PluginTypeError,
     PluginWarning,
+    ReferenceNameError,
     ReservedPluginNameError,
 )
 from opweave.plugins.loader import Loader, PlatformCandidate, choose
@@ -187,3 +192,107 @@ def test_hooks_are_the_plugins_own(installed: Install) -> None:
     assert table.entries["whole"].owner == candidate.owner
     assert acme.record.registered == ("thing whole",)
     assert acme.record.error is None
+
+
+# Environment variables for plugins.
+
+
+@pytest.mark.parametrize(
+    ("value", "permitted"),
+    [
+        (None, "abc"),
+        ("", ""),
+        (" a , b ", "ab"),
+        ("a,", "a"),
+        ("-a", "bc"),
+        (" - a , -b", "c"),
+        ("a,-b", "a"),
+    ],
+)
+def test_which_plugins_are_permitted(value: str | None, permitted: str) -> None:
+    policy = PluginPolicy.from_environment({} if value is None else {"OPWEAVE_PLUGINS": value})
+    assert [name for name in "abc" if policy.permits(name)] == list(permitted)
+
+
+@pytest.mark.parametrize("value", ["a", "a,b,c", "-a", "-a,-c", "b,-c", None])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_the_way_out_leaves_out_that_plugin_and_no_other(value: str | None, name: str) -> None:
+    policy = PluginPolicy.from_environment({} if value is None else {"OPWEAVE_PLUGINS": value})
+    variable, _, setting = policy.leaving_out(name).partition("=")
+    after = PluginPolicy.from_environment({variable: setting})
+    assert not after.permits(name)
+    others = {"a", "b", "c"} - {name}
+    assert {o for o in others if after.permits(o)} == {o for o in others if policy.permits(o)}
+
+
+def test_the_other_settings() -> None:
+    assert PluginPolicy.from_environment({}) == PluginPolicy(None, frozenset(), None, True)
+    policy = PluginPolicy.from_environment(
+        {"OPWEAVE_PLATFORM": " acme ", "OPWEAVE_PLUGINS_STRICT": "0"}
+    )
+    assert (policy.platform, policy.strict) == ("acme", False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"OPWEAVE_PLUGINS": "a,-a"}, "both asks for 'a' and leaves it out"),
+        ({"OPWEAVE_PLUGINS": "a,-"}, "a '-' without a name"),
+    ],
+)
+def test_nonsense_is_an_error(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(PluginPolicyError, match=message):
+        PluginPolicy.from_environment(environment)
+
+
+def test_names_must_be_installed() -> None:
+    PluginPolicy(only=frozenset({"acme"}), platform="cpu").check({"acme"})
+    PluginPolicy(platform="acme").check({"acme"})
+    with pytest.raises(PluginPolicyError, match=r"names 'acem'.*Did you mean 'acme'\?"):
+        PluginPolicy(only=frozenset({"acem"})).check({"acme"})
+    with pytest.raises(PluginPolicyError, match=r"names 'acem'"):
+        PluginPolicy(without=frozenset({"acem"})).check({"acme"})
+    with pytest.raises(PluginPolicyError, match=r"OPWEAVE_PLATFORM='cdua'.*Did you mean 'cuda'\?"):
+        PluginPolicy(platform="cdua").check({"acme"})
+
+
+# Objects by qualified name.
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("opweave.plugins.Claim", Claim),
+        ("opweave.plugins:Claim", Claim),
+        ("os.path.join", os.path.join),
+        ("pathlib:Path.exists", Path.exists),
+    ],
+)
+def test_both_forms(name: str, found: object) -> None:
+    assert resolve_obj_by_qualname(name) is found
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("os.path.jion", "os.path has no 'jion'. Did you mean 'join'"),
+        ("nowhere.Thing", "no module 'nowhere'"),
+        ("os.nowhere.Thing", "no module 'os.nowhere'"),
+        ("Thing", "not a qualified name"),
+        ("", "not a qualified name"),
+        ("a b.c", "not a qualified name"),
+    ],
+)
+def test_names_of_nothing(name: str, message: str) -> None:
+    with pytest.raises(ReferenceNameError, match=message):
+        resolve_obj_by_qualname(name)
+
+
+def test_what_a_module_lacks_is_not_blamed_on_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "needs_more.py").write_text("import not_installed_here\n")
+    with pytest.raises(ModuleNotFoundError, match="not_installed_here") as caught:
+        resolve_obj_by_qualname("needs_more.Thing")
+    assert not isinstance(caught.value, ReferenceNameError)

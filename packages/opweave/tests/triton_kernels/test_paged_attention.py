@@ -24,43 +24,6 @@ def check(arguments: tuple[Any, ...], **options: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("tokens", [3, 40])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"scale": 0.3},
-        {"causal": False},
-        {"window": 1},
-        {"window": 17},
-        {"soft_cap": 5.0},
-        {"window": 40, "soft_cap": 30.0, "scale": 0.2},
-    ],
-    ids=str,
-)
-def test_options(device: str, tokens: int, options: dict[str, Any]) -> None:
-    check(OP.generate_inputs(num_tokens=tokens, num_seqs=3, device=device), **options)
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"head_size": 40, "value_size": 24},
-        {"head_size": 8, "value_size": 8},
-        {"head_size": 128, "block_size": 64},
-        {"head_size": 256, "num_heads": 2, "num_kv_heads": 1},
-        {"num_heads": 6, "num_kv_heads": 2},
-        {"num_heads": 32, "num_kv_heads": 1},
-        {"num_heads": 3, "num_kv_heads": 3},
-        {"block_size": 48},
-        {"block_size": 5},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_sizes(device: str, sizes: dict[str, int], dtype: torch.dtype) -> None:
-    check(OP.generate_inputs(num_tokens=6, num_seqs=4, dtype=dtype, device=device, **sizes))
-
-
 def decoding(device: str, lengths: list[int], block_size: int = 16) -> tuple[Any, ...]:
     """One query for each sequence, of lengths that may be 0."""
     width = max(-(-max(lengths) // block_size), 1)
