@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_COUNT = "a positive integer below 2**63"  # which is what torch counts to
+_COUNT = "a positive integer below 2**63"  # torch's sizes are int64
 _NATURAL = "an integer from 0, below 2**63"
 _NUMBER = "a finite positive number"
 
@@ -232,6 +232,11 @@ class ModelConfig:
         """
         fields = Fields(config)
         fields.refuse_quantized()
+        return cls.from_fields(fields)
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Self:
+        """Read the object in a ``config.json``, which is not quantized; see :meth:`from_hf`."""
         return cls.read(fields)
 
     @classmethod
@@ -376,7 +381,7 @@ _YARN_WEIGHTS = ("mscale", "mscale_all_dim")
 # changes the base of "dynamic" and the factors of "longrope" with the length of a sequence: keys in
 # a cache cannot follow. These types are therefore limited to that length.
 _KEYS = {
-    "default": _YARN_WEIGHTS,  # which change nothing without a factor
+    "default": _YARN_WEIGHTS,  # they have no effect without a factor
     "dynamic": ("factor", *_YARN_WEIGHTS),  # DeepSeek's scores follow them
     "linear": ("factor", *_YARN_WEIGHTS),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -390,7 +395,7 @@ _KEYS = {
     ),
 }
 _STRETCHED = ("llama3", "longrope", "yarn")
-_PAIR = 2  # dimensions: what no frequency can be made of is as wrong for one pair as for all
+_PAIR = 2  # dimensions; a base that is invalid for one pair is invalid for all
 _MAX_POSITIONS = 2**24  # float32 cannot represent larger positions exactly
 
 
@@ -421,7 +426,7 @@ def warn_unread_rope_keys(config: Mapping[str, Any]) -> None:
     fields = Fields(config)
     scaled, current = (config.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
     if not all(isinstance(rope, Mapping) for rope in (scaled, current)):
-        return  # which is an error for the model
+        return  # building the model raises the error
     if scaled and not any(isinstance(value, Mapping) for value in current.values()):
         if unread := sorted(current.keys() - scaled.keys()):
             _log.warning(
@@ -457,7 +462,7 @@ def read_rope(rope: Fields, theta: float, positions: int, *, outer: Fields) -> d
     kind = rope.text("rope_type", rope.text("type", "default"))
     rope.require("rope_type", kind, *_KEYS)
     share = _share(rope, outer, kind)
-    if kind == "dynamic":  # which changes nothing up to the length of training
+    if kind == "dynamic":  # up to the length of training, it is the same as "default"
         rope.number("factor")
         kind = "default"
     theta = rope.number("rope_theta", theta)
@@ -497,7 +502,7 @@ def _share(rope: Fields, outer: Fields, kind: str) -> float:
         UnsupportedModelError: transformers does not support that fraction for this type.
     """
     for fields in (rope, outer):
-        if "rope_dim" in fields:  # which means nothing to transformers
+        if "rope_dim" in fields:  # transformers ignores this key
             raise UnsupportedModelError(
                 f"{fields.name} has 'rope_dim', which is not supported: heads are rotated whole."
             )
