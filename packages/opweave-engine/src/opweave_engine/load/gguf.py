@@ -24,7 +24,7 @@ from opweave.ir.ops.low_bit import GGUF_BLOCKS
 from opweave.layers.linear_methods import BlockMethod, LinearMethod
 from opweave_engine.errors import CheckpointError, TokenizerError, require
 from opweave_engine.models import CheckpointModel, UnsupportedModelError
-from opweave_engine.models.weights import shown_name
+from opweave_engine.models.weights import shown_name, shown_names
 
 # The metadata keys of GGUF files: those that are read, change nothing, or are refused.
 #
@@ -317,7 +317,7 @@ def _read(path: Path, changed: int, size: int) -> GgufFile:
         _log.warning(
             "%s: these keys are not supported and are ignored, although they may change what the "
             "model computes: %s",
-            path, ", ".join([*map(shown_name, unread[:8]), *["…"] * (len(unread) > 8)]),
+            path, shown_names(unread),
         )  # fmt: skip
     return file
 
@@ -627,11 +627,9 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    layers = config["num_hidden_layers"]
+    layers, scalar = config["num_hidden_layers"], config["head_dim"]
     if layers == _LARGEST_GEMMA3:
         scalar = config["hidden_size"] / config["num_attention_heads"]
-    else:
-        scalar = config["head_dim"]
     window = file.size("attention.sliding_window", 0)
     pattern = file.metadata.get("gemma3.attention.sliding_window_pattern")
     types = None
@@ -711,8 +709,8 @@ def _rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         return rope | _yarn(file, scale, magnitude)
     if keys := [key for key in file.metadata if key.startswith(f"{file.architecture}.{_YARN}")]:
         raise UnsupportedModelError(
-            f"{file.path} has {', '.join(map(shown_name, keys[:8]))} with "
-            f"rope.scaling.type={kind!r}, which is not supported. They belong to the type 'yarn'."
+            f"{file.path} has {shown_names(keys)} with rope.scaling.type={kind!r}, which is not "
+            "supported. They belong to the type 'yarn'."
         )
     if kind == "none":
         scale = 1.0
@@ -792,10 +790,9 @@ class GgufTensors:
         used = {place.name for place in self._places.values()}
         factors = {ROPE_FACTORS} if contents.architecture == "llama" else set()
         if unknown := sorted(contents.tensors.keys() - used - factors):
-            more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
             raise CheckpointError(
                 f"{contents.path} has tensors that {type(model).__name__} does not use: "
-                f"{', '.join(map(shown_name, unknown[:8]))}{more}."
+                f"{shown_names(unknown)}."
             )
         self._check_kinds()
         self.methods = dict(self._methods())
@@ -862,16 +859,13 @@ class GgufTensors:
     def _check_kinds(self) -> None:
         """Raise CheckpointError for a type that is neither floating-point nor dequantized."""
         gguf, quants = require("gguf", "gguf"), require("gguf.quants")
-        kinds = {
-            place.name: self._contents.tensors[place.name].kind for place in self._places.values()
-        }
-        for kind in sorted({kind for kind in kinds.values() if kind.name not in _PLAIN}):
+        names = {self._contents.tensors[p.name].kind: p.name for p in self._places.values()}
+        for kind in sorted(kind for kind in names if kind.name not in _PLAIN):
             try:
                 quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
             except NotImplementedError as error:
-                name = next(name for name in kinds if kinds[name] == kind)
                 raise CheckpointError(
-                    f"{self.file} has the tensor {name} of type {kind.name}, which is not "
+                    f"{self.file} has the tensor {names[kind]} of type {kind.name}, which is not "
                     "supported for weights."
                 ) from error
 
@@ -1011,19 +1005,14 @@ def tokenizer_json(file: GgufFile) -> dict[str, Any]:
         TokenizerError: the tokenizer is of a kind that is not supported, or incomplete.
     """
     kind = file.metadata.get(_MODEL)
-    if kind == "gpt2":
-        pipeline = _byte_level(file)
-    elif kind == "llama":
-        pipeline = _sentence_piece(file)
-    else:
+    if kind not in ("gpt2", "llama"):
         raise TokenizerError(
             f"{file.path} has {_MODEL}={kind!r}, which is not supported. Supported: 'gpt2' (BPE of "
             "bytes), 'llama' (SentencePiece)."
         )
+    pipeline = _byte_level(file) if kind == "gpt2" else _sentence_piece(file)
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": list(_added(file)),
         "post_processor": _post_processor(file),
         **pipeline,
@@ -1049,11 +1038,9 @@ def tokenizer_config(file: GgufFile) -> dict[str, Any]:
 
 def end_tokens(file: GgufFile) -> list[int]:
     """Return the ids that end an answer."""
-    named = (_id(file, key) for key in ("eos", "eot", "eom"))
-    ids = {token for token in named if token is not None}
-    tokens = _tokens(file)
+    tokens, ids = _tokens(file), {_id(file, key) for key in ("eos", "eot", "eom")}
     ids |= {i for i, kind in enumerate(_types(file)) if kind == _CONTROL and tokens[i] in _ENDS}
-    return sorted(ids)
+    return sorted(token for token in ids if token is not None)
 
 
 def _tokens(file: GgufFile) -> list[str]:
@@ -1219,12 +1206,6 @@ def _bpe(
 ) -> dict[str, Any]:
     return {
         "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
         "ignore_merges": ignore_merges,
         "vocab": {text: token for token, text in enumerate(tokens)},
         "merges": merges,
@@ -1236,12 +1217,9 @@ def _bpe(
 
 # Names of sampling parameters in the file, and those in generation_config.json.
 _SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
-}
+}  # fmt: skip
 
 
 def _generation(file: GgufFile) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from opweave_engine.errors import CheckpointError
 from opweave_engine.load.checkpoint import (
     Checkpoint,
     QuantizedSource,
+    Shapes,
     TensorFile,
     TensorSource,
     build,
@@ -92,8 +93,7 @@ class QuantizedMatrix:
         if isinstance(self.method, (Weight8Method, W8A8Method)):
             return weight.float() * (scale[:, None] if scale.ndim == 1 else _spread(scale, weight))
         assert isinstance(self.method, GroupedInt4Method), self.method
-        offset = self.parameters.get("offset")
-        values = dequantized_w4(weight, scale, offset, torch.float32)
+        values = dequantized_w4(weight, scale, self.parameters.get("offset"), torch.float32)
         if self.method.is_ordered:
             return values[:, torch.argsort(self.parameters["order"])]
         return values
@@ -394,8 +394,8 @@ _MIXED = "mixed-precision"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", _MIXED)
 _STRATEGIES = {"int": ("tensor", "channel", "group"), "float": ("tensor", "channel", "block")}
 _BLOCKS = ([GROUP, GROUP], f"{GROUP}x{GROUP}")  # older versions write a text
-# Keys of how scales were found, and of the dtypes in which the tensors are stored.
-_FOUND_BY = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+# Keys that tell how scales were chosen, and the dtypes in which the tensors are stored.
+_STORAGE_KEYS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 _REORDERED = ("group", "dynamic")  # values of actorder that need the group of each input
 _EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 _PATTERN = "re:"
@@ -437,7 +437,7 @@ class CompressedTensors(Format):
         weights.one_of("dynamic", False, default=False)
         weights.one_of("actorder", "group", "weight", "static", "dynamic", None)
         weights.one_of("symmetric", True, False, default=True)
-        weights.finish("group_size", "block_structure", *_FOUND_BY)
+        weights.finish("group_size", "block_structure", *_STORAGE_KEYS)
         group.finish("targets")
         if form != _MIXED:
             self._schemes.append(weights.config)
@@ -453,7 +453,7 @@ class CompressedTensors(Format):
         if not values:
             return None
         activations.finish("type", "num_bits", "strategy", "dynamic", "symmetric", "group_size",
-                           "block_structure", "actorder", *_FOUND_BY)  # fmt: skip
+                           "block_structure", "actorder", *_STORAGE_KEYS)  # fmt: skip
         is_same = all(
             values.get(key, default) == weights.get(key, default)
             for key, default in (("type", "int"), ("num_bits", 8))
@@ -672,9 +672,8 @@ class Gptq(Format):
 # 4, 6, 1, 3, 5, 7 from the lowest bits.
 
 
-_PER_WORD = 8
-# Where in a word each output is.
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+_OUTPUT_POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]  # of each output in a word
+_PER_WORD = len(_OUTPUT_POSITIONS)
 
 
 class Awq(Format):
@@ -697,8 +696,7 @@ class Awq(Format):
         packed = require_shape(module, tensors, "qweight", (torch.int32,), None, None)
         words = packed.shape[1]
         scales = require_shape(module, tensors, "scales", FLOATS, None, words * _PER_WORD)
-        groups = scales.shape[0]
-        zeros = require_shape(module, tensors, "qzeros", (torch.int32,), groups, words)
+        zeros = require_shape(module, tensors, "qzeros", (torch.int32,), scales.shape[0], words)
         q, zero = _outputs(packed).T.contiguous(), _outputs(zeros).T.to(torch.int32)
         return grouped_int4(module, q, scales.T.contiguous(), zero.contiguous(), None)
 
@@ -706,7 +704,7 @@ class Awq(Format):
 def _outputs(packed: Tensor) -> Tensor:
     """Return ``(n, out)`` of ``(n, out / 8)``."""
     words = torch.unflatten(unpacked(packed, 4), 1, (-1, _PER_WORD))
-    return words[..., list(_PLACES)].flatten(1)
+    return words[..., _OUTPUT_POSITIONS].flatten(1)
 
 
 # Checkpoints of bitsandbytes: 4-bit nf4 and fp4 (arXiv:2305.14314), and LLM.int8().
@@ -837,12 +835,9 @@ class Fp8(Format):
             *("quant_method", "ignored_layers", "modules_to_not_convert", "activation_scale_ub"),
             *("kv_cache_scheme", "scale_fmt", "dequantize"),
         )
-        bound = config.config.get("activation_scale_ub")
-        self._activations = ActivationScheme(
-            is_static=scheme == "static",
-            upper_bound=float(bound) if isinstance(bound, (int, float)) else None,
-            use_ue8m0=config.config.get("scale_fmt") == "ue8m0",
-        )
+        bound, scales = (config.config.get(key) for key in ("activation_scale_ub", "scale_fmt"))
+        upper = float(bound) if isinstance(bound, (int, float)) else None
+        self._activations = ActivationScheme(scheme == "static", upper, scales == "ue8m0")
 
     def matrix(self, module: str, tensors: Tensors) -> QuantizedMatrix:
         weight = require_shape(module, tensors, "weight", (torch.float8_e4m3fn,), None, None)
@@ -892,7 +887,7 @@ class QuantizedFiles:
         """The number of quantized matrices that no layer keeps quantized."""
         return len(self._modules) - len(self.methods)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> Shapes:
         return dict(self._shapes)
 
     def tensor(self, name: str) -> Tensor:
@@ -911,26 +906,23 @@ class QuantizedFiles:
 
     def _quantized_modules(self) -> dict[str, dict[str, str]]:
         """Return the tensors of each quantized module, by the last part of their names."""
+        tensors = [(*_split(name), name) for name in self._dtypes]
         modules: dict[str, dict[str, str]] = {}
-        for name, dtype in self._dtypes.items():
-            module, leaf = _split(name)
-            is_narrow = leaf == "weight" and dtype in ("I8", "F8_E4M3")
+        for module, leaf, name in tensors:
+            is_narrow = leaf == "weight" and self._dtypes[name] in ("I8", "F8_E4M3")
             if leaf in self._form.main or is_narrow:
                 modules[module] = {}
-        for name in self._dtypes:
-            module, leaf = _split(name)
+        for module, leaf, name in tensors:
             if module in modules and leaf in self._form.leaves:
                 modules[module][leaf] = name
         return modules
 
-    def _planned(
-        self, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, Tensor]:
+    def _planned(self, names: Mapping[str, str], shapes: Shapes) -> dict[str, Tensor]:
         """Return tensors without values, where those are not needed."""
         return {
             leaf: self._files[name].tensor(name)
             if leaf in self._form.values_needed
-            else torch.empty(shapes[name], dtype=_TORCH[self._dtypes[name]], device="meta")
+            else torch.empty(shapes[name], dtype=_TORCH_DTYPES[self._dtypes[name]], device="meta")
             for leaf, name in names.items()
         }
 
@@ -944,7 +936,7 @@ def _split(name: str) -> tuple[str, str]:
     return module, leaf
 
 
-_TORCH = {
+_TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -978,17 +970,13 @@ _CACHE_SCALES = (
 
 
 # Methods that quantize weights while the model runs, and may store them unquantized.
-_ONLINE = ("bitnet",)
+_ONLINE_METHODS = ("bitnet",)
 
-# By quant_method.
+# The supported formats, by quant_method.
 FORMATS: Mapping[str, type[Format]] = {
-    "compressed-tensors": CompressedTensors,
-    "gptq": Gptq,
-    "awq": Awq,
-    "fp8": Fp8,
-    "fbgemm_fp8": Fp8,
-    "bitsandbytes": BitsAndBytes,
-}
+    "compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq, "fp8": Fp8,
+    "fbgemm_fp8": Fp8, "bitsandbytes": BitsAndBytes,
+}  # fmt: skip
 
 _SUPPORTED = (
     "quantized checkpoints are not supported in this form. Supported, by opweave's own models: "
@@ -1080,7 +1068,7 @@ def plain_weights(
             quantizes weights while the model runs.
     """
     named = _named(config, checkpoint)
-    if str(_settings(config).get("quant_method")) in _ONLINE:
+    if str(_settings(config).get("quant_method")) in _ONLINE_METHODS:
         raise UnsupportedModelError(f"{checkpoint.path} has {named}; {advice}")
     try:
         yield
@@ -1203,39 +1191,31 @@ def build_quantized(
     with deferred_weights():
         model = build(config, dtype)
     names = {model.own_name(name): name for name in methods}
-    by_own_name = {model.own_name(name): method for name, method in methods.items()}
-    stored: dict[str, LinearMethod] = {}
+    available = {model.own_name(name): method for name, method in methods.items()}
+    stored: dict[str, LinearMethod] = {}  # by the model's names of the modules
     for name, layer in list(model.named_modules()):
         if isinstance(layer, LinearBase):
             parts = dict(part_names(model, name))
             layer.prefix = layer.prefix or name  # for errors
-            quantized = {} if name.rpartition(".")[2] in model.dense else by_own_name
+            quantized = {} if name.rpartition(".")[2] in model.dense else available
             method = _method(layer, parts, quantized)
             layer.set_quant_method(method)
-            for part in parts:
-                if part in quantized:
-                    stored[names[part]] = _of_part(method, part)
+            of_parts = method.methods if isinstance(method, SeparatePartsMethod) else {}
+            for part in parts.keys() & quantized:
+                stored[part] = of_parts.get(part.rpartition(".")[2]) or method
         elif isinstance(layer, FusedMoE):
-            of_experts = set_experts(model, name, layer, by_own_name)
-            stored |= {names[part]: method for part, method in of_experts.items()}
-    stored |= {names[name]: by_own_name[name] for name in _set_tables(model, by_own_name)}
+            stored |= set_experts(model, name, layer, available)
+    stored |= {name: available[name] for name in _set_tables(model, available)}
     model.requires_grad_(False)
-    if left := methods.keys() - stored:
-        kinds = Counter(name.rpartition(".")[2] for name in left)
+    if dequantized := available.keys() - stored:
+        kinds = Counter(names[name].rpartition(".")[2] for name in dequantized)
         _log.warning(
             "%d quantized weights are dequantized to %s while they are loaded, because their "
             "layers have no quantized form: %s",
-            len(left), str(dtype).removeprefix("torch."),
+            len(dequantized), str(dtype).removeprefix("torch."),
             ", ".join(f"{n} x {kind}" for kind, n in sorted(kinds.items())),
         )  # fmt: skip
-    return model, stored
-
-
-def _of_part(method: LinearMethod, part: str) -> LinearMethod:
-    """Return the method of a part of a layer, by what checkpoints call it."""
-    if isinstance(method, SeparatePartsMethod):
-        return method.methods[part.rpartition(".")[2]]
-    return method
+    return model, {names[name]: method for name, method in stored.items()}
 
 
 def _set_tables(model: CheckpointModel, methods: Mapping[str, LinearMethod]) -> Iterator[str]:
