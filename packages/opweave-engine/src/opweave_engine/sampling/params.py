@@ -41,8 +41,7 @@ def check_number(
     if not is_number or not low <= value <= most or (is_open and value == low):  # type: ignore[operator]
         bounds = f"{'above' if is_open else 'of at least'} {low:g}, "
         bounds += "finite" if high == math.inf else f"at most {high:g}"
-        message = f"{name}{place}={shown(value)} must be a number {bounds}."
-        raise SamplingParamsError(message, name)
+        raise SamplingParamsError(f"{name}{place}={shown(value)} must be a number {bounds}.", name)
 
 
 def check_flag(name: str, value: object) -> None:
@@ -67,8 +66,7 @@ def texts(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(strings, list | tuple) or not all(isinstance(s, str) for s in strings):
         raise SamplingParamsError(f"{name}={value!r} must be a string or a list of strings.", name)
     if "" in strings:
-        message = f"{name} holds an empty string, which every text contains."
-        raise SamplingParamsError(message, name)
+        raise SamplingParamsError(f"{name} holds an empty string, which every text contains.", name)
     return tuple(strings)
 
 
