@@ -248,7 +248,7 @@ class EngineCore:
             self.scheduler.undo(scheduled)
             if isinstance(error, NonFiniteLogitsError) and error.rows:
                 return self._fail([asking[row][0] for row in error.rows], error)
-            raise  # also if the rows are unknown
+            raise  # NonFiniteLogitsError, too, if its rows are unknown
         self.scheduler.update(scheduled)
         results = [
             (*self._outputs[sequence.request_id], start, is_complete, token)

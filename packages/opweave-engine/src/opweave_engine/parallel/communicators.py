@@ -240,14 +240,13 @@ class TorchCommunicator(Communicator):
         super().__init__(group)
         self._owns = not distributed.is_initialized()
         if self._owns:
-            torch_compat.forget_failed_groups()  # of which other ranks may have had more or fewer
+            # Ranks may have had different numbers of failed groups, which torch counts.
+            torch_compat.forget_failed_groups()
+            options: dict[str, Any] = {"rank": group.rank, "world_size": group.size}
+            timeout = timedelta(seconds=group.timeout)
             with self._named("joining the group"):
                 distributed.init_process_group(
-                    group.backend,
-                    store=group.store,
-                    rank=group.rank,
-                    world_size=group.size,
-                    timeout=timedelta(seconds=group.timeout),
+                    group.backend, store=group.store, timeout=timeout, **options
                 )
         rank, size = distributed.get_rank(), distributed.get_world_size()
         if (rank, size) != (group.rank, group.size):

@@ -420,10 +420,8 @@ class RankedExecutor(Executor):
         try:
             self._rank = RankWorker(start, platform, store, progress)
             self._stop = weakref.finalize(self, _shut_down, peers, self._rank)
-            peers.start(
-                Agreement.here(),
-                {r: replace(start, rank=r, local_rank=r % local) for r in range(1, size)},
-            )
+            others = {r: replace(start, rank=r, local_rank=r % local) for r in range(1, size)}
+            peers.start(Agreement.here(), others)
             self.facts = self._load(self._rank, local)
         except BaseException:
             peers.kill()
