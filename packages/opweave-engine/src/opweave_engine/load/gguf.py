@@ -174,13 +174,13 @@ _log = logging.getLogger(__name__)
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 # Types of values by their number in the file, as struct and numpy name them.
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q",
+_NUMBER_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q",
             12: "d"}  # fmt: skip
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _MAX_DIMENSIONS = 4
 _LENGTH = struct.Struct("<Q")  # of a text, before its bytes
 _FLOAT_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
-_KINDS = {int: "an integer", float: "a number", str: "a text"}
+_TYPE_NAMES = {int: "an integer", float: "a number", str: "a text"}
 
 
 def is_gguf(path: Path) -> bool:
@@ -283,7 +283,7 @@ class GgufFile:
         kinds = int | float if kind is float else kind
         if not isinstance(value, kinds) or isinstance(value, bool):
             problem = f"has {key}={_shown(value)}" if value is not None else f"has no {key}"
-            raise CheckpointError(f"{self.path} {problem}; it must be {_KINDS[kind]}.")
+            raise CheckpointError(f"{self.path} {problem}; it must be {_TYPE_NAMES[kind]}.")
         return value
 
 
@@ -401,10 +401,10 @@ class _Cursor:
         kind, count = (self.number("I"), self.number("Q")) if is_array else (kind, 1)
         if kind == _STRING:
             return self.texts(count) if is_array else self.text()
-        if kind not in _NUMBERS:
+        if kind not in _NUMBER_FORMATS:
             subject = "an array of type" if is_array else "the type"
             raise ValueError(f"{key!r} has {subject} {kind}, which is unknown or not supported")
-        values = self.numbers(_NUMBERS[kind], count)
+        values = self.numbers(_NUMBER_FORMATS[kind], count)
         if kind == _BOOL:
             values = values != 0  # any other byte is true
         return values if is_array else values[0].item()
@@ -1230,7 +1230,7 @@ def _generation(file: GgufFile) -> dict[str, Any]:
     return {"eos_token_id": end_tokens(file), **sampling}
 
 
-_FILES: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
+_JSON_FILES: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
     "config.json": config_of,
     "generation_config.json": _generation,
     "tokenizer.json": tokenizer_json,
@@ -1242,9 +1242,9 @@ _NO_VOCABULARY = ("none", "no_vocab")  # llama.cpp's names for files without a t
 def has_json(file: GgufFile, name: str) -> bool:
     """Return whether *file* stands for the JSON file *name*; without a vocabulary, for few."""
     kind = file.get("tokenizer.ggml.model", str, "none")
-    return name == "config.json" or (name in _FILES and kind not in _NO_VOCABULARY)
+    return name == "config.json" or (name in _JSON_FILES and kind not in _NO_VOCABULARY)
 
 
 def json_of(file: GgufFile, name: str) -> dict[str, Any] | None:
     """Return the object of the JSON file *name*, or None if *file* stands for no such file."""
-    return _FILES[name](file) if has_json(file, name) else None
+    return _JSON_FILES[name](file) if has_json(file, name) else None

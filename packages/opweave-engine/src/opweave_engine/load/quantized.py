@@ -610,7 +610,7 @@ def _by_group(module: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 _BITS = (4, 8)
-_FORMS = ("gptq", "gptq_v2", None)
+_LAYOUTS = ("gptq", "gptq_v2", None)
 # Keys of how the weights were found, and of kernels; and those that the tensors tell.
 _HARMLESS = (
     *("quant_method", "method", "group_size", "sym", "desc_act", "static_groups", "lm_head"),
@@ -633,7 +633,7 @@ class Gptq(Format):
 
     def _read(self, config: StrictConfig) -> None:
         config.one_of("bits", *_BITS)
-        forms = [config.one_of(key, *_FORMS) for key in ("checkpoint_format", "format")]
+        forms = [config.one_of(key, *_LAYOUTS) for key in ("checkpoint_format", "format")]
         self._zero_shift = 0 if "gptq_v2" in forms else 1
         config.one_of("pack_dtype", "int32", None)
         config.refuse_set("is_marlin_format", "adapter", "rotation")
@@ -717,7 +717,7 @@ def _outputs(packed: Tensor) -> Tensor:
 _STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 _FACTORS = ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
 _MAX_INT8 = 127.0
-_ORDERS = ("row", "col32", "col_turing", "col_ampere")  # by weight_format
+_WEIGHT_ORDERS = ("row", "col32", "col_turing", "col_ampere")  # by weight_format
 
 
 class BitsAndBytes(Format):
@@ -753,8 +753,8 @@ def _require_rows(module: str, order: Tensor | None) -> None:
     """Raise UnsupportedModelError unless an int8 matrix is stored row by row."""
     values = [0] if order is None else order.flatten().tolist()
     if values != [0]:
-        number = values[0] if len(values) == 1 and 0 <= values[0] < len(_ORDERS) else None
-        name = "" if number is None else f" ({_ORDERS[number]})"
+        number = values[0] if len(values) == 1 and 0 <= values[0] < len(_WEIGHT_ORDERS) else None
+        name = "" if number is None else f" ({_WEIGHT_ORDERS[number]})"
         raise UnsupportedModelError(
             f"{shown_name(module)}.weight_format is {values[0] if values else values}{name}, an "
             "order of the int8 weights that is not supported. Supported: 0 (row). Save the "
@@ -950,12 +950,12 @@ _TORCH_DTYPES = {
 
 
 # Keys of config.json: of most formats, of older compressed-tensors, and of MLX.
-_KEYS = ("quantization_config", "compression_config", "quantization")
+_CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 # Files of GPTQ, AWQ and ModelOpt.
-_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+_CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 _PLAIN = ("F64", "F32", "F16", "BF16")
 # How names end in GPTQ and AWQ, compressed-tensors and fp8, bitsandbytes, mxfp4, and MLX.
-_PACKED = (
+_QUANTIZED_SUFFIXES = (
     *(".qweight", ".qzeros", ".g_idx"),
     *(".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point"),
     *(".weight_shape", ".input_scale", ".weight_scale_2"),
@@ -963,7 +963,7 @@ _PACKED = (
     *("_blocks", "proj_scales"),
     *(".scales", ".biases"),
 )
-_CACHE_SCALES = (
+_CACHE_SCALE_SUFFIXES = (
     *(".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale"),
     *("k_proj.output_scale", "v_proj.output_scale"),  # of older compressed-tensors
 )
@@ -986,7 +986,7 @@ _SUPPORTED = (
 
 def is_cache_scale(name: str) -> bool:
     """Return whether a tensor scales a quantized KV cache, and means nothing to another one."""
-    return name.endswith(_CACHE_SCALES)
+    return name.endswith(_CACHE_SCALE_SUFFIXES)
 
 
 def opened(
@@ -1000,7 +1000,7 @@ def opened(
     """
     method = str(_settings(config).get("quant_method"))
     is_quantized = any(
-        name.endswith(_PACKED) or _is_narrow(name, dtype)
+        name.endswith(_QUANTIZED_SUFFIXES) or _is_narrow(name, dtype)
         for name, dtype in dtypes_of(files).items()
     )
     if method not in FORMATS or not is_quantized:
@@ -1039,7 +1039,7 @@ def unquantized(
     """
     named = _named(config, checkpoint)
     dtypes = dtypes_of(files)
-    packed = next((name for name in dtypes if name.endswith(_PACKED)), None)
+    packed = next((name for name in dtypes if name.endswith(_QUANTIZED_SUFFIXES)), None)
     narrow = next((name for name, dtype in dtypes.items() if _is_narrow(name, dtype)), None)
     if packed is not None or (narrow is not None and named is not None):
         signs = [named, f"the tensor {shown_name(packed or narrow or '')}"]
@@ -1098,22 +1098,22 @@ def _warn_of_cache(
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return *config* without the keys of quantization."""
-    return {key: value for key, value in config.items() if key not in _KEYS}
+    return {key: value for key, value in config.items() if key not in _CONFIG_KEYS}
 
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the object with the configuration of quantization; an empty one if it is missing."""
-    objects = (config.get(key) for key in _KEYS[:2])
+    objects = (config.get(key) for key in _CONFIG_KEYS[:2])
     return next((value for value in objects if isinstance(value, Mapping)), {})
 
 
 def _named(config: Mapping[str, Any], checkpoint: Checkpoint) -> str | None:
     """Return what names a format of quantization, for a message; or None."""
-    for key in _KEYS:
+    for key in _CONFIG_KEYS:
         if value := config.get(key):
             method = value.get("quant_method") if isinstance(value, Mapping) else value
             return f"{key!r} in config.json with quant_method {method!r}"[:200]
-    return next((name for name in _FILES if (checkpoint.path / name).is_file()), None)
+    return next((name for name in _CONFIG_FILES if (checkpoint.path / name).is_file()), None)
 
 
 def _is_narrow(name: str, dtype: str) -> bool:

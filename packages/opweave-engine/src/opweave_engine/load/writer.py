@@ -74,7 +74,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 _MIN_INT4, _MAX_INT4 = -8, 7
 # Scales that are tried for each group, as shares of the one that clips nothing.
-_SHARES = tuple(1 - 0.025 * step for step in range(11))
+_SCALE_SHARES = tuple(1 - 0.025 * step for step in range(11))
 _ROWS_AT_ONCE = 1024  # rounded at once, so that intermediate results stay small
 
 
@@ -107,7 +107,7 @@ def _rounded(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     kind = torch.finfo(weight.dtype)
     # Scales of float16 may be subnormal, so that small weights are not rounded to zero.
     least = max(kind.tiny * kind.eps, torch.finfo(torch.float32).tiny)
-    for share in _SHARES:
+    for share in _SCALE_SHARES:
         # The numbers are rounded for the scale as it is stored.
         tried = (whole * share).clamp(min=least).to(weight.dtype).float()
         rounded = (grouped / tried).round().clamp(_MIN_INT4, _MAX_INT4)

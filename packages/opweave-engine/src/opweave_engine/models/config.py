@@ -380,7 +380,7 @@ _YARN_WEIGHTS = ("mscale", "mscale_all_dim")
 # The supported types, and the parameters that they read. Above the length of training, transformers
 # changes the base of "dynamic" and the factors of "longrope" with the length of a sequence: keys in
 # a cache cannot follow. These types are therefore limited to that length.
-_KEYS = {
+_ROPE_KEYS = {
     "default": _YARN_WEIGHTS,  # they have no effect without a factor
     "dynamic": ("factor", *_YARN_WEIGHTS),  # DeepSeek's scores follow them
     "linear": ("factor", *_YARN_WEIGHTS),
@@ -395,7 +395,7 @@ _KEYS = {
     ),
 }
 _STRETCHED = ("llama3", "longrope", "yarn")
-_PAIR = 2  # dimensions; a base that is invalid for one pair is invalid for all
+_PAIR_SIZE = 2  # dimensions; a base that is invalid for one pair is invalid for all
 _MAX_POSITIONS = 2**24  # float32 cannot represent larger positions exactly
 
 
@@ -439,7 +439,7 @@ def warn_unread_rope_keys(config: Mapping[str, Any]) -> None:
         for name, parameters in (layers or {"": rope}).items():
             named = Fields(parameters, f"{name or key!r} in {fields.name}")
             kind = named.text("rope_type", named.text("type", "default"))
-            named.warn_unread(*_COMMON_KEYS, *_KEYS.get(kind, ()))
+            named.warn_unread(*_COMMON_KEYS, *_ROPE_KEYS.get(kind, ()))
 
 
 def rope_type(fields: Fields) -> str:
@@ -460,7 +460,7 @@ def read_rope(rope: Fields, theta: float, positions: int, *, outer: Fields) -> d
     ``rope_theta``; *outer* is the configuration, which may have keys that *rope* lacks.
     """
     kind = rope.text("rope_type", rope.text("type", "default"))
-    rope.require("rope_type", kind, *_KEYS)
+    rope.require("rope_type", kind, *_ROPE_KEYS)
     share = _share(rope, outer, kind)
     if kind == "dynamic":  # up to the length of training, it is the same as "default"
         rope.number("factor")
@@ -481,7 +481,7 @@ def read_rope(rope: Fields, theta: float, positions: int, *, outer: Fields) -> d
         scaling = _scaling(parameters, positions)
         rows = scaling.rows(positions)
         pairs = len(scaling.factors) if isinstance(scaling, LongRopeScaling) else 1
-        _ = scaling.frequencies(_PAIR * pairs, theta) * scaling.magnitude
+        _ = scaling.frequencies(_PAIR_SIZE * pairs, theta) * scaling.magnitude
         sections(parameters)
     except LayerArgumentError as error:
         raise InvalidConfigError(f"{rope.name}: {error}") from error

@@ -41,7 +41,7 @@ from opweave_engine.models.weights import Merged
 # The configuration of DeepSeek-V3, read from a checkpoint's ``config.json``.
 
 
-_SCORED = 2  # experts of a group
+_SCORED = 2  # best experts of a group whose scores are the score of the group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ def _hashed(seed: int, number: int, purpose: bytes = b"") -> int:
 # The order of tokens by score: one order for sampling and for log-probabilities.
 
 
-_LOW = 0xFFFFFFFF
+_LOW_BITS = 0xFFFFFFFF
 
 
 def ranking_keys(logits: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def ranking_keys(logits: Tensor) -> Tensor:
     bits = (logits.float() + 0.0).view(torch.int32)
     rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     tokens = torch.arange(logits.shape[-1], device=logits.device)
-    return (rising << 32) | (_LOW - tokens)
+    return (rising << 32) | (_LOW_BITS - tokens)
 
 
 def best_tokens(keys: Tensor, count: int) -> Tensor:
@@ -73,7 +73,7 @@ def best_tokens(keys: Tensor, count: int) -> Tensor:
         best = keys.topk(count, dim=-1).values
     else:
         best = keys.sort(dim=-1, descending=True).values
-    return _LOW - (best & _LOW)
+    return _LOW_BITS - (best & _LOW_BITS)
 
 
 # Log-probabilities of tokens, from the model's logits.
@@ -167,7 +167,7 @@ class Sampled(NamedTuple):
 # Logits processors: penalties, bias, and tokens that must not be sampled.
 
 
-_LARGEST = torch.finfo(torch.float32).max
+_MAX_LOGIT = torch.finfo(torch.float32).max
 
 
 def adjusted(logits: Tensor, requests: Sequence[SamplingRequest]) -> Tensor:
@@ -274,7 +274,7 @@ def _columns(
 def _put(scores: Tensor, rows: Tensor, tokens: Tensor, new: Tensor) -> None:
     """Write logits. A penalty must not turn a finite logit into an infinite one."""
     old = scores[rows, tokens]
-    limited = new.clamp(-_LARGEST, _LARGEST).float()
+    limited = new.clamp(-_MAX_LOGIT, _MAX_LOGIT).float()
     scores[rows, tokens] = torch.where(old.isfinite(), limited, old)
 
 

@@ -21,7 +21,7 @@ from opweave_engine.transformers.model import TransformersModel, check_ranks
 
 Check = Callable[[torch.nn.Module], None]
 Kind = Literal["base", "causal_lm", "masked_lm", "sequence_classifier"]
-_NAMES: Mapping[Kind, str] = {
+_MAPPINGS: Mapping[Kind, str] = {
     "base": "MODEL_MAPPING_NAMES",
     "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "masked_lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -44,7 +44,7 @@ def has_model(architecture: str, *kinds: Kind) -> bool:
         return False
     from transformers.models.auto import modeling_auto
 
-    models = [getattr(modeling_auto, _NAMES[kind]) for kind in kinds]
+    models = [getattr(modeling_auto, _MAPPINGS[kind]) for kind in kinds]
     return any(architecture in by_type.values() for by_type in models)
 
 

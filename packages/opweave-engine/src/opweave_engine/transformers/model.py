@@ -149,7 +149,7 @@ class PackedSequences(nn.Module):
 
 
 # The names under which models take their cache, and return it.
-_CACHES = ("past_key_values", "cache_params", "state")
+_CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
 
 
 class RecomputedSequences(StatefulLayer):
@@ -219,7 +219,7 @@ class CachedSequences(RecomputedSequences):
     def __init__(self, halves: Halves) -> None:
         super().__init__(halves)
         parameters = inspect.signature(halves.base.forward).parameters
-        names = [name for name in _CACHES if name in parameters]
+        names = [name for name in _CACHE_ARGUMENTS if name in parameters]
         if not names:
             raise NotSuitableError("it does not take a cache")
         self._name, self._takes_positions = names[0], "position_ids" in parameters
@@ -260,7 +260,7 @@ class CachedSequences(RecomputedSequences):
 _COLUMNS, _GATHERED_COLUMNS = "colwise", "colwise_gather_output"
 # Parts of the input, which the layer before gives or which are taken here. The results are added.
 _ROWS, _SPLIT_ROWS = "rowwise", "rowwise_split_input"
-_HEADS = ("num_attention_heads", "num_key_value_heads")
+_HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads")
 
 
 def first_rank(size: int) -> TensorParallel:
@@ -286,7 +286,7 @@ def check_ranks(model: Any, size: int) -> None:
         )
     parallel = first_rank(size)
     text = model.config.get_text_config(decoder=True)
-    for heads in _HEADS:
+    for heads in _HEAD_COUNTS:
         if (count := getattr(text, heads, None)) is not None:
             parallel.divide(count, heads)
     for path, (layer, style) in planned.items():
