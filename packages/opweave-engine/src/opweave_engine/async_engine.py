@@ -20,7 +20,7 @@ from opweave.config import EngineConfig
 from opweave_engine.client import AsyncClient, StreamingClient, make_core
 from opweave_engine.core import PriorityLists, private_context
 from opweave_engine.embedding import Embedder
-from opweave_engine.errors import InvalidArgumentError, RequestIdInUseError
+from opweave_engine.errors import InvalidArgumentError, id_in_use
 from opweave_engine.load.checkpoint import Checkpoint, Progress
 from opweave_engine.load.loader import is_encoder
 from opweave_engine.metrics import EngineStats, StatCounter
@@ -212,7 +212,7 @@ class AsyncEmbedder(AsyncClient):
     ) -> EmbeddingOutput:
         self._enter_loop()
         if request_id in self._waiting or request_id in self._running:
-            raise RequestIdInUseError(request_id)
+            raise id_in_use(request_id)
         if not self.is_running:
             raise self._dead_error()
         tokens = self._embedder.tokens(prompt)
@@ -259,10 +259,8 @@ class AsyncEmbedder(AsyncClient):
                 self._running, self._waiting = self._waiting, {}
                 running, began = self._running.values(), time.perf_counter()
                 texts, params = [w.tokens for w in running], [w.params for w in running]
-                vectors = await loop.run_in_executor(
-                    self._thread, self._embedder.vectors, texts, params
-                )
-                self._finish(vectors, began)
+                compute = partial(self._embedder.vectors, texts, params)
+                self._finish(await loop.run_in_executor(self._thread, compute), began)
         except BaseException as error:  # all waiting requests must be released
             self._dead_with = error
             for waiting in (*self._running.values(), *self._waiting.values()):

@@ -19,7 +19,7 @@ import torch
 from opweave.config import EngineConfig
 from opweave.ir import IrOpPriorityConfig
 from opweave_engine.core import EngineCore, PriorityLists, engine_priorities, private_context
-from opweave_engine.errors import EngineDeadError, InvalidArgumentError, RequestIdInUseError
+from opweave_engine.errors import EngineDeadError, InvalidArgumentError, id_in_use
 from opweave_engine.load.checkpoint import Progress, checkpoint_path
 from opweave_engine.load.loader import check_dtype
 from opweave_engine.metrics import EngineStats
@@ -439,7 +439,7 @@ class StreamingClient(AsyncClient, ABC):
 
     def _check_unused(self, request_id: str) -> None:
         if request_id in self._streams or request_id in self._unfinished:
-            raise RequestIdInUseError(request_id)
+            raise id_in_use(request_id)
 
     def _open(self, request_id: str) -> None:
         self._unfinished.add(request_id)

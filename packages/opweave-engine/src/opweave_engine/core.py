@@ -14,12 +14,7 @@ from opweave import ir, platforms
 from opweave.config import EngineConfig
 from opweave.platforms import Platform
 from opweave_engine.decode_graphs import SequenceStep
-from opweave_engine.errors import (
-    EngineError,
-    InvalidArgumentError,
-    NonFiniteLogitsError,
-    RequestIdInUseError,
-)
+from opweave_engine.errors import EngineError, InvalidArgumentError, NonFiniteLogitsError, id_in_use
 from opweave_engine.kv_cache import CacheGroup, KVCacheManager, plan_cache
 from opweave_engine.load.checkpoint import Checkpoint, Progress, log_defaults, sampling_defaults
 from opweave_engine.metrics import EngineStats, SelectionReport, StatCounter, stat_loggers
@@ -197,7 +192,7 @@ class EngineCore:
             InvalidArgumentError: an unfinished request has the same name.
         """
         if request.request_id in self._requests:
-            raise RequestIdInUseError(request.request_id)
+            raise id_in_use(request.request_id)
         self.scheduler.add(request.outputs[0].request)  # first: it may reject the request
         self._requests[request.request_id] = request
         for output in request.outputs:

@@ -352,12 +352,11 @@ class ActiveRequest:
         self.error: EngineError | None = None
         self.max_tokens = sum(output.max_tokens for output in outputs)
         self._deltas, self._has_sent = deltas, False
-        first = outputs[0]
-        request = first.request
+        request = outputs[0].request
         self._prompt_token_ids = request.token_ids[: request.num_prompt_tokens]
         self._prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
         self._num_scored = request.num_prompt_tokens
-        if first.params.prompt_logprobs is not None:
+        if outputs[0].params.prompt_logprobs is not None:
             self._prompt_logprobs, self._num_scored = [None], 1
 
     @property

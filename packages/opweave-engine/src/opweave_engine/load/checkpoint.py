@@ -529,7 +529,7 @@ def sampling_defaults(checkpoint: Checkpoint, source: str = "auto") -> dict[str,
 
 
 def log_defaults(checkpoint: Checkpoint, source: str, defaults: Mapping[str, Any]) -> None:
-    """Log the sampling defaults, and what ``generation_config.json`` asks for in vain."""
+    """Log the sampling defaults, and the fields of the file that are not followed."""
     if source in _NO_DEFAULTS:
         return
     folder = generation_folder(checkpoint, source)

@@ -448,8 +448,8 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GgufTenso
         data = cursor.data[begin + start : begin + end]
         if kind.name in _FLOAT_DTYPES:
             data = data.view(_FLOAT_DTYPES[kind.name]).reshape(shape)
-        else:
-            data = data.reshape(*shape[:-1], -1) if data.size else data
+        elif data.size:
+            data = data.reshape(*shape[:-1], -1)
         tensors[name] = GgufTensor(kind, shape, data)
     return tensors
 
@@ -640,10 +640,8 @@ def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         # Without a window, all layers see everything. Where the period is 0, none does.
         period = file.size("attention.sliding_window_pattern", 6) or layers + 1 if window else 1
     magnitude = _positive(file, "rope.scaling.attn_factor", 1.0)
-    sliding: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": file.number("rope.freq_base_swa", 10_000.0),
-    }
+    theta = file.number("rope.freq_base_swa", 10_000.0)
+    sliding: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if magnitude != 1:
         sliding = _stretched(file, sliding, np.ones(config["head_dim"] // 2), magnitude)
     return {
@@ -735,23 +733,22 @@ def _factors(file: GgufFile, head_size: int) -> Any:
 
 def _yarn(file: GgufFile, factor: float, magnitude: float) -> dict[str, Any]:
     extrapolated = file.number(f"{_YARN}ext_factor", 1.0)
-    # The magnitude that llama.cpp and transformers take if the file has none.
+    # llama.cpp and transformers compute this magnitude if the file has none.
     default = 0.1 * math.log(max(factor, 1.0)) + 1
     attention = file.number(f"{_YARN}attn_factor", default)
+    is_default = math.isclose(attention, default, rel_tol=1e-4)
     # A negative factor stands for the default, which is 1.
-    if (extrapolated >= 0 and extrapolated != 1) or not math.isclose(
-        attention, default, rel_tol=1e-4
-    ):
+    if (extrapolated >= 0 and extrapolated != 1) or not is_default:
         raise UnsupportedModelError(
             f"{file.path} has {file.architecture}.{_YARN}ext_factor={extrapolated:g} and "
             f"yarn_attn_factor={attention:g}; supported are 1 and {default:g}, which llama.cpp "
             "computes with."
         )
-    original = "rope.scaling.original_context_length"
+    original = file.size("rope.scaling.original_context_length", 0) or file.size("context_length")
     return {
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": file.size(original, 0) or file.size("context_length"),
+        "original_max_position_embeddings": original,
         "beta_fast": _positive(file, f"{_YARN}beta_fast", 32.0),
         "beta_slow": _positive(file, f"{_YARN}beta_slow", 1.0),
         "attention_factor": default * magnitude,
@@ -918,14 +915,12 @@ class Splits:
         normalizer: likewise.
         ignores_merges: whether a word that is a token is taken whole.
         adds_bos: whether a text begins with the token for that, if the file does not say.
-        is_default: whether the file does not name the model's own splits.
     """
 
     steps: list[dict[str, Any]]
     normalizer: dict[str, Any] | None = None
     ignores_merges: bool = False
     adds_bos: bool = False
-    is_default: bool = False
 
 
 def _bytes(*, splits: bool) -> dict[str, Any]:
@@ -955,8 +950,7 @@ _DEFAULT = Splits(
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
         r"\p{N}+",
         r"[0-9][0-9][0-9]",
-    ),
-    is_default=True,
+    )
 )
 _SPLITS = {
     "default": _DEFAULT,
@@ -1072,47 +1066,38 @@ def _numbers(file: GgufFile, key: str, kinds: str) -> NDArray[Any]:
 
 def _id(file: GgufFile, kind: str) -> int | None:
     """Return the id of the *kind* of token, or None."""
+    key, count = f"tokenizer.ggml.{kind}_token_id", len(_tokens(file))
+    token = file.get(key, int, -1)
     # llama.cpp writes the largest number, or -1, for a token that does not exist.
-    token = file.get(f"tokenizer.ggml.{kind}_token_id", int, -1)
-    count = len(_tokens(file))
     if token in (-1, 2**32 - 1):
         return None
     if not 0 <= token < count:
-        raise TokenizerError(
-            f"{file.path} has tokenizer.ggml.{kind}_token_id={token}, but {count} tokens."
-        )
+        raise TokenizerError(f"{file.path} has {key}={token}, but {count} tokens.")
     return int(token)
 
 
-def _flag(file: GgufFile, key: str, default: bool) -> bool:
-    value = file.metadata.get(f"tokenizer.ggml.{key}", default)
-    if not isinstance(value, int):
-        raise TokenizerError(
-            f"{file.path} has tokenizer.ggml.{key}={_shown(value)}; it must be a boolean."
-        )
+def _flag(file: GgufFile, name: str, default: bool) -> bool:
+    key = f"tokenizer.ggml.{name}"
+    if not isinstance(value := file.metadata.get(key, default), int):
+        raise TokenizerError(f"{file.path} has {key}={_shown(value)}; it must be a boolean.")
     return bool(value)
 
 
-def _is_gemma(file: GgufFile) -> bool:
-    return file.architecture.startswith("gemma")
-
-
 def _added(file: GgufFile) -> Iterator[dict[str, Any]]:
-    types = _types(file)
+    types, is_gemma = _types(file), file.architecture.startswith("gemma")
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     named = {_id(file, kind) for kind in ("bos", "eos", "unknown", "padding")}
     for token, text in enumerate(_tokens(file)):
         kind = types[token] if types else None
         if kind == _CONTROL or token in named:
             yield {"id": token, "content": text, **flags, "special": True}
-        elif kind == _USER_DEFINED and (text.strip(" ") or not _is_gemma(file)):
+        elif kind == _USER_DEFINED and (text.strip(" ") or not is_gemma):
             yield {"id": token, "content": text, **flags, "special": False}
 
 
 def _post_processor(file: GgufFile) -> dict[str, Any] | None:
     """Return what adds the first and the last token, where the file asks for it."""
-    is_sentence_piece = file.metadata.get(_MODEL) == "llama"
-    default = is_sentence_piece or splits_of(file).adds_bos
+    default = file.metadata.get(_MODEL) == "llama" or splits_of(file).adds_bos
     sequence: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
     special = {}
     for kind, place, absent in (("bos", 0, default), ("eos", 2, False)):
@@ -1138,7 +1123,7 @@ def _byte_level(file: GgufFile) -> dict[str, Any]:
     if not isinstance(merges, list) or not merges:
         raise TokenizerError(f"{file.path} has no list tokenizer.ggml.merges.")
     splits = splits_of(file)
-    if splits.is_default:
+    if splits is _DEFAULT:
         _log.warning(
             "%s does not name the model's pre-tokenizer (tokenizer.ggml.pre): text is split by "
             "llama.cpp's default rule, and tokens may differ from those of the model's training. "
@@ -1168,9 +1153,9 @@ def _sentence_piece(file: GgufFile) -> dict[str, Any]:
     restored = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     begin = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
     end = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
-    if _is_gemma(file):
-        # Its file has runs of spaces in place of marks, and its scores are not in the order of the
-        # merges; that of the tokens is.
+    if file.architecture.startswith("gemma"):
+        # Gemma's files have runs of spaces in place of marks, and the order of the merges is that
+        # of the tokens, not of the scores.
         tokens = [text if text.strip(" ") else text.replace(" ", _SPACE) for text in tokens]
         scores = [-float(token) for token in range(len(tokens))]
     unknown = _id(file, "unknown")

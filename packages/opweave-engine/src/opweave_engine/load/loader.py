@@ -230,7 +230,7 @@ def load_by_transformers(
     seed: int | None,
     progress: Progress | None,
 ) -> Model:
-    """Return what *load* makes of a checkpoint.
+    """Load a checkpoint's model by a function of :mod:`opweave_engine.transformers`.
 
     Args:
         load: a function of :mod:`opweave_engine.transformers`.

@@ -569,10 +569,8 @@ def _packed(module: str, tensors: Tensors, activations: ActivationScheme | None)
     groups = scale.shape[1]
     zero = order = None
     if "weight_zero_point" in tensors:
-        per_word = 32 // bits
-        words = require_shape(
-            module, tensors, "weight_zero_point", (torch.int32,), -(-rows // per_word), None
-        )
+        count = -(-rows * bits // 32)
+        words = require_shape(module, tensors, "weight_zero_point", (torch.int32,), count, None)
         if words.shape[1] != groups:
             raise misfit(module, "weight_zero_point", words, f"int32, with {groups} columns")
         zero = unpacked(words.T, bits)[:, :rows].T.to(torch.int32).contiguous()

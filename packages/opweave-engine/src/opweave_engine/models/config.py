@@ -156,7 +156,7 @@ class Fields:
             )
 
     def require_finite(self) -> None:
-        """Raise InvalidConfigError if a number, in a list too, is not finite or no float's."""
+        """Raise InvalidConfigError if a number, in a list too, is not a finite float."""
         for key, value in self.values.items():
             for number in value if isinstance(value, list) else [value]:
                 if isinstance(number, int | float) and not abs(number) <= sys.float_info.max:

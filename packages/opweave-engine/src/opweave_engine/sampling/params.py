@@ -20,13 +20,13 @@ def check_int(
     name: str, value: object, least: int, note: str, *, most: int = 2**63 - 1, subject: str = ""
 ) -> None:
     """Raise SamplingParamsError unless *value* is an integer from *least* to *most*."""
-    subject = f"{subject}{name}={shown(value)}"
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        message = f"{subject} must be an integer of at least {least}, {note}."
-        raise SamplingParamsError(message, name)
-    if value > most:
+        limit = f"an integer of at least {least}, {note}"
+    elif value > most:
         limit = "below 2**63" if most == 2**63 - 1 else f"at most {most}"
-        raise SamplingParamsError(f"{subject} must be {limit}.", name)
+    else:
+        return
+    raise SamplingParamsError(f"{subject}{name}={shown(value)} must be {limit}.", name)
 
 
 def check_number(
