@@ -20,7 +20,7 @@ from opweave.config import EngineConfig
 from opweave_engine.client import AsyncClient, StreamingClient, make_core
 from opweave_engine.core import PriorityLists, private_context
 from opweave_engine.embedding import Embedder
-from opweave_engine.errors import InvalidArgumentError, RequestIdInUseError
+from opweave_engine.errors import InvalidArgumentError, id_in_use
 from opweave_engine.load.checkpoint import Checkpoint, Progress
 from opweave_engine.load.loader import is_encoder
 from opweave_engine.metrics import EngineStats, StatCounter
@@ -113,7 +113,7 @@ class AsyncEngine(StreamingClient):
             self._core.executor.interrupt()
             self._thread.join()
 
-    def _give_up(self, request_id: str) -> None:
+    def _abort_request(self, request_id: str) -> None:
         self._commands.put(partial(self._abort, request_id))
 
     # In the engine's thread
@@ -126,9 +126,9 @@ class AsyncEngine(StreamingClient):
             self._dead_with = error
             _log.critical("the engine died", exc_info=error)
         finally:
-            self._tell(lambda: self._fail(self._unfinished, self._why_not()))
+            self._call_in_loop(lambda: self._fail(self._unfinished, self._dead_error()))
             if self._dead_with is not None:
-                self._core.fail(self._why_not())
+                self._core.fail(self._dead_error())
             self._core.shutdown()
 
     def _work(self) -> None:
@@ -139,16 +139,16 @@ class AsyncEngine(StreamingClient):
                     self._abort(*self._core.unfinished)
                     return
                 command()
-            self._tell(partial(self._receive, self._core.step()))
+            self._call_in_loop(partial(self._receive, self._core.step()))
 
     def _add(self, request: ActiveRequest) -> None:
         try:
             self._core.add_request(request)
         except Exception as error:  # it concerns this request alone
-            self._tell(partial(self._fail, [request.request_id], error))
+            self._call_in_loop(partial(self._fail, [request.request_id], error))
 
     def _abort(self, *request_ids: str) -> None:
-        self._tell(partial(self._receive, self._core.abort(request_ids)))
+        self._call_in_loop(partial(self._receive, self._core.abort(request_ids)))
 
 
 # An encoder for asyncio: prompts that arrive together share a forward pass.
@@ -212,9 +212,9 @@ class AsyncEmbedder(AsyncClient):
     ) -> EmbeddingOutput:
         self._enter_loop()
         if request_id in self._waiting or request_id in self._running:
-            raise RequestIdInUseError(request_id)
+            raise id_in_use(request_id)
         if not self.is_running:
-            raise self._why_not()
+            raise self._dead_error()
         tokens = self._embedder.tokens(prompt)
         params = self._embedder.check_params(params, len(tokens))
         vector = asyncio.get_running_loop().create_future()
@@ -259,15 +259,13 @@ class AsyncEmbedder(AsyncClient):
                 self._running, self._waiting = self._waiting, {}
                 running, began = self._running.values(), time.perf_counter()
                 texts, params = [w.tokens for w in running], [w.params for w in running]
-                vectors = await loop.run_in_executor(
-                    self._thread, self._embedder.vectors, texts, params
-                )
-                self._finish(vectors, began)
+                compute = partial(self._embedder.vectors, texts, params)
+                self._finish(await loop.run_in_executor(self._thread, compute), began)
         except BaseException as error:  # all waiting requests must be released
             self._dead_with = error
             for waiting in (*self._running.values(), *self._waiting.values()):
                 if not waiting.vector.done():
-                    waiting.vector.set_exception(self._why_not())
+                    waiting.vector.set_exception(self._dead_error())
         finally:
             self._running, self._work = {}, None
 

@@ -19,7 +19,7 @@ import torch
 from opweave.config import EngineConfig
 from opweave.ir import IrOpPriorityConfig
 from opweave_engine.core import EngineCore, PriorityLists, engine_priorities, private_context
-from opweave_engine.errors import EngineDeadError, InvalidArgumentError, RequestIdInUseError
+from opweave_engine.errors import EngineDeadError, InvalidArgumentError, id_in_use
 from opweave_engine.load.checkpoint import Progress, checkpoint_path
 from opweave_engine.load.loader import check_dtype
 from opweave_engine.metrics import EngineStats
@@ -274,7 +274,7 @@ class AsyncClient:
             self._loop = running
         return before
 
-    def _why_not(self) -> EngineDeadError:
+    def _dead_error(self) -> EngineDeadError:
         """Return the error for a request while the engine does not run."""
         if (reason := self.dead_with) is None:
             return EngineDeadError("The engine is shut down, and takes no requests.")
@@ -359,7 +359,7 @@ class StreamingClient(AsyncClient, ABC):
         """Yield the request's outputs; see :meth:`EngineClient.generate_deltas`."""
 
     async def abort(self, request_id: str) -> None:
-        self._give_up(request_id)
+        self._abort_request(request_id)
 
     async def drain(self, timeout: float) -> None:
         self._is_closed = True
@@ -369,14 +369,15 @@ class StreamingClient(AsyncClient, ABC):
                 await self._wait_until_idle()
         except TimeoutError:
             for request_id in list(self._unfinished):
-                self._give_up(request_id)
+                self._abort_request(request_id)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_ABORTED_WITHIN):
                     await self._wait_until_idle()
-            self._fail(self._unfinished, self._why_not())  # the thread hangs; release the readers
+            # If the thread hangs, the readers must still be released.
+            self._fail(self._unfinished, self._dead_error())
 
     @abstractmethod
-    def _give_up(self, request_id: str) -> None:
+    def _abort_request(self, request_id: str) -> None:
         """Abort the request, if it is known."""
 
     # In the event loop
@@ -415,7 +416,7 @@ class StreamingClient(AsyncClient, ABC):
             if self._streams.get(request_id) is stream:
                 del self._streams[request_id]
                 if not is_finished:
-                    self._give_up(request_id)
+                    self._abort_request(request_id)
 
     def _enter_loop(self) -> asyncio.AbstractEventLoop | None:
         """Use the running event loop from now on.
@@ -427,9 +428,9 @@ class StreamingClient(AsyncClient, ABC):
             return before
         self._forget_readers()
         self._idle = asyncio.Event()  # an event belongs to the loop in which it is awaited
-        self._hear()
+        self._run_queued_calls()
         for request_id in list(self._unfinished):
-            self._give_up(request_id)
+            self._abort_request(request_id)
         return before
 
     def _forget_readers(self) -> None:
@@ -438,7 +439,7 @@ class StreamingClient(AsyncClient, ABC):
 
     def _check_unused(self, request_id: str) -> None:
         if request_id in self._streams or request_id in self._unfinished:
-            raise RequestIdInUseError(request_id)
+            raise id_in_use(request_id)
 
     def _open(self, request_id: str) -> None:
         self._unfinished.add(request_id)
@@ -446,7 +447,7 @@ class StreamingClient(AsyncClient, ABC):
         # Checked after the request is registered: a thread that dies later fails all of those.
         if not self.is_running:
             self._close(request_id)
-            raise self._why_not()
+            raise self._dead_error()
 
     def _close(self, request_id: str) -> None:
         self._unfinished.discard(request_id)
@@ -470,7 +471,7 @@ class StreamingClient(AsyncClient, ABC):
         if self._unfinished and self._thread.is_alive():
             await self._idle.wait()
 
-    def _hear(self) -> None:
+    def _run_queued_calls(self) -> None:
         """Run the calls that the thread has queued."""
         with suppress(Empty):
             while True:
@@ -478,9 +479,9 @@ class StreamingClient(AsyncClient, ABC):
 
     # In the thread
 
-    def _tell(self, call: Callable[[], None]) -> None:
+    def _call_in_loop(self, call: Callable[[], None]) -> None:
         """Run *call* in the event loop, or in the next one if this one is closed."""
         if self._loop is not None:  # set by the first request
             self._calls.put(call)
             with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._hear)
+                self._loop.call_soon_threadsafe(self._run_queued_calls)

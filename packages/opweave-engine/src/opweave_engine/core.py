@@ -14,12 +14,7 @@ from opweave import ir, platforms
 from opweave.config import EngineConfig
 from opweave.platforms import Platform
 from opweave_engine.decode_graphs import SequenceStep
-from opweave_engine.errors import (
-    EngineError,
-    InvalidArgumentError,
-    NonFiniteLogitsError,
-    RequestIdInUseError,
-)
+from opweave_engine.errors import EngineError, InvalidArgumentError, NonFiniteLogitsError, id_in_use
 from opweave_engine.kv_cache import CacheGroup, KVCacheManager, plan_cache
 from opweave_engine.load.checkpoint import Checkpoint, Progress, log_defaults, sampling_defaults
 from opweave_engine.metrics import EngineStats, SelectionReport, StatCounter, stat_loggers
@@ -197,7 +192,7 @@ class EngineCore:
             InvalidArgumentError: an unfinished request has the same name.
         """
         if request.request_id in self._requests:
-            raise RequestIdInUseError(request.request_id)
+            raise id_in_use(request.request_id)
         self.scheduler.add(request.outputs[0].request)  # first: it may reject the request
         self._requests[request.request_id] = request
         for output in request.outputs:
@@ -248,7 +243,7 @@ class EngineCore:
             self.scheduler.undo(scheduled)
             if isinstance(error, NonFiniteLogitsError) and error.rows:
                 return self._fail([asking[row][0] for row in error.rows], error)
-            raise  # also if the rows are unknown
+            raise  # NonFiniteLogitsError, too, if its rows are unknown
         self.scheduler.update(scheduled)
         results = [
             (*self._outputs[sequence.request_id], start, is_complete, token)

@@ -10,8 +10,8 @@ from opweave_engine.tokenizer import REPLACEMENT, Tokenizer, completes
 # Incremental decoder: text from tokens that arrive one by one.
 
 
-_CONTEXT = 8  # preceding tokens that decide how the next one is decoded
-_CONTINUATION = 3  # bytes of a character after its first one
+_CONTEXT_TOKENS = 8  # preceding tokens that decide how the next one is decoded
+_CONTINUATION_BYTES = 3  # bytes of a character after its first one
 _MAX_PENDING_TOKENS = 16  # tokens that end inside a character, before the context moves on
 
 
@@ -50,7 +50,7 @@ class IncrementalDecoder:
         self._spaces = skip_special_tokens or spaces_between_special_tokens
         # Decoders treat the first token of a text differently (they drop its space), so each
         # piece is decoded behind the one before it.
-        self._context = self._from_character(prompt, max(0, len(prompt) - _CONTEXT))
+        self._context = self._from_character(prompt, max(0, len(prompt) - _CONTEXT_TOKENS))
         self._pending: list[int] = []
         # The text before, with U+FFFD for a character that the prompt has begun; the same without
         # it; and its bytes.
@@ -76,12 +76,12 @@ class IncrementalDecoder:
         new = self._new(text)
         if not incomplete:
             # Tokens without a text of their own can decide how the next one is decoded.
-            self._move(len(self._pending) if new else _CONTEXT)
+            self._move(len(self._pending) if new else _CONTEXT_TOKENS)
         elif new:
             self._seen = self._whole = text
             self._begun = b""
             if len(self._pending) > _MAX_PENDING_TOKENS:
-                self._move(_CONTEXT)
+                self._move(_CONTEXT_TOKENS)
         if is_special and self._is_behind_special and not self._spaces:
             new = new.removeprefix(" ")
         self._is_behind_special = is_special
@@ -106,7 +106,7 @@ class IncrementalDecoder:
 
         Where bytes are tokens, part of a character spoils all bytes after it.
         """
-        least = max(0, start - _CONTINUATION) if self._tokenizer.has_byte_tokens else start
+        least = max(0, start - _CONTINUATION_BYTES) if self._tokenizer.has_byte_tokens else start
         # Bytes 0x80 to 0xBF continue a character.
         while start > least and b"\x80" <= self._tokenizer.bytes_in_text(ids[start])[:1] < b"\xc0":
             start -= 1

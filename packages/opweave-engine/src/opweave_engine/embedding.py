@@ -75,20 +75,18 @@ class SentenceConfig:
             CheckpointError: a file is damaged, has a wrong value, or asks for something that is not
                 supported.
         """
-        text = next((name for name in _TEXTS if checkpoint.has(name)), _TEXTS[0])
-        settings = checkpoint.json(text) or {}
-        check_keys(
-            settings, checkpoint.path / text, _TEXT_KEYS, _LENGTH, "modality_config", *_HARMLESS
-        )
+        name = next((name for name in _TEXTS if checkpoint.has(name)), _TEXTS[0])
+        settings, file = checkpoint.json(name) or {}, checkpoint.path / name
+        check_keys(settings, file, _TEXT_KEYS, _LENGTH, "modality_config", *_HARMLESS)
         if (modalities := settings.get("modality_config")) is not None:
             # The vectors of tokens must be the model's last hidden states.
             text_settings = modalities.get("text") if isinstance(modalities, Mapping) else None
             if text_settings != _TEXT_FORWARD:
                 raise CheckpointError(
-                    f"{checkpoint.path / text} has modality_config={modalities!r:.200}, which is "
-                    f"not supported. Supported for 'text': {_TEXT_FORWARD}."
+                    f"{file} has modality_config={modalities!r:.200}, which is not supported. "
+                    f"Supported for 'text': {_TEXT_FORWARD}."
                 )
-        longest = _length(settings, _LENGTH, checkpoint.path / text)
+        longest = _length(settings, _LENGTH, file)
         if longest is None:
             tokenizer = checkpoint.json(_TOKENIZER) or {}
             longest = _length(tokenizer, _TOKENIZER_LENGTH, checkpoint.path / _TOKENIZER)
@@ -272,6 +270,7 @@ def _pool(states: Tensor, mode: str) -> Tensor:
 # Paths that sentence-transformers writes for the two activation functions of scores.
 _SIGMOID = ("torch.nn.modules.activation.Sigmoid", "torch.nn.Sigmoid")
 _IDENTITY = ("torch.nn.modules.linear.Identity", "torch.nn.Identity")
+Vectors = list[list[float]]
 
 
 class Embedder:
@@ -426,8 +425,7 @@ class Embedder:
         """
         keep = self._limit(truncate_prompt_tokens)
         self._check_task(scores=True)
-        texts = as_pairs(text_1, text_2)
-        pairs = [self.tokenizer.encode_pair(*pair, keep=keep) for pair in texts]
+        pairs = [self.tokenizer.encode_pair(*pair, keep=keep) for pair in as_pairs(text_1, text_2)]
         tokens = [self.tokens(ids) for ids, _ in pairs]
         params = [
             self.check_params(PoolingParams(token_type_ids=types), len(ids)) for ids, types in pairs
@@ -499,11 +497,9 @@ class Embedder:
         processor = self._processors.get(io_processor, embeds=True)
         return processor.result(request, self.embed(processor.prompts(request)))
 
-    def vectors(
-        self, texts: Sequence[Sequence[int]], params: Sequence[PoolingParams]
-    ) -> list[list[float]]:
+    def vectors(self, texts: Sequence[Sequence[int]], params: Sequence[PoolingParams]) -> Vectors:
         """Return the embeddings of tokenized texts, several per forward pass."""
-        vectors: list[list[float]] = []
+        vectors: Vectors = []
         limit = self.config.scheduler.max_num_batched_tokens
         with private_context(self._priorities) as context, cpu_threads(self.config.cpu_threads):
             start = 0
@@ -516,9 +512,7 @@ class Embedder:
                 start = end
         return vectors
 
-    def _forward(
-        self, texts: Sequence[Sequence[int]], params: Sequence[PoolingParams]
-    ) -> list[list[float]]:
+    def _forward(self, texts: Sequence[Sequence[int]], params: Sequence[PoolingParams]) -> Vectors:
         lengths = [len(text) for text in texts]
         ids = [token for text in texts for token in text]
         positions = [place for length in lengths for place in range(length)]

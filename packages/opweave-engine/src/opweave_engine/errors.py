@@ -43,13 +43,6 @@ class InvalidArgumentError(RequestError):
     """An argument of the engine has an invalid value."""
 
 
-class RequestIdInUseError(InvalidArgumentError):
-    """An unfinished request has the same name."""
-
-    def __init__(self, request_id: str) -> None:
-        super().__init__(f"request_id={request_id!r} is in use by a request that is not finished.")
-
-
 class UnexpectedKeywordError(InvalidArgumentError, TypeError):
     """A keyword argument does not exist."""
 
@@ -108,6 +101,13 @@ class CacheSizeError(EngineError, ValueError):
 
 class UnsupportedCacheError(EngineError):
     """The attention backends do not support the cache that a layer needs."""
+
+
+def id_in_use(request_id: str) -> InvalidArgumentError:
+    """Return the error for a request with the name of an unfinished one."""
+    return InvalidArgumentError(
+        f"request_id={request_id!r} is in use by a request that is not finished."
+    )
 
 
 # Optional dependencies, imported where they are needed.

@@ -328,8 +328,7 @@ class BlockPool:
 
     def freed_by(self, tables: Iterable[Sequence[int]]) -> set[int]:
         """Return the blocks that would be free if the blocks in *tables* were released."""
-        counts = _uses(tables)
-        return {block for block, count in counts.items() if count == self._holders[block]}
+        return {block for block, n in _uses(tables).items() if n == self._holders[block]}
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Increment the reference count of each of *blocks*."""
@@ -454,12 +453,7 @@ class KVCacheManager:
         return count * self.block_size
 
     def fits(
-        self,
-        request: Request,
-        num_new_tokens: int,
-        prefix: int = 0,
-        *,
-        without: Sequence[Request] = (),
+        self, request: Request, num_new: int, prefix: int = 0, *, without: Sequence[Request] = ()
     ) -> bool:
         """Whether there are enough free blocks to start a waiting request.
 
@@ -468,13 +462,13 @@ class KVCacheManager:
 
         Args:
             request: a request that holds no blocks yet.
-            num_new_tokens: the number of tokens in its first step.
+            num_new: the number of tokens in its first step.
             prefix: the result of :meth:`find_prefix`.
             without: requests whose blocks count as free.
         """
         for group, (retention, pool) in enumerate(self._groups):
             is_whole = isinstance(retention, EveryToken)
-            end = request.num_tokens if is_whole else prefix + num_new_tokens
+            end = request.num_tokens if is_whole else prefix + num_new
             first = retention.first_block(prefix, self.block_size)
             needed = retention.end_block(end, self.block_size) - first
             shared = self._shared(request, prefix, retention, pool)
@@ -484,23 +478,24 @@ class KVCacheManager:
                 return False
         return True
 
-    def allocate(self, request: Request, num_new_tokens: int, prefix: int = 0) -> bool:
+    def allocate(self, request: Request, num_new: int, prefix: int = 0) -> bool:
         """Allocate blocks for the next tokens of *request*: all of them, or none.
 
         Args:
             request: a running or a waiting request.
-            num_new_tokens: the number of tokens after the computed ones.
+            num_new: the number of tokens after the computed ones.
             prefix: for a waiting request, the result of :meth:`find_prefix`.
 
         Returns:
             Whether there were enough free blocks.
         """
         if request.request_id not in self._tables:
-            if not self.fits(request, num_new_tokens, prefix):
+            if not self.fits(request, num_new, prefix):
                 return False
             self._begin(request, prefix)
-        end = max(prefix, request.num_computed_tokens) + num_new_tokens
-        tables, missing = self._tables[request.request_id], []
+        end = max(prefix, request.num_computed_tokens) + num_new
+        missing: list[tuple[BlockPool, _Table, int]] = []
+        tables = self._tables[request.request_id]
         for (retention, pool), table in zip(self._groups, tables, strict=True):
             first = retention.first_block(request.num_computed_tokens, self.block_size)
             if table.dropped < first:
@@ -508,11 +503,10 @@ class KVCacheManager:
                 table.blocks[table.dropped : first] = [NULL_BLOCK] * (first - table.dropped)
                 table.dropped = first
             needed = retention.end_block(end, self.block_size)
-            missing.append(max(0, needed - len(table.blocks)))
-        pools = [pool for _, pool in self._groups]
-        if any(count > pool.num_free for count, pool in zip(missing, pools, strict=True)):
+            missing.append((pool, table, max(0, needed - len(table.blocks))))
+        if any(count > pool.num_free for pool, _, count in missing):
             return False
-        for count, pool, table in zip(missing, pools, tables, strict=True):
+        for pool, table, count in missing:
             table.blocks.extend(pool.allocate(count))
         return True
 
@@ -522,8 +516,7 @@ class KVCacheManager:
             return
         full, hashes = request.num_computed_tokens // self.block_size, request.block_hashes
         extend_hashes(hashes, request.token_ids, self.block_size, request.cache_salt)
-        tables = self._tables[request.request_id]
-        for (_, pool), table in zip(self._groups, tables, strict=True):
+        for (_, pool), table in zip(self._groups, self._tables[request.request_id], strict=True):
             for index in range(table.named, full):
                 pool.name(table.blocks[index], hashes[index])
             table.named = full

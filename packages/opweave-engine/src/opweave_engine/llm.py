@@ -131,7 +131,7 @@ class LLM:
                     if report is not None:
                         report(sum(request.num_done for request in requests), max_tokens)
         finally:
-            self._give_up(requests)
+            self._abort(requests)
         errors = [request.error for request in requests if request.error is not None]
         if errors and len(errors) == len(requests):
             raise errors[0]
@@ -270,7 +270,7 @@ class LLM:
                     if is_new:
                         yield output
         finally:
-            self._give_up([request])
+            self._abort([request])
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """Return the default sampling parameters.
@@ -312,6 +312,5 @@ class LLM:
             context.run(self._core.step)
         return all(request.is_finished for request in requests)
 
-    def _give_up(self, requests: Sequence[ActiveRequest]) -> None:
-        names = [request.request_id for request in requests]
-        self._turns.soon(partial(self._core.abort, names))
+    def _abort(self, requests: Sequence[ActiveRequest]) -> None:
+        self._turns.soon(partial(self._core.abort, [request.request_id for request in requests]))

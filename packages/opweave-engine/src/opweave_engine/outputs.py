@@ -167,15 +167,15 @@ class PoolingParams:
         Raises:
             SamplingParamsError: it does not.
         """
-        wanted = self.dimensions
-        if wanted is None or wanted == size:
+        dimensions = self.dimensions
+        if dimensions is None or dimensions == size:
             return
-        known = trained if isinstance(trained, list) else []
-        if wanted in known or (any_size and not known and wanted < size):
+        sizes = trained if isinstance(trained, list) else []
+        if dimensions in sizes or (any_size and not sizes and dimensions < size):
             return
-        others = ", ".join(map(str, known)) or ("fewer" if any_size else "no other length")
+        others = ", ".join(map(str, sizes)) or ("fewer" if any_size else "no other length")
         raise SamplingParamsError(
-            f"dimensions={wanted} is not possible: the model's vectors have {size} numbers, and it "
-            f"was trained for {others}.",
+            f"{dimensions=} is not possible: the model's vectors have {size} numbers, and it was "
+            f"trained for {others}.",
             "dimensions",
         )

@@ -8,7 +8,7 @@ from typing import Any
 from opweave.platforms import Platform
 from opweave.plugins import resolve_obj_by_qualname
 
-_OWN: Mapping[str, Callable[..., str]] = {
+_DEFAULT_CLASSES: Mapping[str, Callable[..., str]] = {
     "get_worker_cls": lambda platform, config: "opweave_engine.runner.Worker",
     "get_model_runner_cls": lambda platform, config: "opweave_engine.runner.ModelRunner",
     "get_scheduler_cls": lambda platform, config: "opweave_engine.scheduler.Scheduler",
@@ -48,4 +48,4 @@ def part(platform: Platform, method: str, *arguments: Any) -> Any:
 
 def own_part(platform: Platform, method: str, *arguments: Any) -> Any:
     """Return opweave's own class for a method that returns None."""
-    return resolve_obj_by_qualname(_OWN[method](platform, *arguments))
+    return resolve_obj_by_qualname(_DEFAULT_CLASSES[method](platform, *arguments))

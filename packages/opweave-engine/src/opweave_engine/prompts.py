@@ -184,7 +184,7 @@ def as_list(prompts: object) -> list[Prompt]:
 
 
 def as_pairs(first: object, second: object) -> list[tuple[str, str]]:
-    """Return pairs of texts: of one with one or several, or of as many as there are in both.
+    """Return pairs of texts: the first text with each second one, or one from each list.
 
     Args:
         first, second: a string or a list of strings.

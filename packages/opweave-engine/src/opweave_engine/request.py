@@ -352,13 +352,12 @@ class ActiveRequest:
         self.error: EngineError | None = None
         self.max_tokens = sum(output.max_tokens for output in outputs)
         self._deltas, self._has_sent = deltas, False
-        first = outputs[0]
-        request = first.request
+        request = outputs[0].request
         self._prompt_token_ids = request.token_ids[: request.num_prompt_tokens]
         self._prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
-        self._num_known = request.num_prompt_tokens
-        if first.params.prompt_logprobs is not None:
-            self._prompt_logprobs, self._num_known = [None], 1
+        self._num_scored = request.num_prompt_tokens
+        if outputs[0].params.prompt_logprobs is not None:
+            self._prompt_logprobs, self._num_scored = [None], 1
 
     @property
     def is_finished(self) -> bool:
@@ -381,7 +380,7 @@ class ActiveRequest:
 
         They follow the *count* tokens from *start* that the step computes for *output*.
         """
-        if output is not self.outputs[0] or self._num_known == len(self._prompt_token_ids):
+        if output is not self.outputs[0] or self._num_scored == len(self._prompt_token_ids):
             return []
         return self._prompt_token_ids[start + 1 : start + count + 1]
 
@@ -389,7 +388,7 @@ class ActiveRequest:
         """Store the log-probabilities of the tokens after *start*, which may be stored already."""
         if self._prompt_logprobs is not None and logprobs:
             self._prompt_logprobs[start + 1 :] = logprobs
-            self._num_known = len(self._prompt_logprobs)
+            self._num_scored = len(self._prompt_logprobs)
 
     def abort(self) -> None:
         """Abort all outputs that have not ended."""

@@ -263,7 +263,7 @@ class ModelRunner:
             # If every sequence has one new token, nothing need be copied.
             last = hidden
             if len(asking) < len(hidden):
-                last = hidden[self._tensor([end - 1 for end, _ in asking], torch.int64)]
+                last = hidden[self._tensor([end - 1 for end, _ in asking])]
             requests = [step.sampling for _, step in asking if step.sampling]
             sampled = self._sampler(self.model.compute_logits(last), requests)
             complete, broken = [], []
@@ -297,9 +297,7 @@ class ModelRunner:
         context = self._context(self._caches, steps, spans, keeps)
         with self.platform.inference_mode(), forward_context(context):
             # Made here: Dynamo recompiles for tensors from outside of inference mode.
-            return self._forward(
-                self._tensor(ids, torch.int64), self._tensor(positions, torch.int64)
-            )
+            return self._forward(self._tensor(ids), self._tensor(positions))
 
     def _context(
         self, caches: LayerCaches, steps: Sequence[SequenceStep], spans: list[range], keeps: bool
@@ -324,7 +322,7 @@ class ModelRunner:
             batches[group] = SequenceBatch(
                 **shared,
                 block_tables=self._tensor(padded_tables(steps, group), torch.int32),
-                slot_mapping=self._tensor(slots, torch.int64),
+                slot_mapping=self._tensor(slots),
                 num_decodes=decodes,
             )
         states = None
@@ -334,7 +332,7 @@ class ModelRunner:
             states = SequenceStates.of(counts, first, slots, caches.states, self.device)
         return ForwardContext(caches.step(batches), states)
 
-    def _tensor(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+    def _tensor(self, values: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import codecs
 import json
 import logging
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,9 +25,7 @@ _log = logging.getLogger(__name__)
 _CONFIG = "tokenizer_config.json"
 
 
-def follow_settings(
-    backend: Any, checkpoint: Checkpoint, *, bos: int | None, eos: int | None
-) -> None:
+def follow_settings(backend: Any, checkpoint: Checkpoint, bos: int | None, eos: int | None) -> None:
     """Make *backend*, a ``tokenizers.Tokenizer``, encode as transformers does at inference.
 
     Disables padding and truncation, and applies ``split_special_tokens``. Logs unsupported settings
@@ -38,13 +37,13 @@ def follow_settings(
         bos, eos: the ids that begin and end a text; None: there is no such token.
     """
     for name in ("padding", "truncation"):
-        if (given := getattr(backend, name)) is not None:
-            _log.info("tokenizer.json: %s=%s is disabled at inference", name, given)
+        if (setting := getattr(backend, name)) is not None:
+            _log.info("tokenizer.json: %s=%s is disabled at inference", name, setting)
     backend.no_padding()
     backend.no_truncation()
     config = checkpoint.json(_CONFIG) or {}
     backend.encode_special_tokens = config.get("split_special_tokens") is True
-    for note in _not_followed(backend, config, bos, eos):
+    for note in _notes(backend, config, bos, eos):
         _log.warning("%s: %s", checkpoint.path / _CONFIG, note)
 
 
@@ -54,19 +53,17 @@ def has_token_types(checkpoint: Checkpoint) -> bool:
     return not isinstance(names, list) or "token_type_ids" in names
 
 
-def _not_followed(
-    backend: Any, config: dict[str, Any], bos: int | None, eos: int | None
-) -> list[str]:
+def _notes(backend: Any, config: dict[str, Any], bos: int | None, eos: int | None) -> list[str]:
+    """Return a note for each setting that is not followed."""
     notes = []
     ids = backend.encode("").ids
     begins = ids[:1] == [bos]
     for name, adds in (("bos", begins), ("eos", ids[begins:][-1:] == [eos])):
-        wanted = config.get(f"add_{name}_token")
-        if isinstance(wanted, bool) and wanted != adds:
-            does = "adds it" if adds else "does not add it"
+        configured = config.get(f"add_{name}_token")
+        if isinstance(configured, bool) and configured != adds:
             notes.append(
-                f"add_{name}_token={wanted} is not followed: the post-processor in tokenizer.json "
-                f"decides, and {does}"
+                f"add_{name}_token={configured} is not followed: the post-processor in "
+                f"tokenizer.json decides, and {'adds it' if adds else 'does not add it'}"
             )
     if config.get("clean_up_tokenization_spaces") is True and type(backend.model).__name__ != "BPE":
         notes.append("clean_up_tokenization_spaces=True is not followed: text is not cleaned up")
@@ -102,8 +99,8 @@ def token_bytes(token: str, decoder: Mapping[str, Any]) -> bytes | None:
     """
     if is_byte_level(decoder) and _ALPHABET.keys() >= set(token):
         return bytes(map(_ALPHABET.__getitem__, token))
-    if has_byte_tokens(decoder) and (found := _ONE_BYTE.fullmatch(token)):
-        return bytes.fromhex(found[1])
+    if has_byte_tokens(decoder) and (match := _ONE_BYTE.fullmatch(token)):
+        return bytes.fromhex(match[1])
     return None
 
 
@@ -149,9 +146,8 @@ def completes(begun: bytes, following: bytes) -> bool:
         return False
 
 
-def _kinds(decoder: Mapping[str, Any]) -> Iterator[str]:
-    for each in decoder.get("decoders", [decoder]):
-        yield each.get("type", "")
+def _kinds(decoder: Mapping[str, Any]) -> set[str]:
+    return {step.get("type", "") for step in decoder.get("decoders", [decoder])}
 
 
 # Special and added tokens from the files next to ``tokenizer.json``.
@@ -162,11 +158,8 @@ def _kinds(decoder: Mapping[str, Any]) -> Iterator[str]:
 
 
 _MAP, _ADDED = "special_tokens_map.json", "added_tokens.json"
-_DECODER, _EXTRA, _OLD_EXTRA = (
-    "added_tokens_decoder",
-    "extra_special_tokens",
-    "additional_special_tokens",
-)
+_DECODER = "added_tokens_decoder"
+_EXTRA, _OLD_EXTRA = "extra_special_tokens", "additional_special_tokens"
 # In the order in which transformers adds them, which decides the ids of new ones.
 _NAMED = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -199,76 +192,66 @@ class SpecialTokens:
         config = dict(checkpoint.json(_CONFIG) or {})
         if _OLD_EXTRA in config and not config.get(_EXTRA):
             config[_EXTRA] = config.pop(_OLD_EXTRA)
-        given = config.get(_EXTRA)
-        named = dict(given) if isinstance(given, dict) else {}
-        extra = list(given) if isinstance(given, list) else []
+        configured = config.get(_EXTRA)
+        named = dict(configured) if isinstance(configured, dict) else {}
+        extra = list(configured) if isinstance(configured, list) else []
         fields: dict[str, Any] = {k: v for k, v in config.items() if k.endswith("_token")}
         if isinstance(decoder := config.get(_DECODER), dict):
-            added = dict(_decoded(decoder))
+            added = {
+                int(token): flags
+                for token, flags in decoder.items()
+                if token.isdecimal() and isinstance(flags, dict) and _text(flags)
+            }
         else:
             older = dict(checkpoint.json(_MAP) or {})
             more = older.pop(_EXTRA, None)
-            if more is None and given is None:
+            if more is None and configured is None:
                 more = older.pop(_OLD_EXTRA, None)
-            extra += [each for each in more if each not in extra] if isinstance(more, list) else []
+            if isinstance(more, list):
+                extra += [token for token in more if token not in extra]
             named |= more if isinstance(more, dict) else {}
             fields |= {k: v for k, v in older.items() if k.endswith("_token")}
-            added = _from_added_tokens(checkpoint, {*_texts(fields).values(), *map(_text, extra)})
-        extra = [each for each in extra if _text(each)]
+            special = {*_texts(fields).values(), *map(_text, extra)}
+            added = {}
+            for text, token in (checkpoint.json(_ADDED) or {}).items():
+                if isinstance(token, int) and text:
+                    flags = {"special": text in special, "normalized": text not in special}
+                    added[token] = {"content": text, **flags}
+        extra = [token for token in extra if _text(token)]
         named = {**dict.fromkeys(_NAMED), **fields, **named}
         return cls(_texts(named), extra, added, isinstance(decoder, dict))
 
     def add_to(self, backend: Any) -> None:
         """Add the tokens that *backend*, a ``tokenizers.Tokenizer``, does not have yet."""
         make = require("tokenizers").AddedToken
-        there = backend.get_added_tokens_decoder()
-        known = {token.content: token for token in there.values()}
-        wanted = {}
+        by_id = backend.get_added_tokens_decoder()
+        present = {token.content: token for token in by_id.values()}
+        new = {}
         for number, flags in sorted(self.added.items()):
-            if number in there and not self.overrides:
+            if number in by_id and not self.overrides:
                 continue
             token = make(flags["content"], **{k: flags[k] for k in _FLAGS if k in flags})
-            if repr(token) != repr(known.get(token.content)):
-                wanted[token.content] = token
+            if repr(token) != repr(present.get(token.content)):
+                new[token.content] = token
         for text in self.named.values():
-            if text in wanted:
-                wanted[text].special = True
-            elif text not in known:
-                wanted[text] = make(text, special=True)
-        for each in self.extra:
-            text = _text(each) or ""
-            if text not in known and text not in wanted:
-                flags = each if isinstance(each, Mapping) else {}
-                kept = {k: v for k, v in flags.items() if k in _FLAGS}
-                wanted[text] = make(text, **{**kept, "special": True})
-        backend.add_tokens(list(wanted.values()))
-        self._check_ids(backend)
-
-    def _check_ids(self, backend: Any) -> None:
-        for token, flags in self.added.items():
-            if (found := backend.token_to_id(flags["content"])) != token:
+            if text in new:
+                new[text].special = True
+            elif text not in present:
+                new[text] = make(text, special=True)
+        for entry in self.extra:
+            text = _text(entry) or ""
+            if text not in present and text not in new:
+                flags = entry if isinstance(entry, Mapping) else {}
+                flags = {k: v for k, v in flags.items() if k in _FLAGS}
+                new[text] = make(text, **{**flags, "special": True})
+        backend.add_tokens(list(new.values()))
+        for number, flags in self.added.items():
+            if (used := backend.token_to_id(flags["content"])) != number:
                 _log.warning(
                     "the added token %r has the id %d in the files next to tokenizer.json, but "
                     "tokenizer.json gives it %s, which is used",
-                    flags["content"], token, found,
+                    flags["content"], number, used,
                 )  # fmt: skip
-
-
-def _decoded(decoder: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    for token, flags in decoder.items():
-        if token.isdecimal() and isinstance(flags, dict) and _text(flags):
-            yield int(token), flags
-
-
-def _from_added_tokens(
-    checkpoint: Checkpoint, special: set[str | None]
-) -> dict[int, Mapping[str, Any]]:
-    found: dict[int, Mapping[str, Any]] = {}
-    for text, token in (checkpoint.json(_ADDED) or {}).items():
-        if isinstance(token, int) and text:
-            is_special = text in special
-            found[token] = {"content": text, "special": is_special, "normalized": not is_special}
-    return found
 
 
 def _texts(tokens: Mapping[str, Any]) -> dict[str, str]:
@@ -317,20 +300,16 @@ def longest_token(backend: Any) -> int | None:
 
 def described(part: Any) -> dict[str, Any]:
     """Return what ``tokenizer.json`` says of a part."""
-    found: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
-    return found
+    settings: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
+    return settings
 
 
 def _shrinks(normalizer: Mapping[str, Any]) -> int | None:
     if not normalizer:
         return 1
     if normalizer["type"] == "Sequence":
-        product = 1
-        for each in normalizer["normalizers"]:
-            if (factor := _shrinks(each)) is None:
-                return None
-            product *= factor
-        return product
+        factors = [_shrinks(step) for step in normalizer["normalizers"]]
+        return None if None in factors else math.prod(factor or 1 for factor in factors)
     if normalizer["type"] == "Replace":
         old, new = normalizer["pattern"].get("String"), normalizer["content"]
         return -(-len(old) // len(new)) if old and new else None
@@ -366,11 +345,10 @@ def _has_bytes(pre_tokenizer: Mapping[str, Any]) -> bool:
 
 Side = Literal["left", "right"]
 
-_CHARACTER = 4  # bytes of the longest character
+_MAX_CHARACTER_BYTES = 4
 _TOKENIZER = "tokenizer.json"
-_SHORT = 1024  # tokens that are decoded sooner than a thread could take turns
-# The files of tokenizers, of any kind.
-_KINDS = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+_BATCH_TOKENS = 1024  # fewer are decoded before another thread could run
+_TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
 
 class Tokenizer:
@@ -405,13 +383,13 @@ class Tokenizer:
         configured = _configured_ids(checkpoint, generation, "eos")
         self.eos_token_ids = frozenset(configured if eos is None else [*configured, eos])
         self.bos_token_id = next(iter(_configured_ids(checkpoint, generation, "bos")), bos)
-        follow_settings(self._backend, checkpoint, bos=bos, eos=eos)
+        follow_settings(self._backend, checkpoint, bos, eos)
         self._has_token_types = has_token_types(checkpoint)
 
     def lowercase(self) -> None:
         """Lowercase every text before it is split into tokens."""
-        normalizers, own = require("tokenizers.normalizers"), self._backend.normalizer
-        steps = [normalizers.Lowercase(), *([] if own is None else [own])]
+        normalizers, present = require("tokenizers.normalizers"), self._backend.normalizer
+        steps = [normalizers.Lowercase(), *([] if present is None else [present])]
         self._backend.normalizer = normalizers.Sequence(steps)
 
     def encode(
@@ -488,23 +466,22 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of *ids*; bytes that are not valid UTF-8 become U+FFFD."""
-        if len(ids) < _SHORT:
+        if len(ids) < _BATCH_TOKENS:
             text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
             return text
-        # A batch, for the same reason as above.
+        # A batch, since the library lets other threads run only while it works on one.
         (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def piece(self, token_id: int) -> str:
         """Return the text of one token inside of a text; of a part of a character, U+FFFD."""
-        if (known := self._pieces.get(token_id)) is None:
+        if (piece := self._pieces.get(token_id)) is None:
             # Decoders drop the space before the first token of a text.
-            before = self.encode("a", add_special_tokens=False)
-            decoded = [
-                self.decode(ids, skip_special_tokens=False) for ids in (before, [*before, token_id])
-            ]
-            known = self._pieces[token_id] = decoded[1][len(decoded[0]) :]
-        return known
+            context = self.encode("a", add_special_tokens=False)
+            text = self.decode([*context, token_id], skip_special_tokens=False)
+            start = len(self.decode(context, skip_special_tokens=False))
+            piece = self._pieces[token_id] = text[start:]
+        return piece
 
     def bytes_of(self, token_id: int) -> bytes | None:
         """Return the bytes of one token; None if they are not known."""
@@ -516,8 +493,8 @@ class Tokenizer:
 
     def bytes_in_text(self, token_id: int) -> bytes:
         """Return the bytes of one token; of an unknown one, those of its text."""
-        known = self.bytes_of(token_id)
-        return self.piece(token_id).encode() if known is None else known
+        content = self.bytes_of(token_id)
+        return self.piece(token_id).encode() if content is None else content
 
     def incomplete_bytes(self, ids: Sequence[int]) -> bytes:
         """Return the bytes at the end of *ids* that tokens after them may make a character.
@@ -531,7 +508,7 @@ class Tokenizer:
             # One byte that is not valid UTF-8 spoils all bytes around it.
             return incomplete_end(b"".join(part or b"" for part in parts[first:]), is_strict=True)
         if self._is_byte_level:
-            return incomplete_end(b"".join(map(self.bytes_in_text, ids[-_CHARACTER:])))
+            return incomplete_end(b"".join(map(self.bytes_in_text, ids[-_MAX_CHARACTER_BYTES:])))
         return b""
 
     @cached_property
@@ -608,26 +585,26 @@ def tokenizer_of(checkpoint: Checkpoint, config: EngineConfig) -> Tokenizer:
     if checkpoint.has(_TOKENIZER):
         return Tokenizer(checkpoint, generation)
     if config.load_format != "dummy":
-        if any(file for kind in _KINDS for file in checkpoint.path.glob(kind)):
-            return Tokenizer(checkpoint, generation)  # which says what to do
+        if any(file for pattern in _TOKENIZER_FILES for file in checkpoint.path.glob(pattern)):
+            return Tokenizer(checkpoint, generation)  # its error says how to convert the files
         _log.warning("%s has no tokenizer: prompts must be token ids", checkpoint.path)
     return AbsentTokenizer(checkpoint, generation)
 
 
 def _configured_ids(checkpoint: Checkpoint, generation: Checkpoint | None, kind: str) -> list[int]:
     """Return the ids that end or begin a text, as the model's configuration files say."""
-    found: list[int] = []
+    configured: list[int] = []
     for folder, file in ((generation or checkpoint, FILE), (checkpoint, "config.json")):
-        given = (folder.json(file) or {}).get(f"{kind}_token_id")
-        ids: list[Any] = given if isinstance(given, list) else [given]
+        value = (folder.json(file) or {}).get(f"{kind}_token_id")
+        ids: list[Any] = value if isinstance(value, list) else [value]
         if ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            found += ids
+            configured += ids
         elif ids not in ([], [None]):
             _log.warning(
                 "%s: %s_token_id=%r is ignored: it is neither a token id nor a list of them",
-                folder.path / file, kind, given,
+                folder.path / file, kind, value,
             )  # fmt: skip
-    return found
+    return configured
 
 
 def _load(checkpoint: Checkpoint) -> Any:

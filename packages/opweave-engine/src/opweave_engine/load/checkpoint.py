@@ -26,6 +26,9 @@ from opweave_engine.sampling.params import SamplingParams
 # Where a model's weights come from: named tensors, some of them quantized.
 
 
+Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
+
+
 class TensorSource(Protocol):
     """Named tensors, as the model's checkpoints in Hugging Face's format name them."""
 
@@ -33,7 +36,7 @@ class TensorSource(Protocol):
     def file(self) -> Path:
         """The file, for errors."""
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> Shapes:
         """Return the shape of every tensor, by name, without reading one."""
 
     def tensor(self, name: str) -> Tensor:
@@ -90,9 +93,9 @@ def dtypes_of(files: Iterable[TensorFile]) -> dict[str, str]:
     return {name: dtype for file in files for name, dtype in file.dtypes().items()}
 
 
-def shapes_of(files: Iterable[TensorSource]) -> dict[str, tuple[int, ...]]:
+def shapes_of(files: Iterable[TensorSource]) -> Shapes:
     """Return the shape of every tensor, by name, if each is in one file only."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: Shapes = {}
     holders: dict[str, Path] = {}
     for file in files:
         for name, shape in file.shapes().items():
@@ -340,7 +343,7 @@ class TensorFile:
     def __exit__(self, *exception: object) -> None:
         self._handle.__exit__(*exception)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> Shapes:
         """Return the shape of every tensor, by name; reads no tensor."""
         names: list[str] = self._handle.keys()
         return {name: tuple(self._handle.get_slice(name).get_shape()) for name in names}
@@ -390,7 +393,7 @@ def num_layers(config: Mapping[str, Any]) -> int:
 
 
 def _language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = config.get("text_config")  # of models that also see images
+    text = config.get("text_config")  # models that also see images have one
     return text if isinstance(text, Mapping) else config
 
 
@@ -514,9 +517,7 @@ def sampling_defaults(checkpoint: Checkpoint, source: str = "auto") -> dict[str,
         return {}
     folder = generation_folder(checkpoint, source)
     fields = folder.json(FILE) or {}
-    values = {
-        ours: fields[theirs] for theirs, ours in _FOLLOWED.items() if fields.get(theirs) is not None
-    }
+    values = {name: fields[key] for key, name in _FOLLOWED.items() if fields.get(key) is not None}
     try:
         SamplingParams(**values)
     except SamplingParamsError as error:
@@ -528,7 +529,7 @@ def sampling_defaults(checkpoint: Checkpoint, source: str = "auto") -> dict[str,
 
 
 def log_defaults(checkpoint: Checkpoint, source: str, defaults: Mapping[str, Any]) -> None:
-    """Log the sampling defaults, and what ``generation_config.json`` asks for in vain."""
+    """Log the sampling defaults, and the fields of the file that are not followed."""
     if source in _NO_DEFAULTS:
         return
     folder = generation_folder(checkpoint, source)

@@ -24,7 +24,7 @@ from opweave.ir.ops.low_bit import GGUF_BLOCKS
 from opweave.layers.linear_methods import BlockMethod, LinearMethod
 from opweave_engine.errors import CheckpointError, TokenizerError, require
 from opweave_engine.models import CheckpointModel, UnsupportedModelError
-from opweave_engine.models.weights import shown_name
+from opweave_engine.models.weights import shown_name, shown_names
 
 # The metadata keys of GGUF files: those that are read, change nothing, or are refused.
 #
@@ -174,13 +174,13 @@ _log = logging.getLogger(__name__)
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 # Types of values by their number in the file, as struct and numpy name them.
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q",
+_NUMBER_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q",
             12: "d"}  # fmt: skip
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _MAX_DIMENSIONS = 4
 _LENGTH = struct.Struct("<Q")  # of a text, before its bytes
 _FLOAT_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
-_KINDS = {int: "an integer", float: "a number", str: "a text"}
+_TYPE_NAMES = {int: "an integer", float: "a number", str: "a text"}
 
 
 def is_gguf(path: Path) -> bool:
@@ -283,7 +283,7 @@ class GgufFile:
         kinds = int | float if kind is float else kind
         if not isinstance(value, kinds) or isinstance(value, bool):
             problem = f"has {key}={_shown(value)}" if value is not None else f"has no {key}"
-            raise CheckpointError(f"{self.path} {problem}; it must be {_KINDS[kind]}.")
+            raise CheckpointError(f"{self.path} {problem}; it must be {_TYPE_NAMES[kind]}.")
         return value
 
 
@@ -317,7 +317,7 @@ def _read(path: Path, changed: int, size: int) -> GgufFile:
         _log.warning(
             "%s: these keys are not supported and are ignored, although they may change what the "
             "model computes: %s",
-            path, ", ".join([*map(shown_name, unread[:8]), *["…"] * (len(unread) > 8)]),
+            path, shown_names(unread),
         )  # fmt: skip
     return file
 
@@ -401,10 +401,10 @@ class _Cursor:
         kind, count = (self.number("I"), self.number("Q")) if is_array else (kind, 1)
         if kind == _STRING:
             return self.texts(count) if is_array else self.text()
-        if kind not in _NUMBERS:
+        if kind not in _NUMBER_FORMATS:
             subject = "an array of type" if is_array else "the type"
             raise ValueError(f"{key!r} has {subject} {kind}, which is unknown or not supported")
-        values = self.numbers(_NUMBERS[kind], count)
+        values = self.numbers(_NUMBER_FORMATS[kind], count)
         if kind == _BOOL:
             values = values != 0  # any other byte is true
         return values if is_array else values[0].item()
@@ -448,8 +448,8 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GgufTenso
         data = cursor.data[begin + start : begin + end]
         if kind.name in _FLOAT_DTYPES:
             data = data.view(_FLOAT_DTYPES[kind.name]).reshape(shape)
-        else:
-            data = data.reshape(*shape[:-1], -1) if data.size else data
+        elif data.size:
+            data = data.reshape(*shape[:-1], -1)
         tensors[name] = GgufTensor(kind, shape, data)
     return tensors
 
@@ -627,11 +627,9 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    layers = config["num_hidden_layers"]
+    layers, scalar = config["num_hidden_layers"], config["head_dim"]
     if layers == _LARGEST_GEMMA3:
         scalar = config["hidden_size"] / config["num_attention_heads"]
-    else:
-        scalar = config["head_dim"]
     window = file.size("attention.sliding_window", 0)
     pattern = file.metadata.get("gemma3.attention.sliding_window_pattern")
     types = None
@@ -642,10 +640,8 @@ def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         # Without a window, all layers see everything. Where the period is 0, none does.
         period = file.size("attention.sliding_window_pattern", 6) or layers + 1 if window else 1
     magnitude = _positive(file, "rope.scaling.attn_factor", 1.0)
-    sliding: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": file.number("rope.freq_base_swa", 10_000.0),
-    }
+    theta = file.number("rope.freq_base_swa", 10_000.0)
+    sliding: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if magnitude != 1:
         sliding = _stretched(file, sliding, np.ones(config["head_dim"] // 2), magnitude)
     return {
@@ -711,8 +707,8 @@ def _rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         return rope | _yarn(file, scale, magnitude)
     if keys := [key for key in file.metadata if key.startswith(f"{file.architecture}.{_YARN}")]:
         raise UnsupportedModelError(
-            f"{file.path} has {', '.join(map(shown_name, keys[:8]))} with "
-            f"rope.scaling.type={kind!r}, which is not supported. They belong to the type 'yarn'."
+            f"{file.path} has {shown_names(keys)} with rope.scaling.type={kind!r}, which is not "
+            "supported. They belong to the type 'yarn'."
         )
     if kind == "none":
         scale = 1.0
@@ -737,23 +733,22 @@ def _factors(file: GgufFile, head_size: int) -> Any:
 
 def _yarn(file: GgufFile, factor: float, magnitude: float) -> dict[str, Any]:
     extrapolated = file.number(f"{_YARN}ext_factor", 1.0)
-    # The magnitude that llama.cpp and transformers take if the file has none.
+    # llama.cpp and transformers compute this magnitude if the file has none.
     default = 0.1 * math.log(max(factor, 1.0)) + 1
     attention = file.number(f"{_YARN}attn_factor", default)
+    is_default = math.isclose(attention, default, rel_tol=1e-4)
     # A negative factor stands for the default, which is 1.
-    if (extrapolated >= 0 and extrapolated != 1) or not math.isclose(
-        attention, default, rel_tol=1e-4
-    ):
+    if (extrapolated >= 0 and extrapolated != 1) or not is_default:
         raise UnsupportedModelError(
             f"{file.path} has {file.architecture}.{_YARN}ext_factor={extrapolated:g} and "
             f"yarn_attn_factor={attention:g}; supported are 1 and {default:g}, which llama.cpp "
             "computes with."
         )
-    original = "rope.scaling.original_context_length"
+    original = file.size("rope.scaling.original_context_length", 0) or file.size("context_length")
     return {
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": file.size(original, 0) or file.size("context_length"),
+        "original_max_position_embeddings": original,
         "beta_fast": _positive(file, f"{_YARN}beta_fast", 32.0),
         "beta_slow": _positive(file, f"{_YARN}beta_slow", 1.0),
         "attention_factor": default * magnitude,
@@ -792,10 +787,9 @@ class GgufTensors:
         used = {place.name for place in self._places.values()}
         factors = {ROPE_FACTORS} if contents.architecture == "llama" else set()
         if unknown := sorted(contents.tensors.keys() - used - factors):
-            more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
             raise CheckpointError(
                 f"{contents.path} has tensors that {type(model).__name__} does not use: "
-                f"{', '.join(map(shown_name, unknown[:8]))}{more}."
+                f"{shown_names(unknown)}."
             )
         self._check_kinds()
         self.methods = dict(self._methods())
@@ -862,16 +856,13 @@ class GgufTensors:
     def _check_kinds(self) -> None:
         """Raise CheckpointError for a type that is neither floating-point nor dequantized."""
         gguf, quants = require("gguf", "gguf"), require("gguf.quants")
-        kinds = {
-            place.name: self._contents.tensors[place.name].kind for place in self._places.values()
-        }
-        for kind in sorted({kind for kind in kinds.values() if kind.name not in _PLAIN}):
+        names = {self._contents.tensors[p.name].kind: p.name for p in self._places.values()}
+        for kind in sorted(kind for kind in names if kind.name not in _PLAIN):
             try:
                 quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
             except NotImplementedError as error:
-                name = next(name for name in kinds if kinds[name] == kind)
                 raise CheckpointError(
-                    f"{self.file} has the tensor {name} of type {kind.name}, which is not "
+                    f"{self.file} has the tensor {names[kind]} of type {kind.name}, which is not "
                     "supported for weights."
                 ) from error
 
@@ -924,14 +915,12 @@ class Splits:
         normalizer: likewise.
         ignores_merges: whether a word that is a token is taken whole.
         adds_bos: whether a text begins with the token for that, if the file does not say.
-        is_default: whether the file does not name the model's own splits.
     """
 
     steps: list[dict[str, Any]]
     normalizer: dict[str, Any] | None = None
     ignores_merges: bool = False
     adds_bos: bool = False
-    is_default: bool = False
 
 
 def _bytes(*, splits: bool) -> dict[str, Any]:
@@ -961,8 +950,7 @@ _DEFAULT = Splits(
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
         r"\p{N}+",
         r"[0-9][0-9][0-9]",
-    ),
-    is_default=True,
+    )
 )
 _SPLITS = {
     "default": _DEFAULT,
@@ -1011,19 +999,14 @@ def tokenizer_json(file: GgufFile) -> dict[str, Any]:
         TokenizerError: the tokenizer is of a kind that is not supported, or incomplete.
     """
     kind = file.metadata.get(_MODEL)
-    if kind == "gpt2":
-        pipeline = _byte_level(file)
-    elif kind == "llama":
-        pipeline = _sentence_piece(file)
-    else:
+    if kind not in ("gpt2", "llama"):
         raise TokenizerError(
             f"{file.path} has {_MODEL}={kind!r}, which is not supported. Supported: 'gpt2' (BPE of "
             "bytes), 'llama' (SentencePiece)."
         )
+    pipeline = _byte_level(file) if kind == "gpt2" else _sentence_piece(file)
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": list(_added(file)),
         "post_processor": _post_processor(file),
         **pipeline,
@@ -1049,11 +1032,9 @@ def tokenizer_config(file: GgufFile) -> dict[str, Any]:
 
 def end_tokens(file: GgufFile) -> list[int]:
     """Return the ids that end an answer."""
-    named = (_id(file, key) for key in ("eos", "eot", "eom"))
-    ids = {token for token in named if token is not None}
-    tokens = _tokens(file)
+    tokens, ids = _tokens(file), {_id(file, key) for key in ("eos", "eot", "eom")}
     ids |= {i for i, kind in enumerate(_types(file)) if kind == _CONTROL and tokens[i] in _ENDS}
-    return sorted(ids)
+    return sorted(token for token in ids if token is not None)
 
 
 def _tokens(file: GgufFile) -> list[str]:
@@ -1085,47 +1066,38 @@ def _numbers(file: GgufFile, key: str, kinds: str) -> NDArray[Any]:
 
 def _id(file: GgufFile, kind: str) -> int | None:
     """Return the id of the *kind* of token, or None."""
+    key, count = f"tokenizer.ggml.{kind}_token_id", len(_tokens(file))
+    token = file.get(key, int, -1)
     # llama.cpp writes the largest number, or -1, for a token that does not exist.
-    token = file.get(f"tokenizer.ggml.{kind}_token_id", int, -1)
-    count = len(_tokens(file))
     if token in (-1, 2**32 - 1):
         return None
     if not 0 <= token < count:
-        raise TokenizerError(
-            f"{file.path} has tokenizer.ggml.{kind}_token_id={token}, but {count} tokens."
-        )
+        raise TokenizerError(f"{file.path} has {key}={token}, but {count} tokens.")
     return int(token)
 
 
-def _flag(file: GgufFile, key: str, default: bool) -> bool:
-    value = file.metadata.get(f"tokenizer.ggml.{key}", default)
-    if not isinstance(value, int):
-        raise TokenizerError(
-            f"{file.path} has tokenizer.ggml.{key}={_shown(value)}; it must be a boolean."
-        )
+def _flag(file: GgufFile, name: str, default: bool) -> bool:
+    key = f"tokenizer.ggml.{name}"
+    if not isinstance(value := file.metadata.get(key, default), int):
+        raise TokenizerError(f"{file.path} has {key}={_shown(value)}; it must be a boolean.")
     return bool(value)
 
 
-def _is_gemma(file: GgufFile) -> bool:
-    return file.architecture.startswith("gemma")
-
-
 def _added(file: GgufFile) -> Iterator[dict[str, Any]]:
-    types = _types(file)
+    types, is_gemma = _types(file), file.architecture.startswith("gemma")
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     named = {_id(file, kind) for kind in ("bos", "eos", "unknown", "padding")}
     for token, text in enumerate(_tokens(file)):
         kind = types[token] if types else None
         if kind == _CONTROL or token in named:
             yield {"id": token, "content": text, **flags, "special": True}
-        elif kind == _USER_DEFINED and (text.strip(" ") or not _is_gemma(file)):
+        elif kind == _USER_DEFINED and (text.strip(" ") or not is_gemma):
             yield {"id": token, "content": text, **flags, "special": False}
 
 
 def _post_processor(file: GgufFile) -> dict[str, Any] | None:
     """Return what adds the first and the last token, where the file asks for it."""
-    is_sentence_piece = file.metadata.get(_MODEL) == "llama"
-    default = is_sentence_piece or splits_of(file).adds_bos
+    default = file.metadata.get(_MODEL) == "llama" or splits_of(file).adds_bos
     sequence: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
     special = {}
     for kind, place, absent in (("bos", 0, default), ("eos", 2, False)):
@@ -1151,7 +1123,7 @@ def _byte_level(file: GgufFile) -> dict[str, Any]:
     if not isinstance(merges, list) or not merges:
         raise TokenizerError(f"{file.path} has no list tokenizer.ggml.merges.")
     splits = splits_of(file)
-    if splits.is_default:
+    if splits is _DEFAULT:
         _log.warning(
             "%s does not name the model's pre-tokenizer (tokenizer.ggml.pre): text is split by "
             "llama.cpp's default rule, and tokens may differ from those of the model's training. "
@@ -1181,9 +1153,9 @@ def _sentence_piece(file: GgufFile) -> dict[str, Any]:
     restored = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     begin = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
     end = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
-    if _is_gemma(file):
-        # Its file has runs of spaces in place of marks, and its scores are not in the order of the
-        # merges; that of the tokens is.
+    if file.architecture.startswith("gemma"):
+        # Gemma's files have runs of spaces in place of marks, and the order of the merges is that
+        # of the tokens, not of the scores.
         tokens = [text if text.strip(" ") else text.replace(" ", _SPACE) for text in tokens]
         scores = [-float(token) for token in range(len(tokens))]
     unknown = _id(file, "unknown")
@@ -1219,12 +1191,6 @@ def _bpe(
 ) -> dict[str, Any]:
     return {
         "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
         "ignore_merges": ignore_merges,
         "vocab": {text: token for token, text in enumerate(tokens)},
         "merges": merges,
@@ -1236,12 +1202,9 @@ def _bpe(
 
 # Names of sampling parameters in the file, and those in generation_config.json.
 _SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
-}
+}  # fmt: skip
 
 
 def _generation(file: GgufFile) -> dict[str, Any]:
@@ -1252,7 +1215,7 @@ def _generation(file: GgufFile) -> dict[str, Any]:
     return {"eos_token_id": end_tokens(file), **sampling}
 
 
-_FILES: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
+_JSON_FILES: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
     "config.json": config_of,
     "generation_config.json": _generation,
     "tokenizer.json": tokenizer_json,
@@ -1264,9 +1227,9 @@ _NO_VOCABULARY = ("none", "no_vocab")  # llama.cpp's names for files without a t
 def has_json(file: GgufFile, name: str) -> bool:
     """Return whether *file* stands for the JSON file *name*; without a vocabulary, for few."""
     kind = file.get("tokenizer.ggml.model", str, "none")
-    return name == "config.json" or (name in _FILES and kind not in _NO_VOCABULARY)
+    return name == "config.json" or (name in _JSON_FILES and kind not in _NO_VOCABULARY)
 
 
 def json_of(file: GgufFile, name: str) -> dict[str, Any] | None:
     """Return the object of the JSON file *name*, or None if *file* stands for no such file."""
-    return _FILES[name](file) if has_json(file, name) else None
+    return _JSON_FILES[name](file) if has_json(file, name) else None

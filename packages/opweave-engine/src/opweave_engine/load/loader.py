@@ -18,7 +18,7 @@ from opweave.config import EngineConfig
 from opweave.config.compilation import current_compilation_config
 from opweave.config.engine import LoadFormat, ModelImpl
 from opweave.layers.linear_methods import LinearMethod
-from opweave.layers.parallel import ALONE, TensorParallel, tensor_parallel
+from opweave.layers.parallel import ALONE, tensor_parallel
 from opweave_engine.errors import CheckpointError, InvalidArgumentError, require
 from opweave_engine.load.checkpoint import (
     DTYPES,
@@ -65,13 +65,14 @@ from opweave_engine.transformers.loading import (
     load_transformers_encoder,
     load_transformers_model,
 )
+from opweave_engine.transformers.model import first_rank
 
 # Progress callbacks of the engine.
 
 
 @contextmanager
 def reporting(
-    progress: Progress | bool | None, what: str, then: str = ""
+    progress: Progress | bool | None, title: str, then: str = ""
 ) -> Iterator[Progress | None]:
     """Yield what to call: *progress*; a bar on standard error, if that is True; or nothing."""
     if progress is not True:
@@ -79,7 +80,7 @@ def reporting(
         return
     from opweave.config.terminal import ProgressBar
 
-    with ProgressBar(what, then=then) as bar:
+    with ProgressBar(title, then=then) as bar:
         yield bar
 
 
@@ -229,7 +230,7 @@ def load_by_transformers(
     seed: int | None,
     progress: Progress | None,
 ) -> Model:
-    """Return what *load* makes of a checkpoint.
+    """Load a checkpoint's model by a function of :mod:`opweave_engine.transformers`.
 
     Args:
         load: a function of :mod:`opweave_engine.transformers`.
@@ -371,13 +372,8 @@ def check_ranks(path: str | Path, size: int, model_impl: ModelImpl = "auto") -> 
         check_transformers_ranks(Path(path), config, size)
         return
     model_class(config)
-    rank = TensorParallel(0, size, _not_called, _not_called)
-    with torch.device("meta"), tensor_parallel(rank):
+    with torch.device("meta"), tensor_parallel(first_rank(size)):
         build(config, torch.float32)
-
-
-def _not_called(x: Tensor, dim: int = -1) -> Tensor:
-    raise AssertionError("a model that is only built needs no other ranks")
 
 
 def as_language_model(model: CheckpointModel) -> LanguageModel:

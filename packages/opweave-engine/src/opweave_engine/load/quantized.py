@@ -36,6 +36,7 @@ from opweave_engine.errors import CheckpointError
 from opweave_engine.load.checkpoint import (
     Checkpoint,
     QuantizedSource,
+    Shapes,
     TensorFile,
     TensorSource,
     build,
@@ -92,8 +93,7 @@ class QuantizedMatrix:
         if isinstance(self.method, (Weight8Method, W8A8Method)):
             return weight.float() * (scale[:, None] if scale.ndim == 1 else _spread(scale, weight))
         assert isinstance(self.method, GroupedInt4Method), self.method
-        offset = self.parameters.get("offset")
-        values = dequantized_w4(weight, scale, offset, torch.float32)
+        values = dequantized_w4(weight, scale, self.parameters.get("offset"), torch.float32)
         if self.method.is_ordered:
             return values[:, torch.argsort(self.parameters["order"])]
         return values
@@ -394,8 +394,8 @@ _MIXED = "mixed-precision"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", _MIXED)
 _STRATEGIES = {"int": ("tensor", "channel", "group"), "float": ("tensor", "channel", "block")}
 _BLOCKS = ([GROUP, GROUP], f"{GROUP}x{GROUP}")  # older versions write a text
-# Keys of how scales were found, and of the dtypes in which the tensors are stored.
-_FOUND_BY = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+# Keys that tell how scales were chosen, and the dtypes in which the tensors are stored.
+_STORAGE_KEYS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 _REORDERED = ("group", "dynamic")  # values of actorder that need the group of each input
 _EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 _PATTERN = "re:"
@@ -437,7 +437,7 @@ class CompressedTensors(Format):
         weights.one_of("dynamic", False, default=False)
         weights.one_of("actorder", "group", "weight", "static", "dynamic", None)
         weights.one_of("symmetric", True, False, default=True)
-        weights.finish("group_size", "block_structure", *_FOUND_BY)
+        weights.finish("group_size", "block_structure", *_STORAGE_KEYS)
         group.finish("targets")
         if form != _MIXED:
             self._schemes.append(weights.config)
@@ -453,7 +453,7 @@ class CompressedTensors(Format):
         if not values:
             return None
         activations.finish("type", "num_bits", "strategy", "dynamic", "symmetric", "group_size",
-                           "block_structure", "actorder", *_FOUND_BY)  # fmt: skip
+                           "block_structure", "actorder", *_STORAGE_KEYS)  # fmt: skip
         is_same = all(
             values.get(key, default) == weights.get(key, default)
             for key, default in (("type", "int"), ("num_bits", 8))
@@ -569,10 +569,8 @@ def _packed(module: str, tensors: Tensors, activations: ActivationScheme | None)
     groups = scale.shape[1]
     zero = order = None
     if "weight_zero_point" in tensors:
-        per_word = 32 // bits
-        words = require_shape(
-            module, tensors, "weight_zero_point", (torch.int32,), -(-rows // per_word), None
-        )
+        count = -(-rows * bits // 32)
+        words = require_shape(module, tensors, "weight_zero_point", (torch.int32,), count, None)
         if words.shape[1] != groups:
             raise misfit(module, "weight_zero_point", words, f"int32, with {groups} columns")
         zero = unpacked(words.T, bits)[:, :rows].T.to(torch.int32).contiguous()
@@ -610,7 +608,7 @@ def _by_group(module: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 _BITS = (4, 8)
-_FORMS = ("gptq", "gptq_v2", None)
+_LAYOUTS = ("gptq", "gptq_v2", None)
 # Keys of how the weights were found, and of kernels; and those that the tensors tell.
 _HARMLESS = (
     *("quant_method", "method", "group_size", "sym", "desc_act", "static_groups", "lm_head"),
@@ -633,7 +631,7 @@ class Gptq(Format):
 
     def _read(self, config: StrictConfig) -> None:
         config.one_of("bits", *_BITS)
-        forms = [config.one_of(key, *_FORMS) for key in ("checkpoint_format", "format")]
+        forms = [config.one_of(key, *_LAYOUTS) for key in ("checkpoint_format", "format")]
         self._zero_shift = 0 if "gptq_v2" in forms else 1
         config.one_of("pack_dtype", "int32", None)
         config.refuse_set("is_marlin_format", "adapter", "rotation")
@@ -672,9 +670,8 @@ class Gptq(Format):
 # 4, 6, 1, 3, 5, 7 from the lowest bits.
 
 
-_PER_WORD = 8
-# Where in a word each output is.
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+_OUTPUT_POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]  # of each output in a word
+_PER_WORD = len(_OUTPUT_POSITIONS)
 
 
 class Awq(Format):
@@ -697,8 +694,7 @@ class Awq(Format):
         packed = require_shape(module, tensors, "qweight", (torch.int32,), None, None)
         words = packed.shape[1]
         scales = require_shape(module, tensors, "scales", FLOATS, None, words * _PER_WORD)
-        groups = scales.shape[0]
-        zeros = require_shape(module, tensors, "qzeros", (torch.int32,), groups, words)
+        zeros = require_shape(module, tensors, "qzeros", (torch.int32,), scales.shape[0], words)
         q, zero = _outputs(packed).T.contiguous(), _outputs(zeros).T.to(torch.int32)
         return grouped_int4(module, q, scales.T.contiguous(), zero.contiguous(), None)
 
@@ -706,7 +702,7 @@ class Awq(Format):
 def _outputs(packed: Tensor) -> Tensor:
     """Return ``(n, out)`` of ``(n, out / 8)``."""
     words = torch.unflatten(unpacked(packed, 4), 1, (-1, _PER_WORD))
-    return words[..., list(_PLACES)].flatten(1)
+    return words[..., _OUTPUT_POSITIONS].flatten(1)
 
 
 # Checkpoints of bitsandbytes: 4-bit nf4 and fp4 (arXiv:2305.14314), and LLM.int8().
@@ -719,7 +715,7 @@ def _outputs(packed: Tensor) -> Tensor:
 _STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 _FACTORS = ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
 _MAX_INT8 = 127.0
-_ORDERS = ("row", "col32", "col_turing", "col_ampere")  # by weight_format
+_WEIGHT_ORDERS = ("row", "col32", "col_turing", "col_ampere")  # by weight_format
 
 
 class BitsAndBytes(Format):
@@ -755,8 +751,8 @@ def _require_rows(module: str, order: Tensor | None) -> None:
     """Raise UnsupportedModelError unless an int8 matrix is stored row by row."""
     values = [0] if order is None else order.flatten().tolist()
     if values != [0]:
-        number = values[0] if len(values) == 1 and 0 <= values[0] < len(_ORDERS) else None
-        name = "" if number is None else f" ({_ORDERS[number]})"
+        number = values[0] if len(values) == 1 and 0 <= values[0] < len(_WEIGHT_ORDERS) else None
+        name = "" if number is None else f" ({_WEIGHT_ORDERS[number]})"
         raise UnsupportedModelError(
             f"{shown_name(module)}.weight_format is {values[0] if values else values}{name}, an "
             "order of the int8 weights that is not supported. Supported: 0 (row). Save the "
@@ -837,12 +833,9 @@ class Fp8(Format):
             *("quant_method", "ignored_layers", "modules_to_not_convert", "activation_scale_ub"),
             *("kv_cache_scheme", "scale_fmt", "dequantize"),
         )
-        bound = config.config.get("activation_scale_ub")
-        self._activations = ActivationScheme(
-            is_static=scheme == "static",
-            upper_bound=float(bound) if isinstance(bound, (int, float)) else None,
-            use_ue8m0=config.config.get("scale_fmt") == "ue8m0",
-        )
+        bound, scales = (config.config.get(key) for key in ("activation_scale_ub", "scale_fmt"))
+        upper = float(bound) if isinstance(bound, (int, float)) else None
+        self._activations = ActivationScheme(scheme == "static", upper, scales == "ue8m0")
 
     def matrix(self, module: str, tensors: Tensors) -> QuantizedMatrix:
         weight = require_shape(module, tensors, "weight", (torch.float8_e4m3fn,), None, None)
@@ -892,7 +885,7 @@ class QuantizedFiles:
         """The number of quantized matrices that no layer keeps quantized."""
         return len(self._modules) - len(self.methods)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> Shapes:
         return dict(self._shapes)
 
     def tensor(self, name: str) -> Tensor:
@@ -911,26 +904,23 @@ class QuantizedFiles:
 
     def _quantized_modules(self) -> dict[str, dict[str, str]]:
         """Return the tensors of each quantized module, by the last part of their names."""
+        tensors = [(*_split(name), name) for name in self._dtypes]
         modules: dict[str, dict[str, str]] = {}
-        for name, dtype in self._dtypes.items():
-            module, leaf = _split(name)
-            is_narrow = leaf == "weight" and dtype in ("I8", "F8_E4M3")
+        for module, leaf, name in tensors:
+            is_narrow = leaf == "weight" and self._dtypes[name] in ("I8", "F8_E4M3")
             if leaf in self._form.main or is_narrow:
                 modules[module] = {}
-        for name in self._dtypes:
-            module, leaf = _split(name)
+        for module, leaf, name in tensors:
             if module in modules and leaf in self._form.leaves:
                 modules[module][leaf] = name
         return modules
 
-    def _planned(
-        self, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, Tensor]:
+    def _planned(self, names: Mapping[str, str], shapes: Shapes) -> dict[str, Tensor]:
         """Return tensors without values, where those are not needed."""
         return {
             leaf: self._files[name].tensor(name)
             if leaf in self._form.values_needed
-            else torch.empty(shapes[name], dtype=_TORCH[self._dtypes[name]], device="meta")
+            else torch.empty(shapes[name], dtype=_TORCH_DTYPES[self._dtypes[name]], device="meta")
             for leaf, name in names.items()
         }
 
@@ -944,7 +934,7 @@ def _split(name: str) -> tuple[str, str]:
     return module, leaf
 
 
-_TORCH = {
+_TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -958,12 +948,12 @@ _TORCH = {
 
 
 # Keys of config.json: of most formats, of older compressed-tensors, and of MLX.
-_KEYS = ("quantization_config", "compression_config", "quantization")
+_CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 # Files of GPTQ, AWQ and ModelOpt.
-_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+_CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 _PLAIN = ("F64", "F32", "F16", "BF16")
 # How names end in GPTQ and AWQ, compressed-tensors and fp8, bitsandbytes, mxfp4, and MLX.
-_PACKED = (
+_QUANTIZED_SUFFIXES = (
     *(".qweight", ".qzeros", ".g_idx"),
     *(".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point"),
     *(".weight_shape", ".input_scale", ".weight_scale_2"),
@@ -971,24 +961,20 @@ _PACKED = (
     *("_blocks", "proj_scales"),
     *(".scales", ".biases"),
 )
-_CACHE_SCALES = (
+_CACHE_SCALE_SUFFIXES = (
     *(".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale"),
     *("k_proj.output_scale", "v_proj.output_scale"),  # of older compressed-tensors
 )
 
 
 # Methods that quantize weights while the model runs, and may store them unquantized.
-_ONLINE = ("bitnet",)
+_ONLINE_METHODS = ("bitnet",)
 
-# By quant_method.
+# The supported formats, by quant_method.
 FORMATS: Mapping[str, type[Format]] = {
-    "compressed-tensors": CompressedTensors,
-    "gptq": Gptq,
-    "awq": Awq,
-    "fp8": Fp8,
-    "fbgemm_fp8": Fp8,
-    "bitsandbytes": BitsAndBytes,
-}
+    "compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq, "fp8": Fp8,
+    "fbgemm_fp8": Fp8, "bitsandbytes": BitsAndBytes,
+}  # fmt: skip
 
 _SUPPORTED = (
     "quantized checkpoints are not supported in this form. Supported, by opweave's own models: "
@@ -998,7 +984,7 @@ _SUPPORTED = (
 
 def is_cache_scale(name: str) -> bool:
     """Return whether a tensor scales a quantized KV cache, and means nothing to another one."""
-    return name.endswith(_CACHE_SCALES)
+    return name.endswith(_CACHE_SCALE_SUFFIXES)
 
 
 def opened(
@@ -1012,7 +998,7 @@ def opened(
     """
     method = str(_settings(config).get("quant_method"))
     is_quantized = any(
-        name.endswith(_PACKED) or _is_narrow(name, dtype)
+        name.endswith(_QUANTIZED_SUFFIXES) or _is_narrow(name, dtype)
         for name, dtype in dtypes_of(files).items()
     )
     if method not in FORMATS or not is_quantized:
@@ -1051,7 +1037,7 @@ def unquantized(
     """
     named = _named(config, checkpoint)
     dtypes = dtypes_of(files)
-    packed = next((name for name in dtypes if name.endswith(_PACKED)), None)
+    packed = next((name for name in dtypes if name.endswith(_QUANTIZED_SUFFIXES)), None)
     narrow = next((name for name, dtype in dtypes.items() if _is_narrow(name, dtype)), None)
     if packed is not None or (narrow is not None and named is not None):
         signs = [named, f"the tensor {shown_name(packed or narrow or '')}"]
@@ -1080,7 +1066,7 @@ def plain_weights(
             quantizes weights while the model runs.
     """
     named = _named(config, checkpoint)
-    if str(_settings(config).get("quant_method")) in _ONLINE:
+    if str(_settings(config).get("quant_method")) in _ONLINE_METHODS:
         raise UnsupportedModelError(f"{checkpoint.path} has {named}; {advice}")
     try:
         yield
@@ -1110,22 +1096,22 @@ def _warn_of_cache(
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return *config* without the keys of quantization."""
-    return {key: value for key, value in config.items() if key not in _KEYS}
+    return {key: value for key, value in config.items() if key not in _CONFIG_KEYS}
 
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the object with the configuration of quantization; an empty one if it is missing."""
-    objects = (config.get(key) for key in _KEYS[:2])
+    objects = (config.get(key) for key in _CONFIG_KEYS[:2])
     return next((value for value in objects if isinstance(value, Mapping)), {})
 
 
 def _named(config: Mapping[str, Any], checkpoint: Checkpoint) -> str | None:
     """Return what names a format of quantization, for a message; or None."""
-    for key in _KEYS:
+    for key in _CONFIG_KEYS:
         if value := config.get(key):
             method = value.get("quant_method") if isinstance(value, Mapping) else value
             return f"{key!r} in config.json with quant_method {method!r}"[:200]
-    return next((name for name in _FILES if (checkpoint.path / name).is_file()), None)
+    return next((name for name in _CONFIG_FILES if (checkpoint.path / name).is_file()), None)
 
 
 def _is_narrow(name: str, dtype: str) -> bool:
@@ -1203,39 +1189,31 @@ def build_quantized(
     with deferred_weights():
         model = build(config, dtype)
     names = {model.own_name(name): name for name in methods}
-    by_own_name = {model.own_name(name): method for name, method in methods.items()}
-    stored: dict[str, LinearMethod] = {}
+    available = {model.own_name(name): method for name, method in methods.items()}
+    stored: dict[str, LinearMethod] = {}  # by the model's names of the modules
     for name, layer in list(model.named_modules()):
         if isinstance(layer, LinearBase):
             parts = dict(part_names(model, name))
             layer.prefix = layer.prefix or name  # for errors
-            quantized = {} if name.rpartition(".")[2] in model.dense else by_own_name
+            quantized = {} if name.rpartition(".")[2] in model.dense else available
             method = _method(layer, parts, quantized)
             layer.set_quant_method(method)
-            for part in parts:
-                if part in quantized:
-                    stored[names[part]] = _of_part(method, part)
+            of_parts = method.methods if isinstance(method, SeparatePartsMethod) else {}
+            for part in parts.keys() & quantized:
+                stored[part] = of_parts.get(part.rpartition(".")[2]) or method
         elif isinstance(layer, FusedMoE):
-            of_experts = set_experts(model, name, layer, by_own_name)
-            stored |= {names[part]: method for part, method in of_experts.items()}
-    stored |= {names[name]: by_own_name[name] for name in _set_tables(model, by_own_name)}
+            stored |= set_experts(model, name, layer, available)
+    stored |= {name: available[name] for name in _set_tables(model, available)}
     model.requires_grad_(False)
-    if left := methods.keys() - stored:
-        kinds = Counter(name.rpartition(".")[2] for name in left)
+    if dequantized := available.keys() - stored:
+        kinds = Counter(names[name].rpartition(".")[2] for name in dequantized)
         _log.warning(
             "%d quantized weights are dequantized to %s while they are loaded, because their "
             "layers have no quantized form: %s",
-            len(left), str(dtype).removeprefix("torch."),
+            len(dequantized), str(dtype).removeprefix("torch."),
             ", ".join(f"{n} x {kind}" for kind, n in sorted(kinds.items())),
         )  # fmt: skip
-    return model, stored
-
-
-def _of_part(method: LinearMethod, part: str) -> LinearMethod:
-    """Return the method of a part of a layer, by what checkpoints call it."""
-    if isinstance(method, SeparatePartsMethod):
-        return method.methods[part.rpartition(".")[2]]
-    return method
+    return model, {names[name]: method for name, method in stored.items()}
 
 
 def _set_tables(model: CheckpointModel, methods: Mapping[str, LinearMethod]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from opweave.layers.linear import LinearBase, ReplicatedLinear
 from opweave_engine.errors import CheckpointError, InvalidArgumentError, require
-from opweave_engine.load.checkpoint import Checkpoint, Progress, shapes_of
+from opweave_engine.load.checkpoint import Checkpoint, Progress, Shapes, shapes_of
 from opweave_engine.load.loader import as_language_model, check_shapes, planned_model
 from opweave_engine.load.quantized import FLOATS, part_names, plain_weights, unquantized
 from opweave_engine.models import CausalLM, LanguageModel
@@ -74,7 +74,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 _MIN_INT4, _MAX_INT4 = -8, 7
 # Scales that are tried for each group, as shares of the one that clips nothing.
-_SHARES = tuple(1 - 0.025 * step for step in range(11))
+_SCALE_SHARES = tuple(1 - 0.025 * step for step in range(11))
 _ROWS_AT_ONCE = 1024  # rounded at once, so that intermediate results stay small
 
 
@@ -107,7 +107,7 @@ def _rounded(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     kind = torch.finfo(weight.dtype)
     # Scales of float16 may be subnormal, so that small weights are not rounded to zero.
     least = max(kind.tiny * kind.eps, torch.finfo(torch.float32).tiny)
-    for share in _SHARES:
+    for share in _SCALE_SHARES:
         # The numbers are rounded for the scale as it is stored.
         tried = (whole * share).clamp(min=least).to(weight.dtype).float()
         rounded = (grouped / tried).round().clamp(_MIN_INT4, _MAX_INT4)
@@ -206,8 +206,7 @@ def _write(checkpoint: Checkpoint, into: Path, group: int, progress: Progress) -
             _save(tensors, into / file.file.name)
             places |= dict.fromkeys(tensors, file.file.name)
     if len(files) > 1:
-        index = {"metadata": {"total_size": sizes[1]}, "weight_map": places}
-        _dump(into / _INDEX, index)
+        _dump(into / _INDEX, {"metadata": {"total_size": sizes[1]}, "weight_map": places})
     _copy_others(checkpoint.path, into)
     _dump(into / "config.json", {**config, "quantization_config": _config(group, ignored)})
     modules = [name.removesuffix(".weight") for name in chosen]
@@ -243,9 +242,7 @@ def _finite(name: str, weight: Tensor) -> Tensor:
     return weight
 
 
-def _chosen(
-    model: LanguageModel, shapes: dict[str, tuple[int, ...]], group: int
-) -> dict[str, None]:
+def _chosen(model: LanguageModel, shapes: Shapes, group: int) -> dict[str, None]:
     """Return the names of the tensors to quantize, in order."""
     linear = {
         part
@@ -264,9 +261,7 @@ def _chosen(
     }
 
 
-def _ignored(
-    model: LanguageModel, shapes: dict[str, tuple[int, ...]], chosen: dict[str, None]
-) -> list[str]:
+def _ignored(model: LanguageModel, shapes: Shapes, chosen: dict[str, None]) -> list[str]:
     """Return the modules with a matrix that is not quantized; readers take all others for int4."""
     embedding = model.embedding_name if isinstance(model, CausalLM) else None
     left = [

@@ -51,16 +51,15 @@ class BertConfig(ModelConfig):
     hidden_act: str = key(read_activation, "gelu")
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        fields = Fields(config)
+    def from_fields(cls, fields: Fields) -> Self:
         for name in ("is_decoder", "add_cross_attention"):
             fields.require(name, fields.flag(name, False), False)
         kind = fields.text("position_embedding_type", "absolute")
         fields.require("position_embedding_type", kind, "absolute")
-        read = super().from_hf(config)
-        heads = read.num_attention_heads
-        fields.require_multiple("hidden_size", read.hidden_size, "num_attention_heads", heads)
-        return read
+        config = cls.read(fields)
+        heads = config.num_attention_heads
+        fields.require_multiple("hidden_size", config.hidden_size, "num_attention_heads", heads)
+        return config
 
 
 # The model.
@@ -109,10 +108,9 @@ class BertSelfAttention(nn.Module):
     def __init__(self, config: BertConfig, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, heads = config.hidden_size, config.num_attention_heads
-        self.qkv = QKVParallelLinear(
-            hidden, hidden // heads, heads, params_dtype=dtype, return_bias=False
-        )
-        self.attention = MMEncoderAttention(self.qkv.num_heads, hidden // heads)
+        size = hidden // heads
+        self.qkv = QKVParallelLinear(hidden, size, heads, params_dtype=dtype, return_bias=False)
+        self.attention = MMEncoderAttention(self.qkv.num_heads, size)
 
     def forward(self, hidden: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         query, key, value = self.qkv(hidden)[None].chunk(3, -1)

@@ -224,23 +224,22 @@ class SelfAttention(nn.Module):
         soft_cap: float | None = None,
     ) -> None:
         super().__init__()
-        hidden, self.head_dim = config.hidden_size, config.head_dim
+        hidden, size = config.hidden_size, config.head_dim
+        self.head_dim = size
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         options: dict[str, Any] = {"params_dtype": dtype, "return_bias": False}
-        self.qkv_proj = QKVParallelLinear(
-            hidden, self.head_dim, heads, kv_heads, bias=qkv_bias, **options
-        )
+        self.qkv_proj = QKVParallelLinear(hidden, size, heads, kv_heads, bias=qkv_bias, **options)
         self.q_norm: nn.Module | None
         self.k_norm: nn.Module | None
         self.q_norm, self.k_norm = norms or (None, None)
         positions = config.max_position_embeddings
         longest = max_positions(rope, positions)
         self.rotary_emb = get_rope(
-            self.head_dim, positions, rope_parameters=rope, dtype=dtype, max_model_len=longest
+            size, positions, rope_parameters=rope, dtype=dtype, max_model_len=longest
         )
         local_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.attention = Attention(layer, *local_heads, self.head_dim, window, scale, soft_cap)
-        self.o_proj = RowParallelLinear(heads * self.head_dim, hidden, bias=o_bias, **options)
+        self.attention = Attention(layer, *local_heads, size, window, scale, soft_cap)
+        self.o_proj = RowParallelLinear(heads * size, hidden, bias=o_bias, **options)
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
         heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
@@ -261,7 +260,10 @@ class SelfAttention(nn.Module):
 # norm first adds them, so that a kernel can do both in one pass over memory.
 
 
-def add_and_norm(norm: nn.Module, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+ResidualStream = tuple[Tensor, Tensor]  # the hidden state, and the residual
+
+
+def add_and_norm(norm: nn.Module, hidden: Tensor, residual: Tensor | None) -> ResidualStream:
     """Return the norm of ``hidden + residual``, and the sum. Both inputs may be donated.
 
     Args:
@@ -270,8 +272,8 @@ def add_and_norm(norm: nn.Module, hidden: Tensor, residual: Tensor | None) -> tu
     """
     if residual is None:
         return norm(hidden), hidden
-    both: tuple[Tensor, Tensor] = norm(hidden, residual)
-    return both
+    normed_and_sum: ResidualStream = norm(hidden, residual)
+    return normed_and_sum
 
 
 class DecoderLayer(nn.Module):
@@ -295,9 +297,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm, self.self_attn = input_layernorm, self_attn
         self.post_attention_layernorm, self.mlp = post_attention_layernorm, mlp
 
-    def forward(
-        self, positions: Tensor, hidden: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> ResidualStream:
         hidden, residual = add_and_norm(self.input_layernorm, hidden, residual)
         hidden = self.self_attn(positions, hidden)
         hidden, residual = add_and_norm(self.post_attention_layernorm, hidden, residual)

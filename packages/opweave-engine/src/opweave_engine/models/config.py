@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_COUNT = "a positive integer below 2**63"  # which is what torch counts to
+_COUNT = "a positive integer below 2**63"  # torch's sizes are int64
 _NATURAL = "an integer from 0, below 2**63"
 _NUMBER = "a finite positive number"
 
@@ -156,7 +156,7 @@ class Fields:
             )
 
     def require_finite(self) -> None:
-        """Raise InvalidConfigError if a number, in a list too, is not finite or no float's."""
+        """Raise InvalidConfigError if a number, in a list too, is not a finite float."""
         for key, value in self.values.items():
             for number in value if isinstance(value, list) else [value]:
                 if isinstance(number, int | float) and not abs(number) <= sys.float_info.max:
@@ -232,6 +232,11 @@ class ModelConfig:
         """
         fields = Fields(config)
         fields.refuse_quantized()
+        return cls.from_fields(fields)
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Self:
+        """Read the object in a ``config.json``, which is not quantized; see :meth:`from_hf`."""
         return cls.read(fields)
 
     @classmethod
@@ -375,8 +380,8 @@ _YARN_WEIGHTS = ("mscale", "mscale_all_dim")
 # The supported types, and the parameters that they read. Above the length of training, transformers
 # changes the base of "dynamic" and the factors of "longrope" with the length of a sequence: keys in
 # a cache cannot follow. These types are therefore limited to that length.
-_KEYS = {
-    "default": _YARN_WEIGHTS,  # which change nothing without a factor
+_ROPE_KEYS = {
+    "default": _YARN_WEIGHTS,  # they have no effect without a factor
     "dynamic": ("factor", *_YARN_WEIGHTS),  # DeepSeek's scores follow them
     "linear": ("factor", *_YARN_WEIGHTS),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -390,7 +395,7 @@ _KEYS = {
     ),
 }
 _STRETCHED = ("llama3", "longrope", "yarn")
-_PAIR = 2  # dimensions: what no frequency can be made of is as wrong for one pair as for all
+_PAIR_SIZE = 2  # dimensions; a base that is invalid for one pair is invalid for all
 _MAX_POSITIONS = 2**24  # float32 cannot represent larger positions exactly
 
 
@@ -421,7 +426,7 @@ def warn_unread_rope_keys(config: Mapping[str, Any]) -> None:
     fields = Fields(config)
     scaled, current = (config.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
     if not all(isinstance(rope, Mapping) for rope in (scaled, current)):
-        return  # which is an error for the model
+        return  # building the model raises the error
     if scaled and not any(isinstance(value, Mapping) for value in current.values()):
         if unread := sorted(current.keys() - scaled.keys()):
             _log.warning(
@@ -434,7 +439,7 @@ def warn_unread_rope_keys(config: Mapping[str, Any]) -> None:
         for name, parameters in (layers or {"": rope}).items():
             named = Fields(parameters, f"{name or key!r} in {fields.name}")
             kind = named.text("rope_type", named.text("type", "default"))
-            named.warn_unread(*_COMMON_KEYS, *_KEYS.get(kind, ()))
+            named.warn_unread(*_COMMON_KEYS, *_ROPE_KEYS.get(kind, ()))
 
 
 def rope_type(fields: Fields) -> str:
@@ -455,9 +460,9 @@ def read_rope(rope: Fields, theta: float, positions: int, *, outer: Fields) -> d
     ``rope_theta``; *outer* is the configuration, which may have keys that *rope* lacks.
     """
     kind = rope.text("rope_type", rope.text("type", "default"))
-    rope.require("rope_type", kind, *_KEYS)
+    rope.require("rope_type", kind, *_ROPE_KEYS)
     share = _share(rope, outer, kind)
-    if kind == "dynamic":  # which changes nothing up to the length of training
+    if kind == "dynamic":  # up to the length of training, it is the same as "default"
         rope.number("factor")
         kind = "default"
     theta = rope.number("rope_theta", theta)
@@ -476,7 +481,7 @@ def read_rope(rope: Fields, theta: float, positions: int, *, outer: Fields) -> d
         scaling = _scaling(parameters, positions)
         rows = scaling.rows(positions)
         pairs = len(scaling.factors) if isinstance(scaling, LongRopeScaling) else 1
-        _ = scaling.frequencies(_PAIR * pairs, theta) * scaling.magnitude
+        _ = scaling.frequencies(_PAIR_SIZE * pairs, theta) * scaling.magnitude
         sections(parameters)
     except LayerArgumentError as error:
         raise InvalidConfigError(f"{rope.name}: {error}") from error
@@ -497,7 +502,7 @@ def _share(rope: Fields, outer: Fields, kind: str) -> float:
         UnsupportedModelError: transformers does not support that fraction for this type.
     """
     for fields in (rope, outer):
-        if "rope_dim" in fields:  # which means nothing to transformers
+        if "rope_dim" in fields:  # transformers ignores this key
             raise UnsupportedModelError(
                 f"{fields.name} has 'rope_dim', which is not supported: heads are rotated whole."
             )

@@ -41,7 +41,7 @@ from opweave_engine.models.weights import Merged
 # The configuration of DeepSeek-V3, read from a checkpoint's ``config.json``.
 
 
-_SCORED = 2  # experts of a group
+_SCORED = 2  # best experts of a group whose scores are the score of the group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,18 +85,16 @@ class DeepseekV3Config(DecoderConfig):
     num_nextn_predict_layers: int = key(Fields.natural, 1)
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        fields = Fields(config)
-        fields.refuse_quantized()
+    def from_fields(cls, fields: Fields) -> Self:
         for name, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
             fields.require(name, fields.text(name, only), only)
         fields.require("moe_layer_freq", fields.count("moe_layer_freq", 1), 1)
         rope = rope_parameters(fields, fields.count("max_position_embeddings", 4096))
         size = fields.count("qk_nope_head_dim", 128) + fields.count("qk_rope_head_dim", 64)
         scale = float(size**-0.5) * _stretch(rope, rope_type(fields)) ** 2
-        read = cls.read(fields, rope=rope, softmax_scale=scale)
-        read._check(fields.name)
-        return read
+        config = cls.read(fields, rope=rope, softmax_scale=scale)
+        config._check(fields.name)
+        return config
 
     def _check(self, name: str) -> None:
         if self.n_routed_experts % self.n_group or self.topk_group > self.n_group:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from opweave.layers import GemmaRMSNorm
-from opweave_engine.models.blocks import GatedMlp, SelfAttention, add_and_norm
+from opweave_engine.models.blocks import GatedMlp, ResidualStream, SelfAttention, add_and_norm
 from opweave_engine.models.causal_lm import PreNormLM
 from opweave_engine.models.config import (
     FULL,
@@ -66,17 +66,15 @@ class Gemma3Config(AttentionConfig):
     tie_word_embeddings: bool = key(Fields.flag, True)
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        fields = Fields(config)
-        fields.refuse_quantized()
+    def from_fields(cls, fields: Fields) -> Self:
         backward = fields.flag("use_bidirectional_attention", False)
         fields.require("use_bidirectional_attention", backward, False)
         positions = fields.count("max_position_embeddings", 131_072)
         ropes = {kind: _rope(fields, kind, positions) for kind in _THETA}
-        read = cls.read(fields, layer_types=_layer_types(fields), rope=ropes[FULL], ropes=ropes)
-        heads, kv_heads = read.num_attention_heads, read.num_key_value_heads
+        config = cls.read(fields, layer_types=_layer_types(fields), rope=ropes[FULL], ropes=ropes)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         fields.require_multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads)
-        return read
+        return config
 
     @property
     def max_positions(self) -> int:
@@ -153,9 +151,7 @@ class Gemma3Layer(nn.Module):
         self.mlp = GatedMlp(size, config.intermediate_size, activation, dtype=dtype)
         self.post_feedforward_layernorm = norm(size)
 
-    def forward(
-        self, positions: Tensor, hidden: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> ResidualStream:
         hidden, residual = add_and_norm(self.input_layernorm, hidden, residual)
         hidden = self.post_attention_layernorm(self.self_attn(positions, hidden))
         hidden, residual = add_and_norm(self.pre_feedforward_layernorm, hidden, residual)

@@ -89,9 +89,8 @@ class LlamaConfig(AttentionConfig):
     hidden_act: str = key(read_activation, "silu")
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """As :meth:`ModelConfig.from_hf`; keys that are absent depend on the architecture."""
-        fields = Fields(config)
+    def from_fields(cls, fields: Fields) -> Self:
+        """Read the configuration; defaults of absent keys depend on the architecture."""
         named = fields.texts("architectures")
         if len(named) != 1:
             raise InvalidConfigError(
@@ -99,7 +98,6 @@ class LlamaConfig(AttentionConfig):
                 f"{', '.join(cls.architectures)}."
             )
         architecture = fields.require("architectures", named[0], *cls.architectures)
-        fields.refuse_quantized()
         defaults = DEFAULTS[architecture]
         positions = fields.count("max_position_embeddings", defaults["max_position_embeddings"])
         is_biased = fields.flag("attention_bias", False) and architecture in _MAY_BE_BIASED

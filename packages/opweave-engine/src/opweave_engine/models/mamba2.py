@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from opweave.layers import MambaMixer2, RMSNorm, VocabParallelEmbedding, stateful_layers
-from opweave_engine.models.blocks import add_and_norm
+from opweave_engine.models.blocks import ResidualStream, add_and_norm
 from opweave_engine.models.causal_lm import CausalLM, Decoder
 from opweave_engine.models.config import Fields, InvalidConfigError, ModelConfig, key
 from opweave_engine.models.weights import WeightTarget
@@ -47,21 +47,20 @@ class Mamba2Config(ModelConfig):
     tie_word_embeddings: bool = key(Fields.flag, False)
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        fields = Fields(config)
+    def from_fields(cls, fields: Fields) -> Self:
         fields.require("hidden_act", fields.text("hidden_act", "silu"), "silu", "swish")
-        fields.refuse_quantized()
-        channels = fields.count("num_heads", 128) * fields.count("head_dim", 64)
-        read = cls.read(fields, intermediate_size=channels, time_step_limit=_limits(fields))
-        hidden, expand = read.hidden_size, fields.number("expand", 2)
+        heads, head_dim = fields.count("num_heads", 128), fields.count("head_dim", 64)
+        channels = heads * head_dim
+        config = cls.read(fields, intermediate_size=channels, time_step_limit=_limits(fields))
+        hidden, expand = config.hidden_size, fields.number("expand", 2)
         if channels != hidden * expand:
             raise InvalidConfigError(
-                f"{fields.name} has 'num_heads': {read.num_heads} and 'head_dim': {read.head_dim}, "
-                f"which make {channels} channels; 'hidden_size' {hidden} times 'expand' "
-                f"{expand:g} makes {hidden * expand:g}."
+                f"{fields.name} has 'num_heads': {heads} and 'head_dim': {head_dim}, which make "
+                f"{channels} channels; 'hidden_size' {hidden} times 'expand' {expand:g} makes "
+                f"{hidden * expand:g}."
             )
-        fields.require_multiple("num_heads", read.num_heads, "n_groups", read.n_groups)
-        return read
+        fields.require_multiple("num_heads", heads, "n_groups", config.n_groups)
+        return config
 
 
 def _limits(fields: Fields) -> tuple[float | None, float | None]:
@@ -105,7 +104,7 @@ class ResidualNorm(nn.Module):
         # float32 sums need no wider type, and one op adds and normalizes.
         self.wide, self.dtype = wide and dtype.itemsize < 4, dtype
 
-    def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden: Tensor, residual: Tensor | None) -> ResidualStream:
         """Return the norm of the sum, and the sum."""
         if self.wide:
             residual = hidden.float() if residual is None else residual + hidden
@@ -140,9 +139,7 @@ class Mamba2Layer(nn.Module):
             params_dtype=dtype,
         )
 
-    def forward(
-        self, positions: Tensor, hidden: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> ResidualStream:
         hidden, residual = self.norm(hidden, residual)
         return self.mixer(hidden), residual
 
@@ -173,7 +170,7 @@ class Mamba2ForCausalLM(CausalLM):
     def fill_randomly(self, seed: int = 0) -> None:
         super().fill_randomly(seed)
         for name, place in self.places().items():
-            # The numbers are logarithms, as in checkpoints: states are to decay, not to grow.
+            # The random numbers are taken for logarithms, so that states decay and do not grow.
             if name.endswith("A_log"):
                 place.fill(place.parameter.data)
 

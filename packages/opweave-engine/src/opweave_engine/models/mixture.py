@@ -45,8 +45,7 @@ class MixtureConfig(LlamaConfig):
     @classmethod
     def _experts(cls, fields: Fields, architecture: str) -> dict[str, Any]:
         defaults, is_mixtral = DEFAULTS[architecture], architecture == MIXTRAL
-        is_local = is_mixtral or "num_experts" not in fields
-        name = "num_local_experts" if is_local else "num_experts"
+        name = "num_experts" if "num_experts" in fields and not is_mixtral else "num_local_experts"
         values = read_experts(
             fields, name, defaults["num_experts"], defaults["num_experts_per_tok"]
         )

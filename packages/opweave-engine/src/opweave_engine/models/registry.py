@@ -40,14 +40,9 @@ class ModelEntry:
     owner: Owner | None
 
     def __str__(self) -> str:
-        return self.reference + ("" if self.owner is None else f" of {self.owner}")
-
-    @property
-    def reference(self) -> str:
-        """``"package.module:Class"``."""
-        if not isinstance(self.model, type):
-            return str(self.model)
-        return f"{self.model.__module__}:{self.model.__qualname__}"
+        model = self.model
+        name = f"{model.__module__}:{model.__qualname__}" if isinstance(model, type) else str(model)
+        return name if self.owner is None else f"{name} of {self.owner}"
 
     def resolve(self) -> Model:
         """Return the class.

@@ -165,8 +165,7 @@ def _expert_places(
         shards = {"w13": (("w1", parts[0]), ("w3", parts[2])), "w2": (("w2", parts[1]),)}[of_both]
         for shard, part in shards if leaf != "bias" else ():
             for expert in range(layer.num_experts):
-                target = WeightTarget(parameter, (shard, expert))
-                places[f"{name}.{expert}.{part}.{leaf}"] = target
+                places[f"{name}.{expert}.{part}.{leaf}"] = WeightTarget(parameter, (shard, expert))
     return places
 
 
@@ -200,7 +199,7 @@ def fill(
         missing -= filled
         try:
             place.fill(tensor)
-        except ValueError as error:  # what loaders raise for a shape
+        except ValueError as error:  # loaders raise it for a wrong shape
             unfit.append(f"{name}: {str(error).removesuffix('.')}")
     check_fit(
         {

@@ -106,10 +106,10 @@ class Communicator(ABC):
 
 
 SLOT = 1 << 20  # bytes that a rank can bring at a time
-_LINE = 8  # words in a cache line
-_HEADER = mmap.PAGESIZE // 8  # words before the slots
-_MAX_RANKS = _HEADER // _LINE - 1
-_ABORTED = 0  # the word of the first line
+_LINE_WORDS = 8  # words in a cache line
+_HEADER_WORDS = mmap.PAGESIZE // 8  # words before the slots
+_MAX_RANKS = _HEADER_WORDS // _LINE_WORDS - 1
+_ABORTED_WORD = 0  # the word of the first line
 _SPINS = 200  # about ten microseconds
 _YIELD_SECONDS = 0.002  # before a waiting rank lets the processor sleep
 _SLEEP_SECONDS = 0.0002
@@ -129,7 +129,7 @@ class Segment:
         self.rank, self.size, self.timeout = rank, size, timeout
         self._memory = mmap.mmap(descriptor, 0)
         self._words = memoryview(self._memory).cast("q")
-        data = torch.frombuffer(self._memory, dtype=torch.uint8, offset=_HEADER * 8)
+        data = torch.frombuffer(self._memory, dtype=torch.uint8, offset=_HEADER_WORDS * 8)
         self._slots = data.view(size, 2, SLOT)
         self._sequence = 0
         self._others = [other for other in range(size) if other != rank]
@@ -151,7 +151,7 @@ class Segment:
         descriptor = os.memfd_create(name)
         try:
             # Now, and not at the first write, where a lack of memory would kill the process.
-            os.posix_fallocate(descriptor, 0, _HEADER * 8 + size * 2 * SLOT)
+            os.posix_fallocate(descriptor, 0, _HEADER_WORDS * 8 + size * 2 * SLOT)
             segment = cls(descriptor, 0, size, timeout)
         except OSError:
             os.close(descriptor)
@@ -187,15 +187,15 @@ class Segment:
         parity, words, count = number & 1, self._words, piece.numel()
         if count:
             self._slots[self.rank, parity, :count].copy_(piece)
-        line = _LINE * (self.rank + 1)
+        line = _LINE_WORDS * (self.rank + 1)
         words[line + 1 + parity] = tag
-        # The counter is written last: a rank that sees it sees the rest (see _ORDERED).
+        # The counter is written last: a rank that sees it sees the rest (see _ORDERED_MACHINES).
         words[line] = number
         for other in self._others:
             self._wait(other, number)
         # After all have arrived: a rank that went on would overwrite what others still read.
         for other in self._others:
-            if words[_LINE * (other + 1) + 1 + parity] != tag:
+            if words[_LINE_WORDS * (other + 1) + 1 + parity] != tag:
                 raise CommunicatorError(
                     f"rank {self.rank} and rank {other} are at different collectives, or bring "
                     "tensors of different shapes or dtypes."
@@ -204,17 +204,17 @@ class Segment:
 
     def abort(self) -> None:
         """Make all ranks that wait, now or later, raise."""
-        self._words[_ABORTED] = 1
+        self._words[_ABORTED_WORD] = 1
 
     def _wait(self, other: int, number: int) -> None:
-        words, at = self._words, _LINE * (other + 1)
+        words, at = self._words, _LINE_WORDS * (other + 1)
         for _ in range(_SPINS):
             if words[at] >= number:
                 return
         began = time.monotonic()
         while words[at] < number:
             waited = time.monotonic() - began
-            if words[_ABORTED]:
+            if words[_ABORTED_WORD]:
                 raise CommunicatorError(f"rank {self.rank} waited for rank {other}: aborted.")
             if waited > self.timeout:
                 raise CommunicatorError(
@@ -240,14 +240,12 @@ class TorchCommunicator(Communicator):
         super().__init__(group)
         self._owns = not distributed.is_initialized()
         if self._owns:
-            torch_compat.forget_failed_groups()  # of which other ranks may have had more or fewer
+            # Ranks may have had different numbers of failed groups, which torch counts.
+            torch_compat.forget_failed_groups()
+            rank, size, timeout = group.rank, group.size, timedelta(seconds=group.timeout)
             with self._named("joining the group"):
                 distributed.init_process_group(
-                    group.backend,
-                    store=group.store,
-                    rank=group.rank,
-                    world_size=group.size,
-                    timeout=timedelta(seconds=group.timeout),
+                    group.backend, store=group.store, rank=rank, world_size=size, timeout=timeout
                 )
         rank, size = distributed.get_rank(), distributed.get_world_size()
         if (rank, size) != (group.rank, group.size):
@@ -311,7 +309,7 @@ _log = logging.getLogger(__name__)
 
 # Stores of one core are seen in their order by the others: a counter after the data it counts.
 # Intel SDM volume 3A, 8.2.2; AMD64 manual volume 2, 7.2.
-_ORDERED = ("x86_64", "AMD64")
+_ORDERED_MACHINES = ("x86_64", "AMD64")
 _REDUCE, _GATHER, _BROADCAST, _BARRIER = range(1, 5)
 _DTYPES = {
     dtype: number
@@ -399,7 +397,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
         """Share memory with the other ranks, if all can; else none does."""
         group, segment = self.group, None
         shared: list[Any] = [None]  # the path and the name of the segment
-        if group.rank == 0 and platform.machine() in _ORDERED:
+        if group.rank == 0 and platform.machine() in _ORDERED_MACHINES:
             try:
                 segment, path, name = Segment.create(group.size, group.timeout)
                 shared = [(path, name)]

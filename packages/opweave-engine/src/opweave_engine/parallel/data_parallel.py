@@ -46,7 +46,7 @@ from opweave_engine.tokenizer import tokenizer_of
 
 _BLOCK_TOKENS = 64  # computing a shorter prefix is faster than looking for it
 _MAX_BLOCKS = 16_384  # remembered for each replica: a million tokens
-_MAX_EXTRA_LOAD = 4  # that a replica may have for the sake of a cached prefix
+_MAX_EXTRA_LOAD = 4  # outputs that a replica with a cached prefix may have above the lowest load
 
 
 class ReplicaRouter:
@@ -73,11 +73,7 @@ class ReplicaRouter:
         return tuple(self._loads)
 
     def choose(
-        self,
-        token_ids: Sequence[int],
-        answers: int,
-        able: Collection[int],
-        cache_salt: str | None = None,
+        self, token_ids: Sequence[int], answers: int, able: Collection[int], salt: str | None = None
     ) -> int:
         """Return one of *able*, and add *answers* to its load.
 
@@ -85,12 +81,12 @@ class ReplicaRouter:
             token_ids: the prompt.
             answers: the number of outputs of the request.
             able: the replicas that take requests; at least one.
-            cache_salt: of the prompt; prefixes with other salts do not count.
+            salt: the cache salt of the prompt; prefixes with other salts do not count.
         """
         hashes: list[bytes] = []
         if self._finds_prefixes:
             with suppress(OverflowError, TypeError):  # the replica reports invalid tokens
-                extend_hashes(hashes, token_ids, _BLOCK_TOKENS, cache_salt)
+                extend_hashes(hashes, token_ids, _BLOCK_TOKENS, salt)
         least = min(self._loads[replica] for replica in able)
         near = [r for r in able if self._loads[r] <= least + _MAX_EXTRA_LOAD]
         chosen = max(near, key=lambda r: (self._length(r, hashes), -self._loads[r], -self._last[r]))
@@ -248,7 +244,7 @@ class Replicas:
                 _log.info("replica %d: process %d on %s", number, news.pid, news.node)
             else:
                 self._take(member, news)
-        self._start_what_is_placed()
+        self._send_orders()
         for member in list(self.members):
             if (reason := member.silence) is not None:
                 self._replace(member, ReplicaFailedError(f"replica {member.number} {reason}."))
@@ -275,15 +271,17 @@ class Replicas:
             failure.__cause__ = error
             self._replace(member, failure)
 
-    def _start_what_is_placed(self) -> None:
-        places = [member.place for member in self.members if member.failure is None]
-        nodes = Counter(place.node for place in places if place is not None)
-        if None in places:
-            return  # the number of replicas per machine is not known yet
-        for member in self.members:
-            if member.place is not None and member.failure is None and not member.is_ordered:
+    def _send_orders(self) -> None:
+        """Let replicas load, once the number of replicas on each machine is known."""
+        alive = [member for member in self.members if member.failure is None]
+        places = [member.place for member in alive if member.place is not None]
+        if len(places) < len(alive):
+            return
+        nodes = Counter(place.node for place in places)
+        for member, place in zip(alive, places, strict=True):
+            if not member.is_ordered:
                 member.is_ordered = True
-                order = replace(self._order, neighbors=nodes[member.place.node])
+                order = replace(self._order, neighbors=nodes[place.node])
                 self._group.send(member.number, "start", order)
 
     def _replace(self, member: ReplicaHandle, failure: ReplicaFailedError) -> None:
@@ -301,9 +299,8 @@ class Replicas:
             _log.critical("%s None takes its place: %s Start the server again.", failure, error)
         else:
             _log.error("%s Another one takes its place.", failure)
-            self.members[member.number] = ReplicaHandle(
-                member.number, member.timeout, past=member.stats
-            )
+            handle = ReplicaHandle(member.number, member.timeout, past=member.stats)
+            self.members[member.number] = handle
 
 
 # The engine.
@@ -381,7 +378,7 @@ class DataParallelEngine(StreamingClient):
             size,
             order,
             self._pass_on,
-            lambda member: self._tell(partial(self._lose, member)),
+            lambda member: self._call_in_loop(partial(self._lose, member)),
             progress,
         )
         try:
@@ -424,7 +421,7 @@ class DataParallelEngine(StreamingClient):
             return await vector
         finally:
             self._vectors.pop(request_id, None)
-            self._give_up(request_id)
+            self._abort_request(request_id)
 
     def stats(self) -> EngineStats:
         return merged([member.stats for member in self._replicas.members])
@@ -444,21 +441,17 @@ class DataParallelEngine(StreamingClient):
         return self.tokenizer.encode(content) if isinstance(content, str) else as_ids(content)
 
     def _send(
-        self,
-        submission: Submission,
-        tokens: Sequence[int],
-        answers: int,
-        cache_salt: str | None = None,
+        self, submission: Submission, tokens: Sequence[int], answers: int, salt: str | None = None
     ) -> None:
         if not (able := self._replicas.able):  # the last replica has just died
-            self._fail([submission.request_id], self._why_not())
+            self._fail([submission.request_id], self._dead_error())
             return
-        chosen = self._router.choose(tokens, answers, able, cache_salt)
+        chosen = self._router.choose(tokens, answers, able, salt)
         member = self._replicas.members[chosen]
         self._assignments[submission.request_id] = _Assignment(member, answers)
         self._group.send(chosen, "submit", submission)
 
-    def _give_up(self, request_id: str) -> None:
+    def _abort_request(self, request_id: str) -> None:
         if (vector := self._vectors.get(request_id)) is not None:
             vector.cancel()
         if (assignment := self._assignments.get(request_id)) is not None:
@@ -477,7 +470,7 @@ class DataParallelEngine(StreamingClient):
                 self._receive([answer])
                 if answer.request_id not in self._streams:
                     # It has no reader: an abort may have overtaken its own request.
-                    self._give_up(answer.request_id)
+                    self._abort_request(answer.request_id)
 
     def _lose(self, member: ReplicaHandle) -> None:
         assert member.failure is not None, "it has died"
@@ -507,7 +500,7 @@ class DataParallelEngine(StreamingClient):
 
     def _pass_on(self, report: ReplicaReport) -> None:
         if report.answers:
-            self._tell(partial(self._take, report))
+            self._call_in_loop(partial(self._take, report))
 
     def _listen(self) -> None:
         try:
@@ -515,10 +508,10 @@ class DataParallelEngine(StreamingClient):
                 self._replicas.receive()
         except BaseException as error:  # all readers must be released, regardless of the error
             self._dead_with = error
-            if not isinstance(error, SystemExit):  # which Ray raises when the program ends
+            if not isinstance(error, SystemExit):  # Ray raises it when the program ends
                 _log.critical("the messages of the replicas cannot be read", exc_info=error)
         finally:
-            self._tell(lambda: self._fail(self._unfinished, self._why_not()))
+            self._call_in_loop(lambda: self._fail(self._unfinished, self._dead_error()))
 
 
 # Opens the engine that fits a checkpoint and a configuration.

@@ -300,8 +300,8 @@ class Peers:
 
     def silent(self) -> list[int]:
         """Return the ranks whose replies are missing."""
-        most = max(self._last.values())
-        return [rank for rank, number in self._last.items() if number < most] or list(self._last)
+        newest = max(self._last.values())
+        return [rank for rank, number in self._last.items() if number < newest] or list(self._last)
 
     def watch(self, call: Callable[[], None]) -> None:
         """Call *call*, in another thread, when a rank fails, or at once if one has."""
@@ -420,10 +420,8 @@ class RankedExecutor(Executor):
         try:
             self._rank = RankWorker(start, platform, store, progress)
             self._stop = weakref.finalize(self, _shut_down, peers, self._rank)
-            peers.start(
-                Agreement.here(),
-                {r: replace(start, rank=r, local_rank=r % local) for r in range(1, size)},
-            )
+            others = {r: replace(start, rank=r, local_rank=r % local) for r in range(1, size)}
+            peers.start(Agreement.here(), others)
             self.facts = self._load(self._rank, local)
         except BaseException:
             peers.kill()
@@ -491,7 +489,7 @@ class RankedExecutor(Executor):
         except (CommunicatorError, RuntimeError) as error:
             raise self._why(error) from error
         except BaseException as error:
-            # Wherever the others are now, they are no longer where this one is.
+            # The other ranks may be at another collective by now.
             self._peers.fail(f"rank 0 stopped in the middle of a step: {type(error).__name__}")
             raise
 

@@ -412,8 +412,7 @@ def _plugins() -> list[str]:
 
 
 def _priorities() -> dict[str, list[str]]:
-    ops = ir.current_registry().ops
-    return {name: op.get_priority() for name, op in sorted(ops.items())}
+    return {name: op.get_priority() for name, op in sorted(ir.current_registry().ops.items())}
 
 
 def _required() -> list[str]:
@@ -527,8 +526,8 @@ def _serve(connection: Connection, platform: Platform, open_store: Callable[[], 
     inbox: SimpleQueue[Call | None] = SimpleQueue()
     start = connection.recv()
     assert isinstance(start, Start), start
-    finished = threading.Event()
-    threading.Thread(target=_read, args=(connection, inbox, finished), daemon=True).start()
+    done = threading.Event()
+    threading.Thread(target=_read, args=(connection, inbox, done), daemon=True).start()
     rank = None
     try:
         rank = RankWorker(start, platform, open_store())
@@ -546,17 +545,15 @@ def _serve(connection: Connection, platform: Platform, open_store: Callable[[], 
     finally:
         if rank is not None:
             rank.close()
-        finished.set()
+        done.set()
 
 
-def _read(
-    connection: Connection, inbox: SimpleQueue[Call | None], finished: threading.Event
-) -> None:
+def _read(connection: Connection, inbox: SimpleQueue[Call | None], done: threading.Event) -> None:
     """Pass on messages; exit the process when the connection ends."""
     try:
         while True:
             inbox.put(connection.recv())
     except (EOFError, OSError, pickle.UnpicklingError):
         inbox.put(None)
-        if not finished.wait(_EXIT_SECONDS):
+        if not done.wait(_EXIT_SECONDS):
             os._exit(1)

@@ -207,9 +207,8 @@ class Replica:
             gone = EngineDeadError("The replica died before the request came to it. Ask again.")
             self._refuse(submission.request_id, gone)
             return
-        self._tasks[submission.request_id] = asyncio.create_task(
-            self._answer(self._engine, submission)
-        )
+        task = asyncio.create_task(self._answer(self._engine, submission))
+        self._tasks[submission.request_id] = task
 
     async def abort(self, request_id: str) -> None:
         """Abort a request; a no-op if it is unknown or has finished."""
@@ -228,12 +227,9 @@ class Replica:
         news = ReplicaReport(answers, progress=self._progress, records=records)
         self._deltas, self._others, self._progress = {}, [], None
         if (engine := self._engine) is not None:
-            news = replace(
-                news,
-                stats=engine.stats(),
-                max_model_len=engine.max_model_len,
-                vocab_size=engine.vocab_size,
-            )
+            length, vocabulary = engine.max_model_len, engine.vocab_size
+            stats = engine.stats()
+            news = replace(news, stats=stats, max_model_len=length, vocab_size=vocabulary)
             self._failure = engine.dead_with or self._failure
         return news if self._failure is None else replace(news, failure=portable(self._failure))
 
@@ -406,8 +402,7 @@ class RayReplica(Replica):
 
     async def place(self) -> ReplicaLocation:
         """Return the replica's process."""
-        node = require("ray", "ray").util.get_node_ip_address()
-        return ReplicaLocation(node, os.getpid())
+        return ReplicaLocation(require("ray", "ray").util.get_node_ip_address(), os.getpid())
 
 
 class RayGroup:
@@ -455,7 +450,7 @@ class RayGroup:
         if not self._waiting:  # all replicas have died and were not replaced
             time.sleep(timeout)
             return []
-        self._ray.wait(list(self._waiting), timeout=timeout)  # for the first one
+        self._ray.wait(list(self._waiting), timeout=timeout)  # returns at the first message
         count = len(self._waiting)
         ready, _ = self._ray.wait(list(self._waiting), num_returns=count, timeout=0)
         return [self._news(reference) for reference in ready]
@@ -513,9 +508,8 @@ def _initialize(ray: Any, config: ParallelConfig) -> None:
         if platforms.current_platform.device_type == "cpu" and ranks > present:
             _log.warning(
                 "%d ranks share %d processors; lower data_parallel_size or tensor_parallel_size.",
-                ranks,
-                present,
-            )
+                ranks, present,
+            )  # fmt: skip
         local = {
             "num_cpus": processors, "include_dashboard": False, "object_store_memory": _STORE_BYTES,
         }  # fmt: skip

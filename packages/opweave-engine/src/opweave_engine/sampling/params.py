@@ -20,13 +20,13 @@ def check_int(
     name: str, value: object, least: int, note: str, *, most: int = 2**63 - 1, subject: str = ""
 ) -> None:
     """Raise SamplingParamsError unless *value* is an integer from *least* to *most*."""
-    subject = f"{subject}{name}={shown(value)}"
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        message = f"{subject} must be an integer of at least {least}, {note}."
-        raise SamplingParamsError(message, name)
-    if value > most:
+        limit = f"an integer of at least {least}, {note}"
+    elif value > most:
         limit = "below 2**63" if most == 2**63 - 1 else f"at most {most}"
-        raise SamplingParamsError(f"{subject} must be {limit}.", name)
+    else:
+        return
+    raise SamplingParamsError(f"{subject}{name}={shown(value)} must be {limit}.", name)
 
 
 def check_number(
@@ -41,8 +41,7 @@ def check_number(
     if not is_number or not low <= value <= most or (is_open and value == low):  # type: ignore[operator]
         bounds = f"{'above' if is_open else 'of at least'} {low:g}, "
         bounds += "finite" if high == math.inf else f"at most {high:g}"
-        message = f"{name}{place}={shown(value)} must be a number {bounds}."
-        raise SamplingParamsError(message, name)
+        raise SamplingParamsError(f"{name}{place}={shown(value)} must be a number {bounds}.", name)
 
 
 def check_flag(name: str, value: object) -> None:
@@ -67,8 +66,7 @@ def texts(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(strings, list | tuple) or not all(isinstance(s, str) for s in strings):
         raise SamplingParamsError(f"{name}={value!r} must be a string or a list of strings.", name)
     if "" in strings:
-        message = f"{name} holds an empty string, which every text contains."
-        raise SamplingParamsError(message, name)
+        raise SamplingParamsError(f"{name} holds an empty string, which every text contains.", name)
     return tuple(strings)
 
 

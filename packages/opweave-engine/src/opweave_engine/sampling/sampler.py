@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
 from typing import NamedTuple
@@ -45,7 +45,7 @@ def _hashed(seed: int, number: int, purpose: bytes = b"") -> int:
 # The order of tokens by score: one order for sampling and for log-probabilities.
 
 
-_LOW = 0xFFFFFFFF
+_LOW_BITS = 0xFFFFFFFF
 
 
 def ranking_keys(logits: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def ranking_keys(logits: Tensor) -> Tensor:
     bits = (logits.float() + 0.0).view(torch.int32)
     rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     tokens = torch.arange(logits.shape[-1], device=logits.device)
-    return (rising << 32) | (_LOW - tokens)
+    return (rising << 32) | (_LOW_BITS - tokens)
 
 
 def best_tokens(keys: Tensor, count: int) -> Tensor:
@@ -73,7 +73,7 @@ def best_tokens(keys: Tensor, count: int) -> Tensor:
         best = keys.topk(count, dim=-1).values
     else:
         best = keys.sort(dim=-1, descending=True).values
-    return _LOW - (best & _LOW)
+    return _LOW_BITS - (best & _LOW_BITS)
 
 
 # Log-probabilities of tokens, from the model's logits.
@@ -167,9 +167,7 @@ class Sampled(NamedTuple):
 # Logits processors: penalties, bias, and tokens that must not be sampled.
 
 
-_LARGEST = torch.finfo(torch.float32).max
-
-TokenValue = tuple[int, int, float]  # a row, a token, and a value for it
+_MAX_LOGIT = torch.finfo(torch.float32).max
 
 
 def adjusted(logits: Tensor, requests: Sequence[SamplingRequest]) -> Tensor:
@@ -192,13 +190,13 @@ def adjusted(logits: Tensor, requests: Sequence[SamplingRequest]) -> Tensor:
     if not any(_is_adjusted(request) for request in requests):
         return logits
     scores = logits.to(torch.float32, copy=True)
-    rows, tokens, numbers = _columns(_repetitions(requests), scores)
+    rows, tokens, numbers = _columns(requests, _repetition_penalties, scores.device)
     old = scores[rows, tokens].double()
     _put(scores, rows, tokens, torch.where(old > 0, old / numbers, old * numbers))
-    for entries in (_penalties(requests), _biases(requests)):
-        rows, tokens, numbers = _columns(entries, scores)
+    for values in (_penalties, _biases):
+        rows, tokens, numbers = _columns(requests, values, scores.device)
         _put(scores, rows, tokens, scores[rows, tokens].double() + numbers)
-    rows, tokens, _ = _columns(_forbidden(requests), scores)
+    rows, tokens, _ = _columns(requests, _forbidden, scores.device)
     scores[rows, tokens] = -torch.inf
     _apply_masks(scores, requests)
     return scores
@@ -240,44 +238,44 @@ def _impossible(device: torch.device) -> Tensor:
     return torch.zeros(256, 8, device=device).masked_fill_(is_set == 0, -torch.inf)
 
 
-def _repetitions(requests: Sequence[SamplingRequest]) -> Iterator[TokenValue]:
-    for row, (params, history) in enumerate((r.params, r.history) for r in requests):
-        if history is not None and params.repetition_penalty != 1:
-            for token in history.tokens:
-                yield row, token, params.repetition_penalty
+def _repetition_penalties(request: SamplingRequest) -> Mapping[int, float]:
+    penalty, history = request.params.repetition_penalty, request.history
+    return {} if history is None or penalty == 1 else dict.fromkeys(history.tokens, penalty)
 
 
-def _penalties(requests: Sequence[SamplingRequest]) -> Iterator[TokenValue]:
-    for row, (params, history) in enumerate((r.params, r.history) for r in requests):
-        if history is not None and (params.presence_penalty or params.frequency_penalty):
-            for token, count in history.counts.items():
-                yield row, token, -params.presence_penalty - count * params.frequency_penalty
+def _penalties(request: SamplingRequest) -> Mapping[int, float]:
+    presence, frequency = request.params.presence_penalty, request.params.frequency_penalty
+    if request.history is None or not (presence or frequency):
+        return {}
+    counts = request.history.counts
+    return {token: -presence - count * frequency for token, count in counts.items()}
 
 
-def _biases(requests: Sequence[SamplingRequest]) -> Iterator[TokenValue]:
-    for row, request in enumerate(requests):
-        for token, bias in (request.params.logit_bias or {}).items():
-            yield row, token, bias
+def _biases(request: SamplingRequest) -> Mapping[int, float]:
+    return request.params.logit_bias or {}
 
 
-def _forbidden(requests: Sequence[SamplingRequest]) -> Iterator[TokenValue]:
-    for row, request in enumerate(requests):
-        for token in request.forbidden:
-            yield row, token, 0.0
+def _forbidden(request: SamplingRequest) -> Mapping[int, float]:
+    return dict.fromkeys(request.forbidden, 0.0)
 
 
-def _columns(entries: Iterable[TokenValue], scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows, tokens, numbers = zip(*listed, strict=True) if (listed := list(entries)) else ((),) * 3
-    indices = torch.tensor([rows, tokens], dtype=torch.int64, device=scores.device)
-    return indices[0], indices[1], torch.tensor(numbers, dtype=torch.float64, device=scores.device)
+def _columns(
+    requests: Sequence[SamplingRequest],
+    values: Callable[[SamplingRequest], Mapping[int, float]],
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the row, the token and the number of each of the requests' *values*."""
+    entries = [(row, *item) for row, r in enumerate(requests) for item in values(r).items()]
+    rows, tokens, numbers = zip(*entries, strict=True) if entries else ((),) * 3
+    indices = torch.tensor([rows, tokens], dtype=torch.int64, device=device)
+    return indices[0], indices[1], torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
 def _put(scores: Tensor, rows: Tensor, tokens: Tensor, new: Tensor) -> None:
     """Write logits. A penalty must not turn a finite logit into an infinite one."""
     old = scores[rows, tokens]
-    scores[rows, tokens] = torch.where(
-        old.isfinite(), new.clamp(-_LARGEST, _LARGEST).to(torch.float32), old
-    )
+    limited = new.clamp(-_MAX_LOGIT, _MAX_LOGIT).float()
+    scores[rows, tokens] = torch.where(old.isfinite(), limited, old)
 
 
 # Temperature, top-k, top-p and min-p.

@@ -96,9 +96,7 @@ class AttentionRecorder:
         return None
 
 
-_recorder: ContextVar[AttentionRecorder | None] = ContextVar(
-    "opweave_attention_recorder", default=None
-)
+_recorder: ContextVar[AttentionRecorder | None] = ContextVar("opweave_recorder", default=None)
 
 
 @contextmanager

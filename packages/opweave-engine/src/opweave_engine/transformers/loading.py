@@ -21,7 +21,7 @@ from opweave_engine.transformers.model import TransformersModel, check_ranks
 
 Check = Callable[[torch.nn.Module], None]
 Kind = Literal["base", "causal_lm", "masked_lm", "sequence_classifier"]
-_NAMES: Mapping[Kind, str] = {
+_MAPPINGS: Mapping[Kind, str] = {
     "base": "MODEL_MAPPING_NAMES",
     "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "masked_lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -44,7 +44,7 @@ def has_model(architecture: str, *kinds: Kind) -> bool:
         return False
     from transformers.models.auto import modeling_auto
 
-    models = [getattr(modeling_auto, _NAMES[kind]) for kind in kinds]
+    models = [getattr(modeling_auto, _MAPPINGS[kind]) for kind in kinds]
     return any(architecture in by_type.values() for by_type in models)
 
 
@@ -159,7 +159,7 @@ def _typed(path: Path) -> Any:
     from transformers import AutoConfig
 
     typed = AutoConfig.from_pretrained(path, local_files_only=True)
-    if hasattr(typed, "quantization_config"):  # by which transformers would quantize plain weights
+    if hasattr(typed, "quantization_config"):  # transformers would quantize plain weights
         del typed.quantization_config
     return typed
 
@@ -168,7 +168,7 @@ def _typed(path: Path) -> Any:
 def _errors_of_config(path: Path) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # of any kind, for values that do not fit
+    except Exception as error:  # values that do not fit raise errors of any kind
         raise InvalidConfigError(
             f"transformers refuses {path / 'config.json'}: {described(error)}"
         ) from error
@@ -192,7 +192,7 @@ def _loaded(
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # to name them
+            ignore_mismatched_sizes=True,  # they are listed below
         )
     except Exception as error:
         raise WeightsError(f"transformers cannot load {path}: {described(error)}") from error

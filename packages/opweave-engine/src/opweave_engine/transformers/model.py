@@ -134,8 +134,7 @@ class PackedSequences(nn.Module):
         undo.callback(attention.remove, model, model.config._attn_implementation)
         attention.install(model)
         with attention.recording() as recorder:
-            positions = torch.arange(len(tokens), device=tokens.device)
-            cls(halves).forward(tokens, positions)
+            cls(halves).forward(tokens, torch.arange(len(tokens), device=tokens.device))
         if not recorder.callers:
             raise NotSuitableError("its layers do not use transformers' attention interface")
         return cls(halves)
@@ -150,7 +149,7 @@ class PackedSequences(nn.Module):
 
 
 # The names under which models take their cache, and return it.
-_CACHES = ("past_key_values", "cache_params", "state")
+_CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
 
 
 class RecomputedSequences(StatefulLayer):
@@ -188,7 +187,7 @@ class RecomputedSequences(StatefulLayer):
             tokens = torch.cat([tokens, input_ids[first:end]])
             rows, cache = self.compute(tokens, end - first, cache)
             hidden.append(rows)
-            if slot >= 0:  # else nothing is to be stored
+            if slot >= 0:  # a warm-up has the slot -1, and stores nothing
                 self._slots[slot] = tokens, cache
         return torch.cat(hidden)
 
@@ -220,7 +219,7 @@ class CachedSequences(RecomputedSequences):
     def __init__(self, halves: Halves) -> None:
         super().__init__(halves)
         parameters = inspect.signature(halves.base.forward).parameters
-        names = [name for name in _CACHES if name in parameters]
+        names = [name for name in _CACHE_ARGUMENTS if name in parameters]
         if not names:
             raise NotSuitableError("it does not take a cache")
         self._name, self._takes_positions = names[0], "position_ids" in parameters
@@ -261,7 +260,16 @@ class CachedSequences(RecomputedSequences):
 _COLUMNS, _GATHERED_COLUMNS = "colwise", "colwise_gather_output"
 # Parts of the input, which the layer before gives or which are taken here. The results are added.
 _ROWS, _SPLIT_ROWS = "rowwise", "rowwise_split_input"
-_HEADS = ("num_attention_heads", "num_key_value_heads")
+_HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads")
+
+
+def first_rank(size: int) -> TensorParallel:
+    """Return the first of *size* ranks, for a model that is built or checked, but not run."""
+
+    def not_called(x: Tensor, dim: int = -1) -> Tensor:
+        raise AssertionError("a model that is only checked needs no other ranks")
+
+    return TensorParallel(0, size, not_called, not_called)
 
 
 def check_ranks(model: Any, size: int) -> None:
@@ -276,9 +284,9 @@ def check_ranks(model: Any, size: int) -> None:
             f"{name} runs by transformers' code, whose tensor-parallel plan does not divide its "
             f"layers, so that it cannot run on {size} ranks. Use tensor_parallel_size=1."
         )
-    parallel = TensorParallel(0, size, _not_called, _not_called)
+    parallel = first_rank(size)
     text = model.config.get_text_config(decoder=True)
-    for heads in _HEADS:
+    for heads in _HEAD_COUNTS:
         if (count := getattr(text, heads, None)) is not None:
             parallel.divide(count, heads)
     for path, (layer, style) in planned.items():
@@ -297,7 +305,7 @@ def shard(model: Any, parallel: TensorParallel) -> None:
     check_ranks(model, parallel.size)
     for _, (layer, style) in list(_planned(model)):
         if _size(layer, style) % parallel.size:
-            continue  # of a style that whole layers fit, too
+            continue  # check_ranks() passed, so the style also fits a whole layer
         if style in (_COLUMNS, _GATHERED_COLUMNS):
             layer.out_features //= parallel.size
             layer.weight = _part(layer.weight, 0, parallel)
@@ -338,10 +346,6 @@ def _part(whole: Tensor, dim: int, parallel: TensorParallel) -> nn.Parameter:
 
 def _after(collective: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Any, Tensor], Tensor]:
     return lambda module, inputs, output: collective(output)
-
-
-def _not_called(x: Tensor, dim: int = -1) -> Tensor:
-    raise AssertionError("a model that is only checked needs no other ranks")
 
 
 # Compare a way to run a model with the model's own forward, before it is used.
@@ -493,7 +497,8 @@ class _Dense:
     """Attention that keeps the keys and values of each sequence in one tensor."""
 
     def __init__(self) -> None:
-        self.sequences: list[tuple[int, int]] = []  # of the current step, with the new tokens
+        # The sequences of the current step, each with the number of its new tokens.
+        self.sequences: list[tuple[int, int]] = []
         self._cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def attend(
