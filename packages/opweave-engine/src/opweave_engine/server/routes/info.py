@@ -39,7 +39,7 @@ async def health(server: Server) -> JSONResponse:
         status = "shutting down"
     elif not engine.is_running:
         status = "dead"
-    failed = [each["name"] for each in plugins() if each["error"]]
+    failed = [plugin["name"] for plugin in plugins() if plugin["error"]]
     error = engine.dead_with
     return JSONResponse(
         {
