@@ -166,7 +166,10 @@ class _Chat:
         with interruptible() as is_interrupted:
             for newest in self._llm.stream(ids, self._sampling):
                 text = newest.outputs[0].text
-                self._show(text[len(shown) :])
+                if not self._as_json:
+                    delta = text[len(shown) :]
+                    sys.stdout.write(_harmless(delta) if sys.stdout.isatty() else delta)
+                    sys.stdout.flush()
                 shown = text
                 if is_interrupted():
                     break
@@ -176,11 +179,6 @@ class _Chat:
             print_text("")
         sys.stdout.flush()
         return shown
-
-    def _show(self, piece: str) -> None:
-        if not self._as_json:
-            sys.stdout.write(_harmless(piece) if sys.stdout.isatty() else piece)
-            sys.stdout.flush()
 
 
 def _typed() -> Iterator[str]:

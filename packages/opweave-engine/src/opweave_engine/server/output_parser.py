@@ -381,7 +381,7 @@ class CallFormat(ABC):
                 yield from self._value(parts.append)
                 early = "".join(parts)
             elif key != "name":
-                yield from source.json_value(_ignore)
+                yield from source.json_value(lambda _: None)
             if (yield from source.skip_spaces()) != "}":
                 yield from source.expect(",")
         source.position += 1
@@ -410,10 +410,6 @@ class CallFormat(ABC):
             raise
         text = "".join(parts)
         emit("{}" if text == "null" else text)
-
-
-def _ignore(text: str) -> None:
-    """Ignore text that is not part of a call."""
 
 
 # The formats in which models write tool calls.
