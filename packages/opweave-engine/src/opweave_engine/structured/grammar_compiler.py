@@ -387,7 +387,11 @@ class GrammarCompiler:
         if not words.any() or not (self._eos_token_ids or (words & ~self._eos_bits).any()):
             raise _error(params, "no text satisfies it, or only the empty one")
         compiled = _Compiled(matcher, words, size)
-        self._cache(text, compiled)
+        with self._lock:
+            self._held.add(compiled)
+            self._compiled[text] = compiled
+            if len(self._compiled) > _MAX_CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
         return compiled
 
     def _cached(self, text: str) -> _Compiled | None:
@@ -395,13 +399,6 @@ class GrammarCompiler:
             if (compiled := self._compiled.get(text)) is not None:
                 self._compiled.move_to_end(text)
             return compiled
-
-    def _cache(self, text: str, compiled: _Compiled) -> None:
-        with self._lock:
-            self._held.add(compiled)
-            self._compiled[text] = compiled
-            if len(self._compiled) > _MAX_CACHED_GRAMMARS:
-                self._compiled.popitem(last=False)
 
     def _make_room(self, size: int) -> None:
         """Remove grammars from the cache until another one of *size* bytes may be compiled.
