@@ -71,17 +71,10 @@ class ApiError(ServerError):
     @property
     def body(self) -> dict[str, dict[str, str | None]]:
         """The error object."""
-        kind = _TYPES.get(self.status)
-        if kind is None:
-            kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {
-            "error": {
-                "message": self.message,
-                "type": kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        type_ = _TYPES.get(self.status, default)
+        error = {"message": self.message, "type": type_, "param": self.param, "code": self.code}
+        return {"error": error}
 
     def json(self) -> str:
         """Return the error object as ASCII JSON."""

@@ -42,13 +42,8 @@ class Reading:
 
     def prompt(self, content: str | list[int], tokenizer: Tokenizer) -> Prompt:
         """Return a prompt; if it may be truncated, its text is detokenized from its tokens."""
-        ids = truncated(
-            content,
-            tokenizer,
-            self.keep,
-            side=self.side,
-            add_special_tokens=self.add_special_tokens,
-        )
+        special = self.add_special_tokens
+        ids = truncated(content, tokenizer, self.keep, side=self.side, add_special_tokens=special)
         text = content if isinstance(content, str) and len(ids) != self.keep else None
         return Prompt(text, ids)
 
@@ -133,7 +128,7 @@ async def read_pairs(
         tokenizer, side = call.server.engine.tokenizer, reading.side
         return tokenizer.encode_pair(*pair, keep=reading.keep, truncation_side=side)
 
-    encoded = await read_all(encode, pairs, call, size=_pair_size)
+    encoded = await read_all(encode, pairs, call, size=lambda pair: sum(map(len, pair)))
     prompts = [Prompt(None, ids) for ids, _ in encoded]
     return prompts, [PoolingParams(token_type_ids=types) for _, types in encoded]
 
@@ -253,10 +248,6 @@ async def read_all(
 
 def _text_size(prompt: str | list[int]) -> int:
     return len(prompt) if isinstance(prompt, str) else 0  # the tokenizer does not read token ids
-
-
-def _pair_size(pair: tuple[str, str]) -> int:
-    return len(pair[0]) + len(pair[1])
 
 
 def _batches(items: Sequence[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
