@@ -14,12 +14,7 @@ from unicodedata import category
 
 from opweave.cli.options import Flag, RunOptions, check_utf8
 from opweave.cli.output import CliError, err, print_json_line, print_text, show_error
-from opweave_engine.cli.options import (
-    ModelOptions,
-    SamplingOptions,
-    TemplateVariables,
-    loading_bar,
-)
+from opweave_engine.cli.options import ModelOptions, SamplingOptions, TemplateVariables, loading_bar
 
 if TYPE_CHECKING:
     from opweave_engine import LLM, RequestOutput, SamplingParams

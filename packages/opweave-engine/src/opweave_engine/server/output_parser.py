@@ -722,10 +722,7 @@ def answer_grammar(
 
 
 def _calls(
-    layout: CallLayout,
-    functions: Sequence[Function],
-    is_parallel: bool,
-    special: Mapping[str, int],
+    layout: CallLayout, functions: Sequence[Function], is_parallel: bool, special: Mapping[str, int]
 ) -> list[str]:
     rules = []
     for number, (name, schema) in enumerate(functions):
