@@ -786,7 +786,7 @@ class AnswerParser:
 
     Args:
         call_format: the format of tool calls; None: tool calls are not parsed.
-        names: of the functions that may be called.
+        names: the names of the functions that may be called.
         has_reasoning: whether the answer may begin with reasoning.
         is_thinking: whether the prompt has begun the reasoning.
         is_parallel: whether calls after the first one are kept.

@@ -23,7 +23,7 @@ T = TypeVar("T")
 _INLINE_SIZE = 4096  # takes about a millisecond, less than passing it to a thread
 _BATCH_SIZE = 65_536  # the tokenizers library takes up to 50 ms and cannot be interrupted
 _MAX_SIZE = 1 << 20
-_MAX_SIZE_PER_TOKEN = 32  # of the context; few tokens have more characters
+_MAX_SIZE_PER_TOKEN = 32  # for each token of the context; few tokens have more characters
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ async def read_prompts(
         n: the number of answers per prompt.
         at_once: the maximum number of prompts that the engine gets at one time; None: all.
         reading: how to tokenize and truncate prompts.
-        cache_salt: of all prompts.
+        cache_salt: the salt of all prompts.
 
     Raises:
         ApiError: the list is empty or too long, a prompt cannot fit into the context, or an error

@@ -199,7 +199,7 @@ def all_rows(model: type[RequestFields], prefix: str = "") -> dict[str, FieldRow
 
 
 _MAX_UNKNOWN_PATHS = 1024  # recorded for one request
-_MAX_HEADER_PATHS = 16  # of those, reported in the header of the response
+_MAX_HEADER_PATHS = 16  # reported in the header of the response
 
 
 class RequestBody(RequestFields):

@@ -38,7 +38,7 @@ ChatFinishReason = FinishReason | Literal["tool_calls"]
 # Fields of a request that chat_template_kwargs may hold instead, and those that it may not.
 _MOVABLE = ("add_generation_prompt", "continue_final_message", "documents")
 _RESERVED = {"messages", "tools", "chat_template"}
-_MAX_MESSAGES = 16_384  # and content parts; validating so many blocks other requests for 0.1 s
+_MAX_MESSAGES = 16_384  # with content parts; validating them blocks other requests for 0.1 s
 
 _NO_HINTS = "The prefix cache needs no hints."
 TEXT_ONLY = "The model takes text only."
