@@ -235,7 +235,7 @@ class _Trimmer:
 # Base class of tool call formats: separates calls from text.
 
 
-_ARGUMENTS = ("arguments", "parameters")
+_ARGUMENTS_KEYS = ("arguments", "parameters")
 
 
 @dataclass(frozen=True)
@@ -364,7 +364,7 @@ class CallFormat(ABC):
             key = yield from source.json_string()
             yield from source.skip_spaces()
             yield from source.expect(":")
-            is_arguments = key in _ARGUMENTS and not has_arguments
+            is_arguments = key in _ARGUMENTS_KEYS and not has_arguments
             if key == "name" and not name:
                 name = yield from source.json_string()
                 if not name or (is_strict and name not in self._names):

@@ -17,7 +17,7 @@ from opweave_engine.server.protocol.base import ErrorDetail, ResponseBody
 # Streams responses as server-sent events.
 
 
-_GRACE = 5.0  # seconds after the deadline, in which a client can read the last events
+_GRACE_SECONDS = 5.0  # after the deadline, for a client that reads the last events
 Writer = Callable[[Deltas], AsyncGenerator[str, None]]
 
 
@@ -51,7 +51,7 @@ async def stream(generation: GenerationJob, write: Writer) -> Response:
             yield delta
 
     events = _guarded(write(all_deltas()), call.request)
-    return EventStream(events, deltas, deadline=call.deadline.at + _GRACE)
+    return EventStream(events, deltas, deadline=call.deadline.at + _GRACE_SECONDS)
 
 
 async def _guarded(

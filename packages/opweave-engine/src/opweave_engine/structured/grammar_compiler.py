@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # A tokenizer's vocabulary for llguidance: the bytes of each token.
 
 
-_END = "<end of a structured answer>"
+_END_TOKEN = "<end of a structured answer>"
 
 # The arguments of grammar_worker.Vocabulary, which has their names.
 VocabularyArguments = tuple[str, list[bytes], list[int], list[int], int | None]
@@ -67,8 +67,8 @@ def vocabulary_arguments(
     backend = require("tokenizers").Tokenizer.from_str(tokenizer.to_json())
     eos = list(eos_token_ids)
     if not eos:
-        backend.add_special_tokens([_END])
-        eos = [backend.token_to_id(_END)]
+        backend.add_special_tokens([_END_TOKEN])
+        eos = [backend.token_to_id(_END_TOKEN)]
     size = max(vocab_size, *(token + 1 for token in backend.get_vocab().values()))
     tokens = _bytes_of_all(tokenizer, backend, size)
     special = sorted({*tokenizer.special_ids, *eos})

@@ -33,7 +33,7 @@ _RULE = re.compile(
 )
 # Brackets in strings, character classes, regular expressions and comments are text. The ends are
 # optional, so that matching takes linear time.
-_TEXT = re.compile(
+_GRAMMAR_TEXT = re.compile(
     r'"(?:\\.|[^"\\\n])*"?|\[\^?\]?(?:\\.|[^]\\\n])*\]?|/(?:\\.|[^/\\\n])+/?|(?:#|//)[^\n]*'
 )
 _REGEX_TEXT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]?", re.S)
@@ -181,7 +181,7 @@ def _rules(grammar: str) -> int:
             start = match.end()
         else:
             _check_schema("grammar", schema)
-    text = _TEXT.sub("", "".join([*rest, grammar[start:]]))
+    text = _GRAMMAR_TEXT.sub("", "".join([*rest, grammar[start:]]))
     _check_brackets("grammar", text)
     return sum(1 for _ in _RULE.finditer(text))
 

@@ -33,7 +33,7 @@ from opweave_engine.server.protocol.base import (
 
 
 Schema = dict[str, Any] | bool
-_GUIDED = ("json", "regex", "choice", "grammar")
+_GUIDED_KINDS = ("json", "regex", "choice", "grammar")
 _NO_TAGS = "Structural tags are not supported; use a grammar."
 
 
@@ -159,7 +159,7 @@ class FormFields(RequestBody):
             names = [parameter.name for parameter in fields(StructuredOutputsParams)]
             values = {n: getattr(form, "json_" if n == "json" else n) for n in names}
             yield "structured_outputs", values
-        for kind in _GUIDED:
+        for kind in _GUIDED_KINDS:
             if (value := getattr(self, f"guided_{kind}")) is not None:
                 yield f"guided_{kind}", {kind: value, **spaces}
 

@@ -130,7 +130,7 @@ def _copy(item: Item) -> Item:
 router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 
 # Fields of the chat completion, and their names in this endpoint.
-_NAMES = {
+_FIELD_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -165,7 +165,7 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
 
 def _renamed(error: ApiError) -> ApiError:
     """Return *error* with this endpoint's name of the field."""
-    if (name := _NAMES.get(param := error.param or "")) is not None:
+    if (name := _FIELD_NAMES.get(param := error.param or "")) is not None:
         error.message, error.param = error.message.replace(param, name), name
     return error
 
