@@ -169,7 +169,7 @@ def test_a_stream_that_takes_too_long(start: Start) -> None:
 def test_a_client_that_reads_nothing(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(streaming, "_GRACE", 0.2)
+    monkeypatch.setattr(streaming, "_GRACE_SECONDS", 0.2)
     server = start(config=ServerConfig(request_timeout=6.0))
     with stalled(address(server)):
         wait_until(lambda: server.engine.finished["length"] == 1)

@@ -88,11 +88,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
@@ -214,7 +210,7 @@ def _text(part: object, path: str) -> str:
 # Tool calls in earlier messages of an assistant.
 
 
-_EXAMPLE = """a JSON object such as '{"x": 1}'"""
+_ARGUMENTS_EXAMPLE = """a JSON object such as '{"x": 1}'"""
 
 
 def tool_calls(calls: object, path: str, *, as_text: bool) -> list[dict[str, Any]]:
@@ -267,13 +263,13 @@ def _object(arguments: object, path: str) -> Mapping[str, Any]:
         except (ValueError, RecursionError) as error:
             raise PromptError(
                 f"{path} is {shown(arguments)}, which is not valid JSON ({error}); it must be "
-                f"{_EXAMPLE}.",
+                f"{_ARGUMENTS_EXAMPLE}.",
                 "messages",
             ) from error
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise _malformed(path, arguments, _EXAMPLE)
+        raise _malformed(path, arguments, _ARGUMENTS_EXAMPLE)
     return value
 
 
@@ -292,8 +288,12 @@ def _json(value: Mapping[str, Any], path: str) -> str:
 Message = Mapping[str, Any]  # role and content, as in OpenAI's API
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # one field; APIs differ in its name
-_UNSUPPORTED = {
+_REASONING_FIELDS = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # one field; APIs differ in its name
+_UNSUPPORTED_FIELDS = {
     "audio": "the model takes text alone",
     "function_call": "write it as an entry of tool_calls",
 }
@@ -333,7 +333,7 @@ def with_mark(messages: list[dict[str, Any]], mark: str) -> list[dict[str, Any]]
 
 def _message(message: Message, path: str, traits: Traits) -> dict[str, Any]:
     fields = {name: value for name, value in message.items() if value is not None}
-    for name, why in _UNSUPPORTED.items():
+    for name, why in _UNSUPPORTED_FIELDS.items():
         if name in fields and not traits.mentions(name):
             raise PromptError(f"{path}.{name} is not supported; {why}.", "messages")
     fields["role"] = _role(fields.get("role"), path, traits)
@@ -344,9 +344,13 @@ def _message(message: Message, path: str, traits: Traits) -> dict[str, Any]:
     texts = texts_of(fields.get("content"), f"{path}.content")
     is_null = not texts and calls and traits.needs_null_content
     fields["content"] = None if is_null else in_shape(texts, traits)
-    reasoning = next((fields[name] for name in _REASONING if name in fields), None)
+    reasoning = next((fields[name] for name in _REASONING_FIELDS if name in fields), None)
     if reasoning is not None:
-        fields = {**dict.fromkeys(_REASONING, reasoning), **fields, _REASONING[0]: reasoning}
+        fields = {
+            **dict.fromkeys(_REASONING_FIELDS, reasoning),
+            **fields,
+            _REASONING_FIELDS[0]: reasoning,
+        }
     return fields
 
 
@@ -423,9 +427,9 @@ def _named(value: object) -> dict[str, str]:
 # A chat template, in Jinja.
 
 
-_WITH_TOOLS = "tool_use"  # the name of the template for requests with tools
+_TOOL_TEMPLATE_NAME = "tool_use"  # the name of the template for requests with tools
 # Marks the end of the last message in a prompt. Templates do not change private-use characters.
-_MARK = "\ue0f0opweave:end-of-message\ue0f1"
+_END_MARK = "\ue0f0opweave:end-of-message\ue0f1"
 
 
 @dataclass(frozen=True)
@@ -532,7 +536,7 @@ class ChatTemplate:
         chosen = self.chosen(tools)
         ready = for_template(messages, chosen.traits)
         if continue_final_message:
-            ready = with_mark(ready, _MARK)
+            ready = with_mark(ready, _END_MARK)
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         text = chosen._rendered(
@@ -553,7 +557,7 @@ class ChatTemplate:
 
     def chosen(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
         """Return the template for a request: with tools, the one named ``tool_use``, if any."""
-        return self.named.get(_WITH_TOOLS, self) if tools else self
+        return self.named.get(_TOOL_TEMPLATE_NAME, self) if tools else self
 
     def check_use(
         self,
@@ -613,7 +617,7 @@ def _check_flags(begins: bool | None, continues: bool | None) -> None:
 
 
 def _before_mark(text: str) -> str:
-    end = text.rfind(_MARK)
+    end = text.rfind(_END_MARK)
     if end < 0:
         raise ChatTemplateError(
             "continue_final_message=True is not possible: the chat template does not print the "

@@ -63,8 +63,8 @@ class Field:
     """Where a template reads one field of its messages, directly or through variables.
 
     Args:
-        name: of the field.
-        syntax: of the template.
+        name: the name of the field.
+        syntax: the syntax tree of the template.
     """
 
     def __init__(self, name: str, syntax: Syntax) -> None:

@@ -23,9 +23,10 @@ from rich.table import Table
 from opweave.cli.options import Flag
 from opweave.cli.output import CliError, PlainTable, out, print_json, progress_bar
 from opweave.config.values import api_key_fault
+from opweave_engine.errors import require
 
 if TYPE_CHECKING:
-    import httpx
+    from httpx import AsyncClient
 
 
 # Prompts and arrival times of a load test, determined by a seed.
@@ -141,16 +142,17 @@ class Client:
         timeout: seconds without data after which a request fails.
 
     Raises:
-        CliError: *url*, *timeout* or *api_key* is not valid, or httpx is not installed.
+        CliError: *url*, *timeout* or *api_key* is not valid.
+        MissingDependencyError: httpx is not installed.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 600.0) -> None:
         if not timeout > 0:
             raise CliError(f"--timeout must be positive; it is {timeout}.")
-        self._httpx = library = _httpx()
+        self._httpx = httpx = require("httpx", "bench")
         try:
-            base = library.URL(url.rstrip("/").removesuffix("/v1"))
-        except library.InvalidURL as error:
+            base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
+        except httpx.InvalidURL as error:
             raise CliError(f"{url!r} is not a URL: {error}.") from error
         if base.scheme not in ("http", "https") or not base.host:
             raise CliError(f"{url!r} should be a server's URL, such as http://127.0.0.1:8000.")
@@ -159,11 +161,11 @@ class Client:
         if (fault := api_key_fault(api_key or "")) is not None:
             raise CliError(fault)
         self.url = str(base)
-        self._client: httpx.AsyncClient = library.AsyncClient(
+        self._client: AsyncClient = httpx.AsyncClient(
             base_url=base,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=library.Timeout(timeout, pool=None),
-            limits=library.Limits(max_connections=None, max_keepalive_connections=None),
+            timeout=httpx.Timeout(timeout, pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
 
     async def aclose(self) -> None:
@@ -230,17 +232,6 @@ class Client:
             answer.error = _described(error)
         answer.ended = time.perf_counter() - start
         return answer
-
-
-def _httpx() -> Any:
-    try:
-        import httpx
-    except ImportError as error:
-        raise CliError(
-            f"opweave bench serve needs httpx ({error}). Install it with: "
-            "pip install 'opweave-engine[bench]'"
-        ) from error
-    return httpx
 
 
 def _body(model: str, prompt: str | list[int], load: Load) -> dict[str, Any]:

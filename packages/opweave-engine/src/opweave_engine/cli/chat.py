@@ -15,12 +15,7 @@ from unicodedata import category
 
 from opweave.cli.options import Flag, RunOptions, check_utf8
 from opweave.cli.output import CliError, err, print_text, show_error
-from opweave_engine.cli.options import (
-    ModelOptions,
-    SamplingOptions,
-    TemplateVariables,
-    loading_bar,
-)
+from opweave_engine.cli.options import ModelOptions, SamplingOptions, TemplateVariables, loading_bar
 
 if TYPE_CHECKING:
     from opweave_engine import LLM, RequestOutput, SamplingParams
@@ -167,7 +162,10 @@ class _Chat:
         with interruptible() as is_interrupted:
             for newest in self._llm.stream(ids, self._sampling):
                 text = newest.outputs[0].text
-                self._show(text[len(shown) :])
+                if not self._as_json:
+                    delta = text[len(shown) :]
+                    sys.stdout.write(_harmless(delta) if sys.stdout.isatty() else delta)
+                    sys.stdout.flush()
                 shown = text
                 if is_interrupted():
                     break
@@ -177,11 +175,6 @@ class _Chat:
             print_text("")
         sys.stdout.flush()
         return shown
-
-    def _show(self, piece: str) -> None:
-        if not self._as_json:
-            sys.stdout.write(_harmless(piece) if sys.stdout.isatty() else piece)
-            sys.stdout.flush()
 
 
 def _typed() -> Iterator[str]:

@@ -43,15 +43,13 @@ def generator(
     progress: Progress,
 ) -> Callable[[str | list[int], int, Progress | None], object]:
     """Return a function that generates greedily from a prompt."""
-    one_sequence = (
-        SchedulerConfig()
-        if max_length is None
-        else SchedulerConfig(
+    scheduler = SchedulerConfig()
+    if max_length is not None:
+        scheduler = SchedulerConfig(
             max_num_seqs=1, max_num_batched_tokens=max_length, max_model_len=max_length
         )
-    )
     config = EngineConfig(
-        dtype=dtype, load_format=cast("LoadFormat", load_format), scheduler=one_sequence
+        dtype=dtype, load_format=cast("LoadFormat", load_format), scheduler=scheduler
     )
     llm = LLM(model, config=config, progress=progress)
 

@@ -41,8 +41,9 @@ def read_text(option: str, file: str) -> str:
 
 def _text_or_file(option: str, value: str | None, *marks: str) -> str | None:
     """Return *value* if it has one of *marks*, which file names do not; else the file's text."""
-    is_text = value is None or any(mark in value for mark in marks)
-    return value if is_text else read_text(option, value)
+    if value is None or any(mark in value for mark in marks):
+        return value
+    return read_text(option, value)
 
 
 # The option ``--chat-template-kwargs.<name>=value``, or ``--chat-template-kwargs`` and JSON.

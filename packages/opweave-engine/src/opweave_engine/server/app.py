@@ -36,14 +36,7 @@ from opweave_engine.server.middleware import (
     error_response,
 )
 from opweave_engine.server.protocol.base import FieldRow, all_rows, models_of
-from opweave_engine.server.routes import (
-    chat,
-    completions,
-    encoders,
-    info,
-    process,
-    responses_api,
-)
+from opweave_engine.server.routes import chat, completions, encoders, info, process, responses_api
 from opweave_engine.server.state import Admission, ServerConfig, ServerState
 
 # HTTP routes that plugins add to the server.

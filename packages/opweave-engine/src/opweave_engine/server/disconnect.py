@@ -95,11 +95,7 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        events: AsyncGenerator[str, None],
-        source: AsyncIterator[object],
-        *,
-        deadline: float,
+        self, events: AsyncGenerator[str, None], source: AsyncIterator[object], *, deadline: float
     ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers)

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 RETRY = {"Retry-After": "1"}  # the client may retry
 NO_RETRY = {"X-Should-Retry": "false"}  # OpenAI's clients repeat other requests that got a 5xx
 HANG_UP = {"Connection": "close"}  # the connection is closed
-_TYPES = {
+_ERROR_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     408: "timeout_error",
@@ -71,17 +71,10 @@ class ApiError(ServerError):
     @property
     def body(self) -> dict[str, dict[str, str | None]]:
         """The error object."""
-        kind = _TYPES.get(self.status)
-        if kind is None:
-            kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {
-            "error": {
-                "message": self.message,
-                "type": kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        type_ = _ERROR_TYPES.get(self.status, default)
+        error = {"message": self.message, "type": type_, "param": self.param, "code": self.code}
+        return {"error": error}
 
     def json(self) -> str:
         """Return the error object as ASCII JSON."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from opweave_engine import Logprob
+from opweave_engine import CompletionOutput, Logprob
 from opweave_engine.detokenizer import IncrementalDecoder
 from opweave_engine.server.protocol.base import PromptLogprob, PromptLogprobs
 from opweave_engine.server.protocol.chat import ChatLogprobs, ChatTokenLogprob, TopLogprob
@@ -60,18 +60,13 @@ _MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI and vLLM write this numbe
 
 
 def chat_logprobs(
-    token_ids: Sequence[int],
-    logprobs: Sequence[Mapping[int, Logprob]] | None,
-    count: int,
-    tokenizer: Tokenizer,
-    *,
-    as_ids: bool = False,
+    output: CompletionOutput, count: int, tokenizer: Tokenizer, *, as_ids: bool
 ) -> ChatLogprobs | None:
     """Return the logprobs of a chat, with the *count* most likely tokens at each position.
 
     With *as_ids*, tokens are written as ``token_id:17``.
     """
-    if logprobs is None:
+    if output.logprobs is None:
         return None
 
     def entry(token: int, at: Mapping[int, Logprob]) -> TopLogprob:
@@ -88,7 +83,7 @@ def chat_logprobs(
                 **entry(token, at).model_dump(),
                 top_logprobs=[entry(likely, at) for likely in _most_likely(at, count)],
             )
-            for token, at in zip(token_ids, logprobs, strict=True)
+            for token, at in zip(output.token_ids, output.logprobs, strict=True)
         ]
     )
 

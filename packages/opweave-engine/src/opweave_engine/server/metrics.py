@@ -183,9 +183,7 @@ class _EngineCollector(Collector):
         bounds = [*map(str, counts.bounds), "+Inf"]
         family = HistogramMetricFamily(PREFIX + name, doc, labels=["model_name"])
         family.add_metric(
-            [self._model],
-            list(zip(bounds, accumulate(counts.counts), strict=True)),
-            counts.total,
+            [self._model], list(zip(bounds, accumulate(counts.counts), strict=True)), counts.total
         )
         return family
 

@@ -194,7 +194,8 @@ class ApiKey(_HttpMiddleware):
         self._keys = [key.encode("ascii") for key in keys]
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._is_open(scope) or self._has_key(scope):
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if not self._keys or path in _OPEN_PATHS or self._has_key(scope):
             await self._app(scope, receive, send)
             return
         refusal = ApiError(
@@ -204,10 +205,6 @@ class ApiKey(_HttpMiddleware):
             headers={"WWW-Authenticate": "Bearer"},
         )
         await error_response(refusal)(scope, receive, send)
-
-    def _is_open(self, scope: Scope) -> bool:
-        path: str = scope["path"]
-        return not self._keys or path.removeprefix(scope.get("root_path", "")) in _OPEN_PATHS
 
     def _has_key(self, scope: Scope) -> bool:
         scheme, _, credentials = Headers(scope=scope).get("authorization", "").partition(" ")

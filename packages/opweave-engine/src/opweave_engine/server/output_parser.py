@@ -235,7 +235,7 @@ class _Trimmer:
 # Base class of tool call formats: separates calls from text.
 
 
-_ARGUMENTS = ("arguments", "parameters")
+_ARGUMENTS_KEYS = ("arguments", "parameters")
 
 
 @dataclass(frozen=True)
@@ -364,7 +364,7 @@ class CallFormat(ABC):
             key = yield from source.json_string()
             yield from source.skip_spaces()
             yield from source.expect(":")
-            is_arguments = key in _ARGUMENTS and not has_arguments
+            is_arguments = key in _ARGUMENTS_KEYS and not has_arguments
             if key == "name" and not name:
                 name = yield from source.json_string()
                 if not name or (is_strict and name not in self._names):
@@ -381,7 +381,7 @@ class CallFormat(ABC):
                 yield from self._value(parts.append)
                 early = "".join(parts)
             elif key != "name":
-                yield from source.json_value(_ignore)
+                yield from source.json_value(lambda _: None)
             if (yield from source.skip_spaces()) != "}":
                 yield from source.expect(",")
         source.position += 1
@@ -410,10 +410,6 @@ class CallFormat(ABC):
             raise
         text = "".join(parts)
         emit("{}" if text == "null" else text)
-
-
-def _ignore(text: str) -> None:
-    """Ignore text that is not part of a call."""
 
 
 # The formats in which models write tool calls.
@@ -726,10 +722,7 @@ def answer_grammar(
 
 
 def _calls(
-    layout: CallLayout,
-    functions: Sequence[Function],
-    is_parallel: bool,
-    special: Mapping[str, int],
+    layout: CallLayout, functions: Sequence[Function], is_parallel: bool, special: Mapping[str, int]
 ) -> list[str]:
     rules = []
     for number, (name, schema) in enumerate(functions):
@@ -793,7 +786,7 @@ class AnswerParser:
 
     Args:
         call_format: the format of tool calls; None: tool calls are not parsed.
-        names: of the functions that may be called.
+        names: the names of the functions that may be called.
         has_reasoning: whether the answer may begin with reasoning.
         is_thinking: whether the prompt has begun the reasoning.
         is_parallel: whether calls after the first one are kept.

@@ -23,7 +23,7 @@ T = TypeVar("T")
 _INLINE_SIZE = 4096  # takes about a millisecond, less than passing it to a thread
 _BATCH_SIZE = 65_536  # the tokenizers library takes up to 50 ms and cannot be interrupted
 _MAX_SIZE = 1 << 20
-_MAX_SIZE_PER_TOKEN = 32  # of the context; few tokens have more characters
+_MAX_SIZE_PER_TOKEN = 32  # for each token of the context; few tokens have more characters
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,8 @@ class Reading:
 
     def prompt(self, content: str | list[int], tokenizer: Tokenizer) -> Prompt:
         """Return a prompt; if it may be truncated, its text is detokenized from its tokens."""
-        ids = truncated(
-            content,
-            tokenizer,
-            self.keep,
-            side=self.side,
-            add_special_tokens=self.add_special_tokens,
-        )
+        special = self.add_special_tokens
+        ids = truncated(content, tokenizer, self.keep, side=self.side, add_special_tokens=special)
         text = content if isinstance(content, str) and len(ids) != self.keep else None
         return Prompt(text, ids)
 
@@ -88,7 +83,7 @@ async def read_prompts(
         n: the number of answers per prompt.
         at_once: the maximum number of prompts that the engine gets at one time; None: all.
         reading: how to tokenize and truncate prompts.
-        cache_salt: of all prompts.
+        cache_salt: the salt of all prompts.
 
     Raises:
         ApiError: the list is empty or too long, a prompt cannot fit into the context, or an error
@@ -133,7 +128,7 @@ async def read_pairs(
         tokenizer, side = call.server.engine.tokenizer, reading.side
         return tokenizer.encode_pair(*pair, keep=reading.keep, truncation_side=side)
 
-    encoded = await read_all(encode, pairs, call, size=_pair_size)
+    encoded = await read_all(encode, pairs, call, size=lambda pair: sum(map(len, pair)))
     prompts = [Prompt(None, ids) for ids, _ in encoded]
     return prompts, [PoolingParams(token_type_ids=types) for _, types in encoded]
 
@@ -253,10 +248,6 @@ async def read_all(
 
 def _text_size(prompt: str | list[int]) -> int:
     return len(prompt) if isinstance(prompt, str) else 0  # the tokenizer does not read token ids
-
-
-def _pair_size(pair: tuple[str, str]) -> int:
-    return len(pair[0]) + len(pair[1])
 
 
 def _batches(items: Sequence[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:

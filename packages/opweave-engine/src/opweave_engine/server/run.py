@@ -114,11 +114,7 @@ def url(bound: socket.socket, config: ServerConfig | None = None) -> str:
 
 
 def run(
-    app: FastAPI,
-    bound: socket.socket,
-    ready: Callable[[], None],
-    *,
-    ends_with_engine: bool = False,
+    app: FastAPI, bound: socket.socket, ready: Callable[[], None], *, ends_with_engine: bool = False
 ) -> None:
     """Serve until SIGTERM or SIGINT; then finish accepted requests and stop the engine.
 

@@ -122,26 +122,22 @@ class ServerConfig:
     reasoning_parser: ReasoningParser = "auto"
 
     def __post_init__(self) -> None:
+        def check(name: str, is_valid: bool, rule: str) -> None:
+            if not is_valid:
+                raise ServerConfigError(f"{name}={getattr(self, name)!r} {rule}.")
+
         for name in ("max_requests", "max_body_bytes"):
-            if getattr(self, name) < 1:
-                raise ServerConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+            check(name, getattr(self, name) >= 1, "must be at least 1")
+        rule = "must be a number of seconds, more than 0"
         for name in ("body_timeout", "request_timeout"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ServerConfigError(
-                    f"{name}={getattr(self, name)} must be a number of seconds, more than 0."
-                )
-        if not 0 <= self.drain_timeout < math.inf:
-            raise ServerConfigError(
-                f"drain_timeout={self.drain_timeout} must be a number of seconds, at least 0."
-            )
-        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            raise ServerConfigError(
-                f"root_path={self.root_path!r} must begin with a slash and end without one: /api."
-            )
-        if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise ServerConfigError(
-                f"ssl_keyfile={self.ssl_keyfile!r} needs ssl_certfile, the certificate of the key."
-            )
+            check(name, 0 < getattr(self, name) < math.inf, rule)
+        rule = "must be a number of seconds, at least 0"
+        check("drain_timeout", 0 <= self.drain_timeout < math.inf, rule)
+        is_prefix = self.root_path.startswith("/") and not self.root_path.endswith("/")
+        rule = "must begin with a slash and end without one: /api"
+        check("root_path", not self.root_path or is_prefix, rule)
+        has_certificate = self.ssl_keyfile is None or self.ssl_certfile is not None
+        check("ssl_keyfile", has_certificate, "needs ssl_certfile, the certificate of the key")
         for name in ("api_keys", "served_model_names", "cors_origins"):
             if "" in getattr(self, name):
                 raise ServerConfigError(f"One of {name} is empty.")

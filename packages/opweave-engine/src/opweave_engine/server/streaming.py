@@ -17,7 +17,7 @@ from opweave_engine.server.protocol.base import ErrorDetail, ResponseBody
 # Streams responses as server-sent events.
 
 
-_GRACE = 5.0  # seconds after the deadline in which a client can read the last events
+_GRACE_SECONDS = 5.0  # after the deadline, for a client that reads the last events
 Writer = Callable[[Deltas], AsyncGenerator[str, None]]
 
 
@@ -40,18 +40,18 @@ async def stream(generation: GenerationJob, write: Writer) -> Response:
         return await anext(deltas)
 
     try:
-        begun = await call.unless_gone(first())
+        first_delta = await call.unless_gone(first())
     except BaseException:
         await deltas.aclose()
         raise
-    events = _guarded(write(_resumed(begun, deltas)), call.request)
-    return EventStream(events, deltas, deadline=call.deadline.at + _GRACE)
 
+    async def all_deltas() -> Deltas:
+        yield first_delta
+        async for delta in deltas:
+            yield delta
 
-async def _resumed(first: tuple[int, RequestOutput], rest: Deltas) -> Deltas:
-    yield first
-    async for item in rest:
-        yield item
+    events = _guarded(write(all_deltas()), call.request)
+    return EventStream(events, deltas, deadline=call.deadline.at + _GRACE_SECONDS)
 
 
 async def _guarded(
@@ -79,18 +79,13 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request cannot be answered."},
     "5XX": {"model": ErrorBody, "description": "The server cannot answer."},
 }
-_EVENT: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "data": {
-            "type": "string",
-            "description": "A piece of an answer or an error, as JSON; the last is [DONE].",
-        }
-    },
-    "required": ["data"],
+_DATA = {
+    "type": "string",
+    "description": "A piece of an answer or an error, as JSON; the last is [DONE].",
 }
+_EVENT = {"type": "object", "properties": {"data": _DATA}, "required": ["data"]}
 STREAM: dict[int | str, dict[str, Any]] = {
-    200: {  # itemSchema: of each event, as OpenAPI has it from 3.2 on
+    200: {  # OpenAPI 3.2 introduced itemSchema, the schema of each event
         "content": {"text/event-stream": {"itemSchema": _EVENT}},
         "description": "The answers; with stream=true as server-sent events.",
     }

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # A tokenizer's vocabulary for llguidance: the bytes of each token.
 
 
-_END = "<end of a structured answer>"
+_END_TOKEN = "<end of a structured answer>"
 
 # The arguments of grammar_worker.Vocabulary, which has their names.
 VocabularyArguments = tuple[str, list[bytes], list[int], list[int], int | None]
@@ -68,8 +68,8 @@ def vocabulary_arguments(
     backend = require("tokenizers").Tokenizer.from_str(tokenizer.to_json())
     eos = list(eos_token_ids)
     if not eos:
-        backend.add_special_tokens([_END])
-        eos = [backend.token_to_id(_END)]
+        backend.add_special_tokens([_END_TOKEN])
+        eos = [backend.token_to_id(_END_TOKEN)]
     size = max(vocab_size, *(token + 1 for token in backend.get_vocab().values()))
     tokens = _bytes_of_all(tokenizer, backend, size)
     special = sorted({*tokenizer.special_ids, *eos})
@@ -388,7 +388,11 @@ class GrammarCompiler:
         if not words.any() or not (self._eos_token_ids or (words & ~self._eos_bits).any()):
             raise _error(params, "no text satisfies it, or only the empty one")
         compiled = _Compiled(matcher, words, size)
-        self._cache(text, compiled)
+        with self._lock:
+            self._held.add(compiled)
+            self._compiled[text] = compiled
+            if len(self._compiled) > _MAX_CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
         return compiled
 
     def _cached(self, text: str) -> _Compiled | None:
@@ -396,13 +400,6 @@ class GrammarCompiler:
             if (compiled := self._compiled.get(text)) is not None:
                 self._compiled.move_to_end(text)
             return compiled
-
-    def _cache(self, text: str, compiled: _Compiled) -> None:
-        with self._lock:
-            self._held.add(compiled)
-            self._compiled[text] = compiled
-            if len(self._compiled) > _MAX_CACHED_GRAMMARS:
-                self._compiled.popitem(last=False)
 
     def _make_room(self, size: int) -> None:
         """Remove grammars from the cache until another one of *size* bytes may be compiled.

@@ -14,9 +14,9 @@ from opweave_engine.structured.params import MAX_DEPTH, StructuredOutputsParams,
 
 
 # Values of these keywords are data, not schemas.
-_DATA = {"const", "enum", "default", "examples", "dependentRequired"}
+_DATA_KEYWORDS = {"const", "enum", "default", "examples", "dependentRequired"}
 # Values of these keywords map names to schemas.
-_NAMED = {
+_KEYWORDS_OF_NAMED_SCHEMAS = {
     "properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies",
 }  # fmt: skip
 # Keywords that llguidance may refuse, by the type of the values that they apply to.
@@ -29,7 +29,7 @@ _KEYWORDS_OF_TYPE = {
     "string": ("format",),
 }  # fmt: skip
 # Keywords that evaluate properties or items by schemas of their own.
-_EVALUATING = {
+_EVALUATING_KEYWORDS = {
     "$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if",
     "dependentSchemas", "dependencies", "contains",
 }  # fmt: skip
@@ -41,8 +41,8 @@ _LISTED_NAMES = re.compile(
     rf"\^(?P<group>\((?:\?:)?)?(?P<names>{_LITERAL}(?(group)(?:\|{_LITERAL})*))(?(group)\))\$"
 )
 _MAX_COPIED_CHARACTERS = 1024  # limit for a schema with several names; nested patterns multiply
-_COUNTS = ("minContains", "maxContains", "minItems", "maxItems")
-_ANNOTATIONS = {
+_COUNT_KEYWORDS = ("minContains", "maxContains", "minItems", "maxItems")
+_ANNOTATION_KEYWORDS = {
     "$comment", "title", "description", "default", "deprecated", "readOnly", "writeOnly",
     "examples",
 }  # fmt: skip
@@ -75,9 +75,9 @@ def enforceable(schema: Any, *, is_closed: bool = False) -> Any:
             return [rewrite(item, depth + 1) for item in part]
         keywords: dict[str, Any] = {}
         for name, value in part.items():
-            if name in _DATA:
+            if name in _DATA_KEYWORDS:
                 keywords[name] = value
-            elif name in _NAMED and isinstance(value, Mapping):
+            elif name in _KEYWORDS_OF_NAMED_SCHEMAS and isinstance(value, Mapping):
                 keywords[name] = {key: rewrite(inner, depth + 2) for key, inner in value.items()}
             else:
                 keywords[name] = rewrite(value, depth + 1)
@@ -132,7 +132,7 @@ def _is_idle(name: str, value: Any) -> bool:
 
 
 def _accepts_all(schema: Any) -> bool:
-    return schema is True or (isinstance(schema, Mapping) and schema.keys() <= _ANNOTATIONS)
+    return schema is True or (isinstance(schema, Mapping) and schema.keys() <= _ANNOTATION_KEYWORDS)
 
 
 def _without_unevaluated(schema: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _without_unevaluated(schema: dict[str, Any]) -> dict[str, Any]:
 
     They then apply to the values that ``additionalProperties`` and ``items`` apply to.
     """
-    if schema.keys() & _EVALUATING or isinstance(schema.get("items"), list):
+    if schema.keys() & _EVALUATING_KEYWORDS or isinstance(schema.get("items"), list):
         return schema
     rest = dict(schema)
     for name, equal in (
@@ -154,7 +154,7 @@ def _without_unevaluated(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _with_item_counts(schema: dict[str, Any]) -> dict[str, Any]:
     """Replace ``contains`` by bounds on the number of items if it accepts every item."""
-    counts = {name: schema[name] for name in _COUNTS if name in schema}
+    counts = {name: schema[name] for name in _COUNT_KEYWORDS if name in schema}
     if not all(isinstance(count, int) for count in counts.values()):
         return schema
     names = ("contains", "minContains", "maxContains")

@@ -33,7 +33,7 @@ _RULE = re.compile(
 )
 # Brackets in strings, character classes, regular expressions and comments are text. The ends are
 # optional, so that matching takes linear time.
-_TEXT = re.compile(
+_GRAMMAR_TEXT = re.compile(
     r'"(?:\\.|[^"\\\n])*"?|\[\^?\]?(?:\\.|[^]\\\n])*\]?|/(?:\\.|[^/\\\n])+/?|(?:#|//)[^\n]*'
 )
 _REGEX_TEXT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]?", re.S)
@@ -70,7 +70,7 @@ def too_deep(name: str) -> str:
 def _check_schema(name: str, schema: Any) -> None:
     """Check a schema in one pass, which ends at the first limit that it exceeds."""
     nodes = [schema] if isinstance(schema, _CONTAINERS) else []
-    parents = [-1]  # by node, its index in nodes, which are in breadth-first order
+    parents = [-1]  # index of the parent of each node; nodes are in breadth-first order
     references: list[int] = []
     items = depth = 0
     end_of_level = 1
@@ -181,7 +181,7 @@ def _rules(grammar: str) -> int:
             start = match.end()
         else:
             _check_schema("grammar", schema)
-    text = _TEXT.sub("", "".join([*rest, grammar[start:]]))
+    text = _GRAMMAR_TEXT.sub("", "".join([*rest, grammar[start:]]))
     _check_brackets("grammar", text)
     return sum(1 for _ in _RULE.finditer(text))
 
@@ -259,7 +259,7 @@ class StructuredOutputsParams:
         schema = None if self.json is None else self._checked_schema()
         try:
             check_limits({**vars(self), "json": schema})
-        except TypeError as error:  # of a schema that is not JSON
+        except TypeError as error:  # the schema has values that JSON lacks
             raise _error(f"json is not valid JSON: {error}") from error
         except ValueError as error:
             raise _error(str(error)) from error

@@ -277,7 +277,7 @@ def _registers(node: cst.Decorator) -> bool:
 
 
 def _with_moved_imports(body: Sequence[Statement], used: Set[str]) -> Iterator[Statement]:
-    comments: list[cst.EmptyLine] = []  # of removed imports
+    comments: list[cst.EmptyLine] = []  # above imports that were removed
     for node in body:
         line = node.with_changes(leading_lines=[*comments, *node.leading_lines])
         comments = []

@@ -14,7 +14,7 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
 from opweave_vllm.migrate import trees
-from opweave_vllm.migrate.trees import Position, Remover
+from opweave_vllm.migrate.trees import Remover
 
 # Calls of ``register_oot``, for one class or in a loop over a dict of classes.
 
@@ -78,35 +78,20 @@ def unregister(
         if registration.classes and registration.classes.keys() <= gone and not is_needed:
             dropped += registration.statements
     tables = [_dict(table) for registration in registrations for table in registration.tables]
-    lines = tree.code.splitlines()
-    return tree.visit(
-        _Unregister(
-            trees.positions_of(tree),
-            {trees.position(statement, lines) for statement in dropped},
-            {trees.position(table, lines) for table in tables},
-            gone,
-        )
-    )
+    lines, positions = tree.code.splitlines(), trees.positions_of(tree)
+    statements = {trees.position(statement, lines) for statement in dropped}
+    dicts = {trees.position(table, lines) for table in tables}
 
+    class Unregister(Remover):
+        def leave_Dict(  # noqa: N802 (libcst's name)
+            self, original_node: cst.Dict, updated_node: cst.Dict
+        ) -> cst.Dict:
+            """Return a table without the classes that are gone."""
+            if positions[original_node] not in dicts:
+                return updated_node
+            return _without(updated_node, lambda entry: _class_name(entry.value) in gone)
 
-class _Unregister(Remover):
-    """Removes the statements at *dropped*, and the classes that are *gone* from *tables*."""
-
-    def __init__(
-        self,
-        positions: Mapping[cst.CSTNode, Position],
-        dropped: Set[Position],
-        tables: Set[Position],
-        gone: Set[str],
-    ) -> None:
-        super().__init__(lambda node: positions[node] in dropped)
-        self.positions, self.tables, self.gone = positions, tables, gone
-
-    def leave_Dict(self, original_node: cst.Dict, updated_node: cst.Dict) -> cst.Dict:  # noqa: N802
-        """Return the table without the classes that are gone."""
-        if self.positions[original_node] not in self.tables:
-            return updated_node
-        return _without(updated_node, lambda entry: _class_name(entry.value) in self.gone)
+    return tree.visit(Unregister(lambda node: positions[node] in statements))
 
 
 def _without(table: cst.Dict, is_gone: Callable[[cst.BaseDictElement], bool]) -> cst.Dict:
@@ -172,7 +157,12 @@ def _find(
 ) -> Iterator[Registration]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.For) and _is_loop(child):
-            yield _loop(child, tables, strings)
+            registration = Registration(child)
+            for name in trees.names_in(child.iter):
+                for table in tables.get(name, ()):
+                    registration.tables.append(table)
+                    registration.classes |= classes_of(_dict(table), strings)
+            yield registration
         elif isinstance(child, ast.Expr) and (name := _registered(child)):
             yield Registration(child, {name: _replaced(child.value, strings)})  # type: ignore[arg-type]
         elif isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case)):
@@ -199,15 +189,6 @@ def _is_loop(node: ast.For) -> bool:
     """Return whether a loop registers the classes that it iterates over."""
     targets = set(trees.names_in(node.target))
     return any(_registered(part) in targets for part in ast.walk(node))
-
-
-def _loop(node: ast.For, tables: Mapping[str, list[ast.Assign]], strings: Strings) -> Registration:
-    registration = Registration(node)
-    for name in trees.names_in(node.iter):
-        for table in tables.get(name, ()):
-            registration.tables.append(table)
-            registration.classes |= classes_of(_dict(table), strings)
-    return registration
 
 
 def _dict(table: ast.Assign) -> ast.Dict:

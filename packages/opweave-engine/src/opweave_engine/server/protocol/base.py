@@ -198,16 +198,14 @@ def all_rows(model: type[RequestFields], prefix: str = "") -> dict[str, FieldRow
     return rows
 
 
-_MAX_UNKNOWN = 1024  # paths of one request; only a few of them are reported
-_MAX_HEADER_PATHS = 16
+_MAX_UNKNOWN_PATHS = 1024  # recorded for one request
+_MAX_HEADER_PATHS = 16  # reported in the header of the response
 
 
 class RequestBody(RequestFields):
     """A request, whose fields are declared in its model and those of its parts."""
 
-    model: Text | None = supported(
-        "The name of a served model. Missing or empty: the served model."
-    )
+    model: Text | None = supported("Name of a served model. Missing or empty: the served model.")
     user: Text | None = harmless("Not used.")
 
     _unknown: set[str] = PrivateAttr(default_factory=set)
@@ -240,7 +238,7 @@ def _check(
     for name, value in values.items():
         path, row = prefix + name, rows.get(name)
         if row is None:
-            if not model.is_open and len(unknown) < _MAX_UNKNOWN:
+            if not model.is_open and len(unknown) < _MAX_UNKNOWN_PATHS:
                 unknown.add(path)
         elif row.status == "refused" and not row.is_off(value):
             raise unsupported(path, f"{path}={shown(value)}", row.note)
@@ -312,7 +310,7 @@ class UsageCounter:
     def add(self, output: RequestOutput, number: int = 0) -> None:
         """Count the tokens of an output or a delta for prompt *number*."""
         self._prompt += len(output.prompt_token_ids)
-        self._completion += sum(len(each.token_ids) for each in output.outputs)
+        self._completion += sum(len(completion.token_ids) for completion in output.outputs)
         self._cached[number] = output.num_cached_tokens or self._cached.get(number, 0)
 
     def usage(self) -> Usage:

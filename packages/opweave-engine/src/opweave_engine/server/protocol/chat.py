@@ -36,9 +36,9 @@ from opweave_engine.server.protocol.sampling import SamplingFields
 
 ChatFinishReason = FinishReason | Literal["tool_calls"]
 # Fields of a request that chat_template_kwargs may hold instead, and those that it may not.
-_EITHER = ("add_generation_prompt", "continue_final_message", "documents")
+_MOVABLE = ("add_generation_prompt", "continue_final_message", "documents")
 _RESERVED = {"messages", "tools", "chat_template"}
-_MAX_MESSAGES = 16_384  # and content parts; validating so many blocks other requests for 0.1 s
+_MAX_MESSAGES = 16_384  # with content parts; validating them blocks other requests for 0.1 s
 
 _NO_HINTS = "The prefix cache needs no hints."
 TEXT_ONLY = "The model takes text only."
@@ -50,9 +50,7 @@ ToolChoice = Text | dict[str, Any]
 class ContentPart(RequestFields):
     """A part of a message; its type determines the field with the text."""
 
-    type: Text | None = supported(
-        "text, input_text, output_text, refusal or thinking: all are text."
-    )
+    type: Text | None = supported("text, input_text, output_text, refusal, thinking: all are text.")
     text: Text | None = supported("The text of the part.")
     refusal: Text | None = supported("The text of a part of that type.")
     thinking: Text | None = supported("The text of a part of that type.")
@@ -117,9 +115,7 @@ class Conversation(TextOnly):
     add_generation_prompt: bool | None = supported(
         "End the prompt with the header of an answer; default: not continue_final_message."
     )
-    continue_final_message: bool | None = supported(
-        "End the prompt with the text of the last message."
-    )
+    continue_final_message: bool | None = supported("End the prompt with the last message's text.")
     chat_template: Text | None = supported(
         "A name such as tool_use, or, with --trust-request-chat-template, a template."
     )
@@ -132,7 +128,7 @@ class Conversation(TextOnly):
         variables = values.get("chat_template_kwargs") if isinstance(values, Mapping) else None
         if not isinstance(variables, Mapping):
             return values
-        moved = {name: variables[name] for name in _EITHER if variables.get(name) is not None}
+        moved = {name: variables[name] for name in _MOVABLE if variables.get(name) is not None}
         for name, value in moved.items():
             if values.get(name, value) not in (None, value):
                 raise ApiError(
@@ -140,7 +136,7 @@ class Conversation(TextOnly):
                     "give one of them.",
                     param=name,
                 )
-        others = {name: value for name, value in variables.items() if name not in _EITHER}
+        others = {name: value for name, value in variables.items() if name not in _MOVABLE}
         return {**values, **moved, "chat_template_kwargs": others}
 
     @field_validator("messages", mode="before")
@@ -175,9 +171,9 @@ class Conversation(TextOnly):
 
     def template_arguments(self) -> dict[str, Any]:
         """Return the other arguments of :meth:`opweave_engine.ChatTemplate.render`, by name."""
-        given = {name: getattr(self, name) for name in _EITHER} | {"tools": self.shown_tools}
-        own = {name: value for name, value in given.items() if value is not None}
-        return {**(self.chat_template_kwargs or {}), **own}
+        fields = {name: getattr(self, name) for name in _MOVABLE} | {"tools": self.shown_tools}
+        arguments = {name: value for name, value in fields.items() if value is not None}
+        return {**(self.chat_template_kwargs or {}), **arguments}
 
 
 class Stored(RequestBody):
@@ -196,9 +192,7 @@ class ChatRequest(SamplingFields, Conversation, Stored):
 
     max_completion_tokens: Int | None = supported("As max_tokens, which it overrides.")
     logprobs: bool | None = supported("Whether to return log-probabilities.")
-    top_logprobs: Int | None = supported(
-        "Log-probabilities of this many alternatives; with logprobs."
-    )
+    top_logprobs: Int | None = supported("Log-probabilities of this many tokens; needs logprobs.")
     best_of: Unused = refused("Use n.", 1)
     echo: Unused = refused("The prompt is not repeated.", False)
     prediction: Unused = harmless("It would only save time.")
@@ -206,9 +200,7 @@ class ChatRequest(SamplingFields, Conversation, Stored):
     parallel_tool_calls: bool | None = supported(PARALLEL_NOTE)
     functions: Unused = refused("Describe them in tools.", [])
     function_call: Unused = refused("Use tool_choice.", "none", "auto")
-    reasoning_effort: Unused = refused(
-        "Use chat_template_kwargs, if the chat template has such a variable."
-    )
+    reasoning_effort: Unused = refused("Use chat_template_kwargs if the template reads it.")
     include_reasoning: bool | None = supported("Return the reasoning; true by default.")
     thinking_token_budget: Unused = refused("Use max_tokens.", -1)
     verbosity: Unused = refused("Ask for it in a message.", "medium")
@@ -345,5 +337,5 @@ class ChatChunk(GeneratedBody):
 
 def _renamed(error: SamplingParamsError, names: Mapping[str, str]) -> SamplingParamsError:
     """Return *error* with this endpoint's names of the fields."""
-    message = re.sub(r"\w+(?==)", lambda found: names.get(found[0], found[0]), str(error))
+    message = re.sub(r"\w+(?==)", lambda match: names.get(match[0], match[0]), str(error))
     return SamplingParamsError(message, names.get(error.parameter or "", error.parameter))

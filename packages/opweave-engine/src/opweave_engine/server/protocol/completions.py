@@ -24,7 +24,7 @@ from opweave_engine.server.protocol.base import (
 )
 from opweave_engine.server.protocol.sampling import SamplingFields
 
-_MAX_TOKENS = 16  # as OpenAI's API has it
+_DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 
 
 class CompletionRequest(SamplingFields):
@@ -33,9 +33,7 @@ class CompletionRequest(SamplingFields):
     prompt: Input = Field(description="A text or token ids, or a list of them.")
     prompt_embeds: Unused = refused("Send a text or token ids.", [])
     echo: bool | None = supported("Begin the answer with the prompt.")
-    logprobs: Int | None = supported(
-        "Log-probabilities of the tokens, and of this many alternatives."
-    )
+    logprobs: Int | None = supported("Log-probabilities of the tokens and this many others.")
     suffix: Unused = refused("Models continue prompts only.", "")
     best_of: Int | None = supported("Only with the value of n.")
 
@@ -58,19 +56,14 @@ class CompletionRequest(SamplingFields):
             raise SamplingParamsError(message, "max_tokens")
         limit = self.max_tokens
         if limit is None:
-            limit = defaults.get("max_tokens", _MAX_TOKENS)
+            limit = defaults.get("max_tokens", _DEFAULT_MAX_TOKENS)
+        counts = (self.prompt_logprobs, self.logprobs if self.echo else None)
         return self.sampling_params(
             1 if self.writes_nothing else limit,
             defaults,
             logprobs=self.logprobs,
-            prompt_logprobs=self._prompt_logprobs(),
+            prompt_logprobs=max((n for n in counts if n is not None), default=None),
         )
-
-    def _prompt_logprobs(self) -> int | None:
-        """Return the number of logprobs per prompt token, or None."""
-        echoed = self.logprobs if self.echo else None
-        wanted = [count for count in (self.prompt_logprobs, echoed) if count is not None]
-        return max(wanted, default=None)
 
 
 class CompletionLogprobs(ResponseBody):

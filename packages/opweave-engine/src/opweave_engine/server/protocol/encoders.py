@@ -37,9 +37,7 @@ class EncoderFields(RequestBody):
     truncation_side: Literal["left", "right"] | None = supported(
         "The side that is cut off: right by default, or left."
     )
-    request_id: Text | None = harmless(
-        "Responses have no id; send the header X-Request-Id for the log."
-    )
+    request_id: Text | None = harmless("Responses have no id; X-Request-Id is the id in the log.")
     priority: Unused = harmless("Requests are answered in their order.")
     cache_salt: Unused = harmless("Encoders do not use a prefix cache.")
 
@@ -57,12 +55,8 @@ class EmbeddingFields(EncoderFields, TextOnly):
     """Options of embeddings."""
 
     encoding_format: Literal["float", "base64"] | None = supported("float or base64.")
-    dimensions: Int | None = supported(
-        "The length of the vectors, if the model was trained for it."
-    )
-    normalize: bool | None = supported(
-        "Normalize vectors to length 1; by default as in the checkpoint."
-    )
+    dimensions: Int | None = supported("Length of the vectors, if the model was trained for it.")
+    normalize: bool | None = supported("Normalize vectors to length 1; default: the checkpoint's.")
     use_activation: bool | None = supported("The same, as newer versions of vLLM call it.")
     add_special_tokens: bool | None = supported("True by default for input, false for messages.")
     padding: Unused = refused("Texts are not padded.", "do_not_pad")
@@ -76,12 +70,12 @@ class EmbeddingFields(EncoderFields, TextOnly):
             SamplingParamsError: a value is out of range.
             ApiError: two fields contradict each other.
         """
-        given = {self.normalize, self.use_activation} - {None}
-        if len(given) > 1:
+        values = {self.normalize, self.use_activation} - {None}
+        if len(values) > 1:
             raise ApiError(
                 "normalize and use_activation differ; give one of them.", param="normalize"
             )
-        return PoolingParams(self.dimensions, given.pop() if given else None)
+        return PoolingParams(self.dimensions, values.pop() if values else None)
 
 
 class EmbeddingRequest(EmbeddingFields):
@@ -187,7 +181,7 @@ class RerankRequest(ScoringFields):
 
     def texts(self) -> list[str]:
         """Return the texts of the documents."""
-        return [one if isinstance(one, str) else one.text for one in self.documents]
+        return [d if isinstance(d, str) else d.text for d in self.documents]
 
 
 class Score(ResponseBody):

@@ -66,9 +66,7 @@ class ResponsesRequest(Stored):
     instructions: Text | None = supported("A system message before the input.")
     max_output_tokens: Int | None = supported("The maximum number of tokens of the answer.")
     temperature: float | None = supported("From 0, which is greedy, to 2.")
-    top_p: float | None = supported(
-        "Sample from the most likely tokens that reach this probability."
-    )
+    top_p: float | None = supported("Sample from the most likely tokens up to this probability.")
     stream: bool | None = supported("Send the answer as server-sent events.")
     text: TextOptions | None = supported("The form of the answer.")
     tools: Repeated[Items[dict[str, Any]]] | None = supported("Functions that the model may call.")
@@ -124,7 +122,7 @@ class ResponsesRequest(Stored):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "response_format": self._response_format(),
-            "tools": [_tool(each, f"tools.{i}") for i, each in enumerate(self.tools or [])] or None,
+            "tools": [_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])] or None,
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "cache_salt": self.cache_salt,
@@ -146,20 +144,19 @@ class ResponsesRequest(Stored):
         return [message for message in messages if message.keys() > {"role"}]
 
     def _response_format(self) -> dict[str, Any] | None:
-        given = None if self.text is None else self.text.format
-        if given is None or given.get("type") != "json_schema":
-            return given
-        return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
+        form = None if self.text is None else self.text.format
+        if form is None or form.get("type") != "json_schema":
+            return form
+        return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
 
 
 def _add(item: Mapping[str, Any], messages: list[dict[str, Any]], path: str) -> None:
     """Add an item of the input; the items of one turn of the model form one message."""
     kind = item.get("type", "message" if "role" in item else None)
     if kind == "message":
-        content = _content(item.get("content"), path)
+        content = _text(item.get("content"), path)
         if item.get("role") == "assistant":
-            turn = _turn(messages)
-            turn.setdefault("content", []).append(content)
+            _turn(messages).setdefault("content", []).append(content)
         else:
             messages.append({"role": item.get("role"), "content": content})
     elif kind == "function_call":
@@ -167,7 +164,7 @@ def _add(item: Mapping[str, Any], messages: list[dict[str, Any]], path: str) -> 
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         _turn(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        content = _content(item.get("output"), path)
+        content = _text(item.get("output"), path)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     elif kind == "reasoning":
         parts = item.get("content") or []
@@ -188,13 +185,14 @@ def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
-def _content(given: object, path: str) -> str:
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, Sequence):
+def _text(content: object, path: str) -> str:
+    """Return the text of a message or of a function's output."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
         raise ApiError(f"{path} must have text, or a list of parts.", param="input")
     texts = []
-    for part in given:
+    for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in _TEXT_PARTS:
             raise unsupported(

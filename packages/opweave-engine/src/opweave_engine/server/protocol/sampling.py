@@ -33,7 +33,7 @@ from opweave_engine.server.protocol.base import (
 
 
 Schema = dict[str, Any] | bool
-_GUIDED = ("json", "regex", "choice", "grammar")
+_GUIDED_KINDS = ("json", "regex", "choice", "grammar")
 _NO_TAGS = "Structural tags are not supported; use a grammar."
 
 
@@ -58,20 +58,42 @@ class ResponseFormat(RequestFields):
     structures: Unused = refused(_NO_TAGS)
     triggers: Unused = refused(_NO_TAGS)
 
-    @property
-    def any_schema(self) -> Schema | None:
-        """The schema, which clients write in ``json_schema.schema`` or in ``schema``.
+    def options(self) -> dict[str, Any]:
+        """Return the fields of StructuredOutputsParams; none for free text.
 
         Raises:
-            ApiError: it is written in both.
+            ApiError: the type is unknown, or does not fit the schema.
         """
-        inner = None if self.json_schema is None else self.json_schema.schema_
-        if inner is not None and self.schema_ is not None:
+        kind, schema = "text" if self.type is None else self.type, self.schema_
+        if kind not in ("text", "json_object", "json_schema"):
+            raise unsupported(
+                "response_format.type",
+                f"response_format.type={kind!r}",
+                "It may be 'text', 'json_object' or 'json_schema'.",
+            )
+        if self.json_schema is not None and self.json_schema.schema_ is not None:
+            if schema is not None:
+                raise ApiError(
+                    "response_format has json_schema.schema and schema; give one of them.",
+                    param="response_format",
+                )
+            schema = self.json_schema.schema_
+        if kind == "text" and schema is not None:
             raise ApiError(
-                "response_format has json_schema.schema and schema; give one of them.",
+                f"response_format has a schema, but type={self.type!r}; for JSON that satisfies "
+                "the schema, the type is 'json_schema'.",
                 param="response_format",
             )
-        return self.schema_ if inner is None else inner
+        if kind == "json_schema" and schema is None:
+            raise ApiError(
+                "response_format of type 'json_schema' needs json_schema.schema.",
+                param="response_format",
+            )
+        if kind == "json_object" and isinstance(schema, dict):  # it may allow other values, too
+            return {"json": {"type": "object", **schema}}
+        if kind == "json_object" and schema is not False:
+            return {"json_object": True}
+        return {} if kind == "text" else {"json": schema}
 
 
 class StructuredOutputs(RequestFields):
@@ -114,32 +136,30 @@ class FormFields(RequestBody):
         Raises:
             ApiError: several fields are set, or one contradicts itself.
         """
-        given = list(self._forms())
-        if not given:
+        forms = dict(self._forms())
+        if not forms:
             return None
-        if len(given) > 1:
-            names = " and ".join(name for name, _ in given)
+        name, *others = forms
+        if others:
             raise ApiError(
-                f"{names} both say what form the answer must have; give one of them.",
-                param=given[1][0],
+                f"{' and '.join(forms)} both say what form the answer must have; give one of them.",
+                param=others[0],
             )
-        ((name, options),) = given
+        options = {key: value for key, value in forms[name].items() if value is not None}
         try:
-            return StructuredOutputsParams(
-                **{key: value for key, value in options.items() if value is not None}
-            )
+            return StructuredOutputsParams(**options)
         except SamplingParamsError as error:
             raise form_error(error, name) from error
 
     def _forms(self) -> Iterator[tuple[str, dict[str, Any]]]:
         spaces = {"whitespace_pattern": self.guided_whitespace_pattern}
-        if self.response_format is not None and (options := _of(self.response_format)):
+        if self.response_format is not None and (options := self.response_format.options()):
             yield "response_format", {**options, **spaces}
         if (form := self.structured_outputs) is not None:
             names = [parameter.name for parameter in fields(StructuredOutputsParams)]
             values = {n: getattr(form, "json_" if n == "json" else n) for n in names}
             yield "structured_outputs", values
-        for kind in _GUIDED:
+        for kind in _GUIDED_KINDS:
             if (value := getattr(self, f"guided_{kind}")) is not None:
                 yield f"guided_{kind}", {kind: value, **spaces}
 
@@ -147,34 +167,6 @@ class FormFields(RequestBody):
 def form_error(error: Exception, field: str) -> ApiError:
     """Return *error* about structured output, with the name of the request field."""
     return ApiError(str(error).replace("structured_outputs", field, 1), param=field)
-
-
-def _of(form: ResponseFormat) -> dict[str, Any]:
-    if form.type not in (None, "text", "json_object", "json_schema"):
-        raise unsupported(
-            "response_format.type",
-            f"response_format.type={form.type!r}",
-            "It may be 'text', 'json_object' or 'json_schema'.",
-        )
-    schema = form.any_schema
-    if form.type in (None, "text"):
-        if schema is not None:
-            raise ApiError(
-                f"response_format has a schema, but type={form.type!r}; for JSON that satisfies "
-                "the schema, the type is 'json_schema'.",
-                param="response_format",
-            )
-        return {}
-    if form.type == "json_object":
-        if isinstance(schema, dict):
-            return {"json": {"type": "object", **schema}}
-        return {"json": False} if schema is False else {"json_object": True}
-    if schema is None:
-        raise ApiError(
-            "response_format of type 'json_schema' needs json_schema.schema.",
-            param="response_format",
-        )
-    return {"json": schema}
 
 
 # Sampling parameters in requests.
@@ -186,7 +178,7 @@ _NO_BEAMS = "There is no beam search; use n with a temperature."
 _NO_REPETITION = "Repeated text does not end an answer; use repetition_penalty."
 SALT_NOTE = "Cached prefixes are shared only with the same salt."
 PRIORITY_NOTE = "With --scheduling-policy priority, a lower number goes first."
-_HOTTEST = 2.0  # as in OpenAI's API; SamplingParams has no limit
+_MAX_TEMPERATURE = 2.0  # as in OpenAI's API; SamplingParams has no limit
 
 
 Priority = Annotated[Int, Field(ge=-(2**31), lt=2**31)]
@@ -218,9 +210,7 @@ class SamplingFields(FormFields):
 
     max_tokens: Int | None = supported("The maximum number of tokens of an answer.")
     temperature: float | None = supported("From 0, which is greedy, to 2.")
-    top_p: float | None = supported(
-        "Sample from the most likely tokens that reach this probability."
-    )
+    top_p: float | None = supported("Sample from the most likely tokens up to this probability.")
     n: Int | None = supported("The number of answers.")
     stop: StopString | Annotated[Items[StopString], Field(max_length=_MAX_STOPS)] | None = (
         supported("Up to 64 strings, of at most 4096 characters, that end the answer.")
@@ -232,22 +222,16 @@ class SamplingFields(FormFields):
         "Added to the logits of tokens, by token id."
     )
     top_k: Int | None = supported("Sample from this many most likely tokens; 0 and -1: all.")
-    min_p: float | None = supported(
-        "Leave out tokens less likely than this, relative to the best one."
-    )
+    min_p: float | None = supported("Leave out tokens less likely than this, relative to the best.")
     repetition_penalty: float | None = supported("Above 1, repeated tokens become less likely.")
     stop_token_ids: TokenIds | None = supported("Tokens that end the answer.")
     min_tokens: Int | None = supported("The minimum number of tokens of an answer.")
     ignore_eos: bool | None = supported("Continue after an end-of-text token.")
-    skip_special_tokens: bool | None = supported(
-        "Leave special tokens out of the text; true by default."
-    )
+    skip_special_tokens: bool | None = supported("Leave out special tokens; true by default.")
     spaces_between_special_tokens: bool | None = supported(
         "False removes the space that some tokenizers write between two special tokens."
     )
-    include_stop_str_in_output: bool | None = supported(
-        "The text ends with the stop string or token."
-    )
+    include_stop_str_in_output: bool | None = supported("The text keeps the stop string or token.")
     allowed_token_ids: TokenIds | None = supported("Sample only these tokens.")
     bad_words: Annotated[Items[BadWord], Field(max_length=_MAX_WORDS)] | None = supported(
         "The token that would complete one of these texts is not chosen; others can spell it."
@@ -275,9 +259,7 @@ class SamplingFields(FormFields):
     truncation_side: Unused = refused("The last tokens are kept.", "left")
     prompt_logprobs: Int | None = supported("Log-probabilities of the prompt; not in streams.")
     return_token_ids: bool | None = supported("Also return token_ids and prompt_token_ids.")
-    return_tokens_as_token_ids: bool | None = supported(
-        "In logprobs, represent a token as token_id:17."
-    )
+    return_tokens_as_token_ids: bool | None = supported("In logprobs, write tokens as token_id:17.")
     kv_transfer_params: Unused = refused("Disaggregated serving is not supported.", {})
     vllm_xargs: Unused = refused("vLLM's extensions are not supported.", {})
 
@@ -315,13 +297,12 @@ class SamplingFields(FormFields):
                 "prompt_logprobs are not sent in streams; leave out stream=true.",
                 param="prompt_logprobs",
             )
-        if self.temperature is not None and _HOTTEST < self.temperature < math.inf:
-            message = f"temperature={self.temperature:g} must be at most {_HOTTEST:g}."
+        if self.temperature is not None and _MAX_TEMPERATURE < self.temperature < math.inf:
+            message = f"temperature={self.temperature:g} must be at most {_MAX_TEMPERATURE:g}."
             raise SamplingParamsError(message, "temperature")
         parameters = {parameter.name for parameter in fields(SamplingParams)} - {"max_tokens"}
-        names = parameters & SamplingFields.model_fields.keys()
-        same = {name: getattr(self, name) for name in names}
-        values = {**same, **others, "structured_outputs": self.form()}
+        shared = {n: getattr(self, n) for n in parameters & SamplingFields.model_fields.keys()}
+        values = {**shared, **others, "structured_outputs": self.form()}
         sent = {name: value for name, value in values.items() if value is not None}
         return SamplingParams(**{**defaults, "max_tokens": max_tokens, **sent})
 
@@ -358,7 +339,7 @@ class ToolUse:
         Raises:
             ApiError: they contradict each other, or name an unknown function.
         """
-        name = _named(choice)
+        chosen = _chosen_function(choice)
         if choice == "none":
             return cls()
         if not tools:
@@ -367,28 +348,26 @@ class ToolUse:
             raise ApiError(f"tool_choice={choice!r} needs tools.", param="tool_choice")
         is_parallel = parallel is not False
         if choice in (None, "auto"):
-            known = list(_described(tools))
-            return cls(tools, frozenset(name for name, _ in known), known, None, is_parallel)
+            functions = []
+            for index, tool in enumerate(tools):
+                with suppress(ApiError):  # other tools are left to the chat template
+                    functions.append(_function(index, tool))
+            names = frozenset(name for name, _ in functions)
+            return cls(tools, names, functions, None, is_parallel)
         required = [_function(index, tool) for index, tool in enumerate(tools)]
-        if name is not None:
-            required = [each for each in required if each[0] == name]
+        if chosen is not None:
+            required = [function for function in required if function[0] == chosen]
             is_parallel = False
             if not required:
                 raise ApiError(
-                    f"tool_choice names the function {name!a}, which is not among the tools.",
+                    f"tool_choice names the function {chosen!a}, which is not among the tools.",
                     param="tool_choice",
                 )
-        names = frozenset(each for each, _ in required)
+        names = frozenset(name for name, _ in required)
         return cls(tools, names, required, required, is_parallel)
 
 
-def _described(tools: Sequence[Mapping[str, Any]]) -> Iterator[Function]:
-    for index, tool in enumerate(tools):
-        with suppress(ApiError):
-            yield _function(index, tool)
-
-
-def _named(choice: Any) -> str | None:
+def _chosen_function(choice: Any) -> str | None:
     """Return the name of the function that must be called, if there is one.
 
     Raises:

@@ -46,9 +46,7 @@ class TokenizeFields(TextOnly):
     """Options of requests for tokens."""
 
     add_special_tokens: bool | None = supported("True by default for a prompt, false for messages.")
-    return_token_strs: bool | None = supported(
-        "Also return the tokens as strings of the vocabulary."
-    )
+    return_token_strs: bool | None = supported("Also return tokens as strings of the vocabulary.")
 
 
 class TokenizePrompt(TokenizeFields):

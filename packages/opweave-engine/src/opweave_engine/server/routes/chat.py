@@ -95,16 +95,13 @@ class _ChatWriter:
         parsed.push(answer)
         reasoning = parsed.reasoning if self._shows_reasoning and parsed.reasoning else None
         is_text = not (parsed.calls or parsed.reasoning)
+        calls = [
+            ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
+            for call in parsed.calls
+        ]
         message = AnswerMessage(
             content=parsed.content if parsed.content or is_text else None,
-            tool_calls=[
-                ToolCall(
-                    id=call.id,
-                    function=CalledFunction(name=call.name, arguments=call.arguments),
-                )
-                for call in parsed.calls
-            ]
-            or None,
+            tool_calls=calls or None,
             reasoning_content=reasoning,
             reasoning=reasoning,
         )
@@ -156,14 +153,8 @@ class _ChatWriter:
         return self.body.include_reasoning is not False
 
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
-        count, tokenizer = self.body.top_logprobs or 0, self.generation.server.engine.tokenizer
-        return chat_logprobs(
-            output.token_ids,
-            output.logprobs,
-            count,
-            tokenizer,
-            as_ids=bool(self.body.return_tokens_as_token_ids),
-        )
+        count, as_ids = self.body.top_logprobs or 0, bool(self.body.return_tokens_as_token_ids)
+        return chat_logprobs(output, count, self.generation.server.engine.tokenizer, as_ids=as_ids)
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatChunk:
         return ChatChunk(**self.generation.header, choices=choices, usage=usage)

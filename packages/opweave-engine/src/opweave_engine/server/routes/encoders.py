@@ -114,7 +114,13 @@ async def embeddings(body: protocol.EmbeddingBody, request: Request, server: Ser
     at_once = embeddings_at_once(_MAX_INPUTS, server)
     prompts = await call.unless_gone(read_prompts(texts, call, at_once=at_once, reading=reading))
     outputs = await call.unless_gone(embed(prompts, call, [params] * len(prompts)))
-    _check_dimensions(body.dimensions, outputs)
+    size = len(outputs[0].embedding)
+    if body.dimensions not in (None, size):
+        raise ApiError(
+            f"dimensions={body.dimensions} is not possible: the model's vectors have {size} "
+            "numbers.",
+            param="dimensions",
+        )
     check_finite(outputs, code="non_finite_embedding")
     data = [
         protocol.Embedding(index=index, embedding=_encoded(output.embedding, body.encoding_format))
@@ -124,15 +130,6 @@ async def embeddings(body: protocol.EmbeddingBody, request: Request, server: Ser
     return json_response(
         protocol.EmbeddingResponse(model=server.model_names[0], data=data, usage=usage)
     )
-
-
-def _check_dimensions(dimensions: int | None, outputs: list[EmbeddingOutput]) -> None:
-    size = len(outputs[0].embedding)
-    if dimensions not in (None, size):
-        raise ApiError(
-            f"{dimensions=} is not possible: the model's vectors have {size} numbers.",
-            param="dimensions",
-        )
 
 
 def _encoded(vector: list[float], encoding: str | None) -> list[float] | str:

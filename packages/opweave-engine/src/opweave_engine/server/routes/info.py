@@ -39,16 +39,10 @@ async def health(server: Server) -> JSONResponse:
         status = "shutting down"
     elif not engine.is_running:
         status = "dead"
-    failed = [each["name"] for each in plugins() if each["error"]]
-    error = engine.dead_with
-    return JSONResponse(
-        {
-            "status": status,
-            "error": None if error is None else type(error).__name__,
-            "failed_plugins": failed,
-        },
-        200 if status == "ok" else 503,
-    )
+    failed = [plugin["name"] for plugin in plugins() if plugin["error"]]
+    error = None if engine.dead_with is None else type(engine.dead_with).__name__
+    body = {"status": status, "error": error, "failed_plugins": failed}
+    return JSONResponse(body, 200 if status == "ok" else 503)
 
 
 @router.get("/version")
@@ -95,13 +89,8 @@ async def model(model: str, server: Server) -> ModelCard:
 
 
 def _card(name: str, server: ServerState) -> ModelCard:
-    engine = server.engine
-    return ModelCard(
-        id=name,
-        created=server.created,
-        root=engine.model_name,
-        max_model_len=engine.max_model_len,
-    )
+    root, max_model_len = server.engine.model_name, server.engine.max_model_len
+    return ModelCard(id=name, created=server.created, root=root, max_model_len=max_model_len)
 
 
 # ``POST /tokenize`` and ``POST /detokenize``.
@@ -117,11 +106,9 @@ async def tokenize_text(body: TokenizeRequest, request: Request, server: Server)
     call = server.accept(body, request, "prompt" if is_text else "messages")
     ids, strings = await call.unless_gone(_tokens(body, call))
     # The lists may have a million entries, whose validation would delay other requests.
+    context = server.engine.max_model_len
     response = TokenizeResponse.model_construct(
-        count=len(ids),
-        max_model_len=server.engine.max_model_len,
-        tokens=ids,
-        token_strs=strings,
+        count=len(ids), max_model_len=context, tokens=ids, token_strs=strings
     )
     return json_response(response)
 

@@ -130,7 +130,7 @@ def _copy(item: Item) -> Item:
 router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 
 # Fields of the chat completion, and their names in this endpoint.
-_NAMES: dict[str | None, str] = {
+_FIELD_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -165,8 +165,8 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
 
 def _renamed(error: ApiError) -> ApiError:
     """Return *error* with this endpoint's name of the field."""
-    if (param := error.param) in _NAMES:
-        error.message, error.param = error.message.replace(param, _NAMES[param]), _NAMES[param]
+    if (name := _FIELD_NAMES.get(param := error.param or "")) is not None:
+        error.message, error.param = error.message.replace(param, name), name
     return error
 
 
