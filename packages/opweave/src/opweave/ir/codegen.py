@@ -54,7 +54,8 @@ Ranges = list[tuple[int | None, list[Candidate]]]
 """Candidates by the largest number of tokens that they are for; the last one has no limit."""
 ResultCheck = Callable[[IrOpImpl, Any, Sequence[Any], Mapping[str, Any]], bool]
 
-_CAPITALS = str.maketrans({"[": "A", "=": "B", ",": "C", "]": "D"})  # of tunable parameters
+# Letters for the symbols in the names of tunable implementations, such as ``mine[block=64]``.
+_SYMBOL_LETTERS = str.maketrans({"[": "A", "=": "B", ",": "C", "]": "D"})
 _plain_check: PlainCheck | None = None
 
 
@@ -333,7 +334,7 @@ class Generator:
 
 def _word(impl: IrOpImpl) -> str:
     """Return the provider as a part of a Python name; unique, as providers have no capitals."""
-    return impl.provider.translate(_CAPITALS)
+    return impl.provider.translate(_SYMBOL_LETTERS)
 
 
 def _chain(branches: list[tuple[str | None, str]], indent: str) -> list[str]:

@@ -33,17 +33,17 @@ Question = Callable[..., bool]
 def _if_known(otherwise: bool) -> Callable[[Question], Question]:
     """Make a function return *otherwise* if the answer depends on data-dependent sizes."""
 
-    def decorate(question: Question) -> Question:
-        @functools.wraps(question)
-        def ask(*tensors: Tensor) -> bool:
+    def decorate(function: Question) -> Question:
+        @functools.wraps(function)
+        def call(*tensors: Tensor) -> bool:
             try:
-                return question(*tensors)
+                return function(*tensors)
             except Exception as error:
                 if not torch_compat.depends_on_data(error):
                     raise
                 return otherwise
 
-        return ask
+        return call
 
     return decorate
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -241,11 +241,13 @@ class Record:
             first, *more = others or ["-"]
             rows.append((explained_call.op, chosen.provider, str(count), chosen.origin, first))
             rows += [("", "", "", "", other) for other in more]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
+        return text_table(rows)
+
+
+def text_table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return *rows* as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 _COLUMNS = ("op", "ran", "calls", "because of", "the others")

@@ -260,7 +260,7 @@ def _source(function: Callable[..., Any]) -> bytes:
 # Lower bound of the memory traffic of a call, in bytes.
 
 
-_TABLES = frozenset({"embedding", "masked_embedding"})
+_LOOKUP_OPS = frozenset({"embedding", "masked_embedding"})
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
@@ -297,7 +297,7 @@ def least_bytes(op: OpDefinition, values: Sequence[Any], results: Iterable[Any])
         The number of bytes, or None for data-dependent sizes and for ops that read only a part of
         an argument, such as an embedding table or a KV cache.
     """
-    if op.name in _TABLES or any("cache" in name for name in op.schema.names):
+    if op.name in _LOOKUP_OPS or any("cache" in name for name in op.schema.names):
         return None
     total = 0
     for tensor in tensors_in([*values, *results]):

@@ -21,7 +21,7 @@ from opweave.ir.errors import InvalidOpError, SettingError
 
 Tunable = Mapping[str, Sequence[int | str]]
 
-MOST_VARIANTS = 64
+_MAX_VARIANTS = 64
 NAME = re.compile(r"[^\W\d]\w*(\[\w+=\w+(,\w+=\w+)*\])?")
 """The name of an implementation: a provider, and values of its parameters."""
 
@@ -49,10 +49,10 @@ def _check(function: Callable[..., Any], tunable: Tunable, label: str) -> None:
                     "a word of lower-case letters, digits and underscores."
                 )
         count *= len(values)
-    if count > MOST_VARIANTS:
+    if count > _MAX_VARIANTS:
         raise InvalidOpError(
             f"{label}: {count} combinations of {', '.join(tunable)} are too many; each is verified "
-            f"and measured. Give at most {MOST_VARIANTS}."
+            f"and measured. Give at most {_MAX_VARIANTS}."
         )
 
 
@@ -244,7 +244,7 @@ class IrOpPriorityConfig(Mapping[str, list[str]]):
         self._lists[op] = [str(entry) for entry in entries]
 
     def __getattr__(self, op: str) -> list[str]:
-        if op.startswith("_"):  # copy and pickle ask before there are lists
+        if op.startswith("_"):  # copy and pickle look up names before _lists exists
             raise AttributeError(op)
         providers = self._lists.get(op)
         if providers is None:

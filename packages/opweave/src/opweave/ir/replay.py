@@ -43,9 +43,9 @@ def replay(modules: list[str], op: str, provider: str, calls: list[Any]) -> list
 
 
 def _main(connection: Connection) -> None:
-    asked = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
+    request = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
     file = io.BytesIO()
-    torch.save(replay(*asked), file)
+    torch.save(replay(*request), file)
     connection.send_bytes(file.getvalue())
 
 

@@ -29,8 +29,9 @@ Function = Callable[..., Any]
 # Valid names of ops and providers.
 
 
-ANNOTATED_SUFFIX = "_annotated"  # of the torch op that carries call-site settings as arguments
-ANNOTATIONS = ("using", "donate", "autocast")  # those arguments
+# The torch op with this suffix carries the settings of a call site as arguments.
+ANNOTATED_SUFFIX = "_annotated"
+ANNOTATIONS = ("using", "donate", "autocast")
 RESERVED_PROVIDERS = frozenset({NATIVE, "unfused"})
 """Names that providers must not have."""
 OWN_PROVIDERS = ("aten", "batch_invariant", "opweave_c", "opweave_c_invariant", "triton")
@@ -39,13 +40,13 @@ ADAPTERS = ("flag_gems", "flash_attn", "flashinfer", "liger", "quack", "sgl_kern
 """Providers for kernels of other libraries, where these are installed."""
 
 _NAME = re.compile(r"[a-z_][a-z0-9_]*")
-_FORM = "use lower-case letters, digits and underscores, not starting with a digit"
+_NAME_ADVICE = "use lower-case letters, digits and underscores, not starting with a digit"
 
 
 def check_op_name(name: object) -> str:
     """Return *name*; raise InvalidNameError if it is not a valid name for an op."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidNameError(f"op name {name!r} is invalid: {_FORM}.")
+        raise InvalidNameError(f"op name {name!r} is invalid: {_NAME_ADVICE}.")
     if name.endswith(ANNOTATED_SUFFIX):
         raise InvalidNameError(f"op {name!r}: names must not end in {ANNOTATED_SUFFIX!r}.")
     if keyword.iskeyword(name) or torch_compat.is_taken_in_torch_ops(name):
@@ -59,7 +60,7 @@ def check_op_name(name: object) -> str:
 def check_provider_name(name: object) -> str:
     """Return *name*; raise InvalidNameError if it is not a valid name for a provider."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidNameError(f"provider name {name!r} is invalid: {_FORM}.")
+        raise InvalidNameError(f"provider name {name!r} is invalid: {_NAME_ADVICE}.")
     if name in RESERVED_PROVIDERS:
         raise InvalidNameError(
             f"provider {name!r} is reserved. The native implementation is the function that the "
@@ -94,9 +95,9 @@ def _is_of_opweave(function: Callable[..., Any]) -> bool:
 
 
 _EMPTY = inspect.Parameter.empty
-_TAKEN = ("annotated", "autocast", "donate", "entries", "torch_op", "using")
-_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_PLAIN = frozenset({int, float, bool, str})
+_RESERVED_PARAMETERS = ("annotated", "autocast", "donate", "entries", "torch_op", "using")
+_PARAMETER_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_SCALAR_TYPES = frozenset({int, float, bool, str})
 
 
 class Param(NamedTuple):
@@ -308,7 +309,7 @@ def _params(function: Callable[..., Any], op_name: str, hints: Mapping[str, Any]
         )
     result = []
     for name, p in parameters.items():
-        if p.kind not in _KINDS:
+        if p.kind not in _PARAMETER_KINDS:
             raise InvalidOpError(
                 f"op {op_name!r}: parameter {name!r} is {p.kind.description}; an op takes named "
                 "parameters only, positional-or-keyword or keyword-only."
@@ -318,10 +319,10 @@ def _params(function: Callable[..., Any], op_name: str, hints: Mapping[str, Any]
                 f"op {op_name!r}: a parameter may not be called {name!r}; names that start with an "
                 "underscore, and 'self', are taken by generated code, and torch knows ASCII only."
             )
-        if name in _TAKEN:
+        if name in _RESERVED_PARAMETERS:
             raise InvalidOpError(
                 f"op {op_name!r}: a parameter may not be called {name!r}; calls of torch ops carry "
-                f"arguments of these names: {', '.join(_TAKEN)}. Choose another name."
+                f"arguments of these names: {', '.join(_RESERVED_PARAMETERS)}. Choose another name."
             )
         if name not in hints:
             raise InvalidOpError(
@@ -345,7 +346,7 @@ def _is_default(value: object, annotation: Any) -> bool:
     kinds = _union_members(annotation) or (annotation,)
     if value is _EMPTY or isinstance(value, (list, tuple, Tensor)):
         return value is _EMPTY
-    is_plain = not _PLAIN.isdisjoint(kinds)
+    is_plain = not _SCALAR_TYPES.isdisjoint(kinds)
     return not is_plain or type(value) in kinds or (type(value) is int and float in kinds)
 
 

@@ -288,10 +288,10 @@ def _strict_error(op: OpDefinition, candidate: Candidate, reason: str) -> Except
         f"Available here: {', '.join(others)}. Write {name!r} instead of '{name}!' to allow "
         "fallback."
     )
-    asked = f"{op.name}: provider {name!r} was requested as '{name}!' ({candidate.entry.origin})"
+    request = f"{op.name}: provider {name!r} was requested as '{name}!' ({candidate.entry.origin})"
     if candidate.obstacle:
-        return ProviderUnavailableError(f"{asked} but cannot be used: {reason}. {advice}")
-    return ProviderRejectedError(f"{asked} but does not accept the arguments: {reason}. {advice}")
+        return ProviderUnavailableError(f"{request} but cannot be used: {reason}. {advice}")
+    return ProviderRejectedError(f"{request} but does not accept the arguments: {reason}. {advice}")
 
 
 # Warn if a required gradient prevents a kernel from running, which inference rarely intends.

@@ -154,15 +154,15 @@ class HubKernel:
 # Register implementations as opaque torch ops, which tracers record as one node.
 
 
-# The torch ops; torch removes those of a library that is garbage-collected.
+# Torch removes the ops of a library that is garbage-collected.
 _libraries: dict[Library, str] = {}
 
 
 def opaque(op: IrOp, namespace: str, name: str = "") -> Callable[[Function], Function]:
     """Register the decorated implementation of *op* as a torch op in *namespace*.
 
-    If gradients are required, autograd records the operators inside it instead. Eager calls that
-    nothing has to see call the function without the torch op around it.
+    If gradients are required, autograd records the operators inside it instead. Plain eager calls
+    bypass the torch op.
 
     Args:
         name: the name of the torch op; by default that of *op*.
@@ -226,7 +226,7 @@ def new_library(namespace: str, name: str) -> Library:
 # Turn a function of a kernel library into an implementation of an op.
 
 
-REGISTERS_FOR_CALLER = True  # an implementation's place is that of the call of wrap()
+REGISTERS_FOR_CALLER = True  # implementations are registered where wrap() is called
 
 _registered: Counter[tuple[str, str]] = Counter()
 
@@ -255,7 +255,7 @@ class Wrapped:
 
     @classmethod
     def by(cls, impl: IrOpImpl) -> Wrapped | None:
-        """Return what *impl* wraps; None if it was not registered by :func:`wrap`."""
+        """Return the function that *impl* wraps; None if :func:`wrap` did not register it."""
         wrapped = getattr(inspect.unwrap(impl.impl_fn), "_wrapped", None)
         return wrapped if isinstance(wrapped, cls) else None
 

@@ -231,8 +231,8 @@ class CustomOp(Replaceable):
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the op in plain PyTorch."""
         raise NotImplementedError(
-            f"{full_name(type(self))} has no forward_native, which is what runs where the op is "
-            "disabled or has nothing for the platform. Define it."
+            f"{full_name(type(self))} has no forward_native, which runs if the op is disabled or "
+            "has no method for the platform. Define it."
         )
 
     def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:

@@ -312,7 +312,7 @@ class VocabParallelEmbedding(HasLinearMethod):
 # A vocabulary table in blocks of GGUF.
 
 
-_BYTES = UnquantizedEmbeddingMethod()
+_BLOCK_ROWS = UnquantizedEmbeddingMethod()
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ class BlockEmbeddingMethod(BlockMethod):
     """
 
     def embedding(self, layer: VocabParallelEmbedding, input_ids: Tensor) -> Tensor:
-        rows = _BYTES.embedding(layer, input_ids).reshape(-1, layer.weight.shape[1])
+        rows = _BLOCK_ROWS.embedding(layer, input_ids).reshape(-1, layer.weight.shape[1])
         values = dequantized_blocks(rows, self.format, torch.float32).to(layer.params_dtype)
         return values.reshape(*input_ids.shape, layer.embedding_dim)
 

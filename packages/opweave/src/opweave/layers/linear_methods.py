@@ -430,7 +430,7 @@ class W8A8Method(MethodOfWeights):
         """
         is_int, ops = self.dtype is torch.int8, ir.ops
         if input_scale is not None:
-            largest = input_scale.max()  # as vLLM does where merged outputs differ
+            largest = input_scale.max()  # one scale for all merged outputs, as in vLLM
             quantize = ops.static_quant_int8 if is_int else ops.static_quant_fp8
             return quantize(x, largest), largest
         if self.block_rows is not None:

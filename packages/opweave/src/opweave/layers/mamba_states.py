@@ -225,9 +225,6 @@ def states_of(tokens: Tensor) -> SequenceStates:
 
 
 F = TypeVar("F", bound=Callable[..., Tensor])
-_ScanInputs = tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None
-]
 
 
 def _in_context(name: str) -> Callable[[F], F]:
@@ -328,7 +325,7 @@ def ssd_chunk_scan(
 
 def _scan(
     op: ir.IrOp,
-    inputs: _ScanInputs,
+    inputs: tuple[Any, ...],
     layer: str,
     shape: tuple[int, ...],
     options: tuple[int, ...],

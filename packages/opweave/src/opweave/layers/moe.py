@@ -657,7 +657,7 @@ class FusedMoEModularMethod(FusedMoEMethod):
 
 
 def experts_format(method: LinearMethod | None) -> str | None:
-    """Return what ``fused_experts_quant`` calls the format of a linear method; None: unsupported.
+    """Return the format of a linear method for ``fused_experts_quant``; None: unsupported.
 
     Reordered inputs, and static or bounded scales of activations, are not supported.
     """
@@ -682,8 +682,8 @@ class QuantizedFusedMoEMethod(FusedMoEMethod):
     ``w13_weight``, ``w13_scale``, ``w2_weight`` and so on.
 
     Args:
-        w13: how gate and up projections are kept; the method of a linear layer.
-        w2: how down projections are kept.
+        w13: the linear method of the gate and up projections.
+        w2: the linear method of the down projections.
     """
 
     def __init__(self, w13: LinearMethod, w2: LinearMethod) -> None:

@@ -112,9 +112,9 @@ class GroupedTopk(CustomOp):
         if not count:
             return weights, ids
         numbers = torch.arange(num_experts, num_experts + count, dtype=ids.dtype, device=ids.device)
-        everyone = numbers.expand(ids.shape[0], count)
+        shared_ids = numbers.expand(ids.shape[0], count)
         ones = weights.new_ones(ids.shape[0], count)
-        return torch.cat((weights, ones), dim=1), torch.cat((ids, everyone), dim=1)
+        return torch.cat((weights, ones), dim=1), torch.cat((ids, shared_ids), dim=1)
 
 
 # The router: chooses experts and weights from logits.
@@ -244,12 +244,12 @@ class ExpertPlacement:
     @property
     def local_experts(self) -> tuple[int, ...]:
         """The experts of this rank, in the order of its weights."""
-        everyone = range(self.num_experts)
+        experts = range(self.num_experts)
         if self.strategy == "round_robin":
-            return tuple(everyone[self.ep_rank :: self.ep_size])
+            return tuple(experts[self.ep_rank :: self.ep_size])
         base, more = divmod(self.num_experts, self.ep_size)
         start = self.ep_rank * base + min(self.ep_rank, more)  # the first ranks have one more
-        return tuple(everyone[start : start + base + (self.ep_rank < more)])
+        return tuple(experts[start : start + base + (self.ep_rank < more)])
 
     def expert_map(self, device: torch.device | str | None = None) -> Tensor | None:
         """Return the index of each expert in this rank's weights, -1 for experts of other ranks.

@@ -75,11 +75,11 @@ op_registry: dict[str, type[nn.Module]] = {}
 """The layers by registered name."""
 
 op_registry_oot: dict[str, type[Any]] = {}
-"""The replacements, by the class name or the registered name of what they replace."""
+"""The replacements, by the class name or the registered name of the replaced layer."""
 
 _owners: WeakKeyDictionary[type[Any], Owner] = WeakKeyDictionary()
 
-_RESERVED = ("all", "none")  # what `custom_ops` says of every op at once
+_RESERVED_NAMES = ("all", "none")  # entries of `custom_ops` that apply to every op
 
 
 def register(kind: type[nn.Module], name: str, layer: type[L]) -> type[L]:
@@ -199,10 +199,10 @@ def _stands_for(key: str, layer: type[nn.Module]) -> bool:
 
 
 def _check_name(name: object) -> None:
-    if not isinstance(name, str) or not name.isidentifier() or name in _RESERVED:
+    if not isinstance(name, str) or not name.isidentifier() or name in _RESERVED_NAMES:
         raise LayerNameError(
             f"{name!r} cannot name a layer: it should be an identifier, such as 'rms_norm', and "
-            "not 'all' or 'none', so that custom_ops can speak of it."
+            "not 'all' or 'none', so that custom_ops can name it."
         )
 
 
@@ -242,7 +242,7 @@ class Replaceable(nn.Module):
     op_registry_oot: ClassVar[dict[str, type[Any]]] = op_registry_oot
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # Python goes on to call the __init__ of the class of what this returns.
+        # Python then calls __init__ of the class of the returned object.
         return super().__new__(replacement(cls))
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -65,7 +65,7 @@ class ApplyRotaryEmb(CustomOp):
 # Rotary embedding with a table of cosines and sines.
 
 
-_PLAIN = Scaling()
+_NO_SCALING = Scaling()
 
 
 @CustomOp.register("rotary_embedding")
@@ -104,7 +104,7 @@ class RotaryEmbedding(CustomOp):
         dtype: torch.dtype,
         init_cache: bool = True,
         *,
-        scaling: Scaling = _PLAIN,
+        scaling: Scaling = _NO_SCALING,
     ) -> None:
         super().__init__()
         check_sizes(head_size, rotary_dim)
@@ -257,7 +257,7 @@ class MRotaryEmbedding(RotaryEmbedding):
         mrope_section: Sequence[int],
         mrope_interleaved: bool = False,
         *,
-        scaling: Scaling = _PLAIN,
+        scaling: Scaling = _NO_SCALING,
     ) -> None:
         sizes = (head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
         super().__init__(*sizes, init_cache=False, scaling=scaling)

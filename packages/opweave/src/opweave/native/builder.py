@@ -27,7 +27,7 @@ from opweave.native.toolchain import NativeBuildError
 
 CUDA_SUFFIX = ".cu"
 _SUFFIXES = (".cpp", ".cc", ".cxx", CUDA_SUFFIX)
-_TAKEN = frozenset({"aten", "opweave", "opweave_c", "prim", "prims", "torch"})
+_RESERVED_NAMES = frozenset({"aten", "opweave", "opweave_c", "prim", "prims", "torch"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def check_name(name: str) -> str:
         )
     # torch.ops also has attributes that are not namespaces, such as load_library.
     is_namespace = torch_compat.is_op_namespace(getattr(torch.ops, name))
-    if name in _TAKEN or not is_namespace:
+    if name in _RESERVED_NAMES or not is_namespace:
         raise NativeBuildError(f"The name {name!r} is taken; choose another one.")
     return name
 
@@ -146,7 +146,7 @@ def _check_files(sources: Iterable[str | Path]) -> tuple[Path, ...]:
 
 
 # Environment variables from which compilers take search folders or flags.
-_VARIABLES = (
+_COMPILER_VARIABLES = (
     "CPATH",
     "C_INCLUDE_PATH",
     "CPLUS_INCLUDE_PATH",
@@ -159,13 +159,13 @@ _VARIABLES = (
 )
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.MULTILINE)
 _INCLUDE_FLAGS = ("-isystem", "-iquote", "-idirafter", "-I")
-_JOINED = re.compile(r"[=,@]")
-_WORDS = re.compile(r"(?:\\.|[^\s\\])+")
+_SEPARATORS = re.compile(r"[=,@]")
+_MAKEFILE_WORDS = re.compile(r"(?:\\.|[^\s\\])+")
 
 
 def environment() -> list[str | None]:
     """Return the values of the variables that compilers read, in a fixed order."""
-    return [os.environ.get(name) for name in _VARIABLES]
+    return [os.environ.get(name) for name in _COMPILER_VARIABLES]
 
 
 def named(extension: Extension) -> list[Path]:
@@ -176,7 +176,7 @@ def named(extension: Extension) -> list[Path]:
     """
     compiling = [*extension.cflags, *extension.cuda_cflags]
     flags = (*compiling, *extension.ldflags)
-    words = [part for flag in flags for part in (flag, *_JOINED.split(flag))]
+    words = [part for flag in flags for part in (flag, *_SEPARATORS.split(flag))]
     folders = [*extension.include_dirs, *_values(compiling, _INCLUDE_FLAGS)]
     folders += _paths("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
     files = {*_headers(extension.all_sources, folders), *_libraries(extension.ldflags)}
@@ -196,7 +196,7 @@ def listed(folder: Path) -> list[str]:
     """Return the files in the compilers' dependency files ``*.d`` and the linker's ``*.link``."""
     words: list[str] = []
     for path in sorted(folder.glob("*.d")):
-        words += _WORDS.findall(" ".join(_first_rule(path)))
+        words += _MAKEFILE_WORDS.findall(" ".join(_first_rule(path)))
     for path in sorted(folder.glob("*.link")):  # one file per line, with unescaped blanks
         words += [line.strip() for line in _first_rule(path)]
     return [name for name in dict.fromkeys(map(_unescaped, words)) if name]
@@ -279,7 +279,7 @@ _USER_FLAGS = (*_COMMON, "-O3", "-Wall")
 _CUDA_FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden")
 
 # Not PyInit_##name: the module's name may be a predefined macro, such as linux.
-_ENTRY = """\
+_ENTRY_TEMPLATE = """\
 #include <opweave/python_module.h>
 
 PyMODINIT_FUNC PyInit_{module}() {{
@@ -328,7 +328,7 @@ def build(extension: Extension, kit_objects: Path, folder: Path, *, verbose: boo
     ]
     entry = folder / "entry.cpp"
     names = {"module": extension.module, "namespace": extension.namespace}
-    entry.write_text(_ENTRY.format(**names), encoding="utf-8")
+    entry.write_text(_ENTRY_TEMPLATE.format(**names), encoding="utf-8")
     jobs.append(_kit_job(entry, folder))
     by_source = [
         _simd_jobs(i, source, extension, folder) for i, source in enumerate(extension.simd_sources)

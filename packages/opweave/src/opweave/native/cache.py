@@ -27,7 +27,7 @@ from opweave.native.toolchain import NativeBuildError
 # The folders of the build cache: location, locks and cleanup.
 
 
-_SCRATCH = "tmp"
+_SCRATCH_PREFIX = "tmp"
 
 
 def cache_dir() -> Path:
@@ -82,7 +82,7 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
     Raises:
         NativeBuildError: it cannot be written.
     """
-    with _writing(folder), tempfile.TemporaryDirectory(dir=folder, prefix=_SCRATCH) as name:
+    with _writing(folder), tempfile.TemporaryDirectory(dir=folder, prefix=_SCRATCH_PREFIX) as name:
         yield Path(name)
 
 
@@ -101,7 +101,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def _sweep(mine: Path) -> None:
     """Remove scratch folders of killed builds, in *mine* and in unlocked folders."""
-    for left in mine.parent.glob(f"*/{_SCRATCH}*"):
+    for left in mine.parent.glob(f"*/{_SCRATCH_PREFIX}*"):
         with suppress(OSError), open(left.parent / "lock", "w", encoding="utf-8") as file:
             if left.parent != mine:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,7 +123,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 # Imports torch, which takes seconds, only if the module is linked against it.
-_LOAD = """
+_LOAD_SCRIPT = """
 import importlib.util, json, sys
 from importlib.machinery import ExtensionFileLoader
 name, path, folders = sys.argv[1:]
@@ -143,7 +143,7 @@ except ImportError as error:
     answer = {"error": str(error)}
 print("\\nopweave: " + json.dumps(answer), flush=True)
 """
-_ANSWER = "opweave: "  # the module may print other lines when it loads or Python exits
+_OUTPUT_PREFIX = "opweave: "  # the module may print other lines when it loads or Python exits
 
 # Symbols of the C++ library, which a C compiler does not link.
 _CXX_SYMBOLS = ("__cxxabiv1", "__cxa_", "__gxx_", "symbol: _ZSt", "symbol: _ZNSt", "symbol: _Zn")
@@ -155,7 +155,7 @@ def check(extension: Extension, path: Path) -> None:
     Raises:
         NativeBuildError: one of these fails.
     """
-    command = (sys.executable, "-I", "-S", "-c", _LOAD, extension.module, str(path))
+    command = (sys.executable, "-I", "-S", "-c", _LOAD_SCRIPT, extension.module, str(path))
     answer = _answer(toolchain.run((*command, json.dumps(sys.path))))
     why = answer.get("error", "").removeprefix(f"{path}: ")
     if any(symbol in why for symbol in _CXX_SYMBOLS):
@@ -167,11 +167,11 @@ def check(extension: Extension, path: Path) -> None:
 
 
 def _answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    lines = [line for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(_OUTPUT_PREFIX)]
     if not lines:  # it crashed
         last = done.stderr.strip().splitlines()[-1:]
         return {"error": last[0] if last else f"Python ended with {done.returncode}"}
-    answer: dict[str, Any] = json.loads(lines[0].removeprefix(_ANSWER))
+    answer: dict[str, Any] = json.loads(lines[0].removeprefix(_OUTPUT_PREFIX))
     if "error" not in answer and done.returncode != 0:
         code = done.returncode
         end = signal.Signals(-code).name if code < 0 else f"code {code}"

@@ -171,10 +171,6 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise NativeBuildError(f"{path} has no table {_TABLE}, which configures the build.")
     if not isinstance(table, dict):
         raise NativeBuildError(f"{path}: {_TABLE} must be a table, found {table!r}.")
-    return _checked(table, path)
-
-
-def _checked(table: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     for key in table:
         if key not in ("module", *_LISTS):
             raise NativeBuildError(
@@ -182,7 +178,10 @@ def _checked(table: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
                 f"{did_you_mean(key, ('module', *_LISTS))}"
             )
     module = table.get("module")
-    if not isinstance(module, str) or not all(map(_is_name, module.split("."))):
+    if not isinstance(module, str) or not all(
+        name.isidentifier() and name.isascii() and not keyword.iskeyword(name)
+        for name in module.split(".")
+    ):
         raise NativeBuildError(
             f"{path}: {_TABLE} needs module = 'package._C_ops', found {module!r}; names must be "
             "ASCII letters, digits and underscores, but not Python keywords."
@@ -196,10 +195,6 @@ def _checked(table: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise NativeBuildError(f"{path}: {key} must be a list of strings, found {value!r}.")
     return {"module": module, **lists}
-
-
-def _is_name(name: str) -> bool:
-    return name.isidentifier() and name.isascii() and not keyword.iskeyword(name)
 
 
 def _expand(folder: Path, patterns: list[str]) -> list[Path]:

@@ -11,7 +11,7 @@ from opweave.native.builder import check_name
 from opweave.native.toolchain import NativeBuildError
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_PLACES = {"package": "src/{name}", "gitignore": ".gitignore"}
+_TARGET_FOLDERS = {"package": "src/{name}", "gitignore": ".gitignore"}
 
 
 def new(name: str, parent: Path) -> list[Path]:
@@ -66,7 +66,7 @@ def write_package(
 
 def _write(template: Path, relative: Path, folder: Path, values: Mapping[str, str]) -> Path:
     first, *rest = relative.with_suffix("").parts
-    path = folder.joinpath(_PLACES.get(first, first).format(name=values["name"]), *rest)
+    path = folder.joinpath(_TARGET_FOLDERS.get(first, first).format(name=values["name"]), *rest)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = template.read_text(encoding="utf-8")
     for key, value in values.items():

@@ -132,7 +132,7 @@ def _compiler(command: tuple[str, ...]) -> Compiler:
 
 
 # For builds without these commands, and for opweave's own module.
-_UNUSED = ("module_init.cpp", "plain_call.cpp")
+_EXCLUDED_SOURCES = ("module_init.cpp", "plain_call.cpp")
 
 
 def include_dir() -> Path:
@@ -154,7 +154,7 @@ def include_dir() -> Path:
 def core_sources() -> list[Path]:
     """Return the kit's sources that all modules share."""
     paths = sorted((include_dir() / "opweave").glob("*.cpp"))
-    return [path for path in paths if path.name not in _UNUSED]
+    return [path for path in paths if path.name not in _EXCLUDED_SOURCES]
 
 
 @functools.cache
@@ -194,13 +194,13 @@ _LEVELS = {
         "base": ("-march=x86-64-v2",),
     }
 }
-_OTHERS: Mapping[str, tuple[str, ...]] = {"base": ()}
+_DEFAULT_LEVELS: Mapping[str, tuple[str, ...]] = {"base": ()}
 
 
 def levels() -> Mapping[str, tuple[str, ...]]:
     """Return the levels of this architecture, with the compiler flags of each."""
     machine = platform.machine()
-    return _LEVELS.get("x86_64" if machine == "AMD64" else machine, _OTHERS)
+    return _LEVELS.get("x86_64" if machine == "AMD64" else machine, _DEFAULT_LEVELS)
 
 
 def check_symbols(source: Path, objects: Iterable[Path]) -> None:

@@ -43,7 +43,8 @@ def _parts(model: nn.Module, implementation: str) -> list[tuple[Any, str, nn.Mod
     Only those of modules that look up their attention in transformers' registry.
     """
     parts: dict[int, tuple[Any, str, nn.Module]] = {}
-    looks_up: dict[str, bool] = {}  # by name; modules do as the model of transformers around them
+    # By module name; a module inherits the value of the transformers model that contains it.
+    looks_up: dict[str, bool] = {}
     fixed: set[int] = set()
     for name, module in model.named_modules():
         looks_up[name] = looks_up.get(name.rpartition(".")[0], False)

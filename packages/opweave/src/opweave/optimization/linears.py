@@ -36,7 +36,7 @@ def candidates(module: nn.Module) -> tuple[list[Replacement], int]:
 _GATE_AND_UP, _DOWN = "gate_up_proj", "down_proj"
 _ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation", "hidden_act")
 
-_KEPT, _FORM = "_opweave_activation", "_opweave_activation_form"
+_ACTIVATION_ATTRIBUTE, _APPROXIMATION_ATTRIBUTE = "_opweave_activation", "_opweave_activation_form"
 
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu_and_mul": nn.functional.silu,
@@ -53,7 +53,7 @@ def _gated(gate: str, x: Tensor) -> Any:
 
 def _kept(module: nn.Module) -> dict[str, Any]:
     activation = _activation_of(module)
-    return {_KEPT: activation, _FORM: _form_of(activation)}
+    return {_ACTIVATION_ATTRIBUTE: activation, _APPROXIMATION_ATTRIBUTE: _form_of(activation)}
 
 
 def _form_of(activation: Any) -> Any:
@@ -97,9 +97,9 @@ def _is_unchanged(module: Any) -> bool:
     Dropout acts in training mode; hooks of the activation and of dropout must run.
     """
     activation = _activation_of(module)
-    if activation is not getattr(module, _KEPT, None):
+    if activation is not getattr(module, _ACTIVATION_ATTRIBUTE, None):
         return False
-    if _form_of(activation) != getattr(module, _FORM, None):
+    if _form_of(activation) != getattr(module, _APPROXIMATION_ATTRIBUTE, None):
         return False
     for name, child in module.named_children():
         if name in (_GATE_AND_UP, _DOWN):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from opweave.ir.explain import text_table
 from opweave.optimization import attention, linears, norms
 from opweave.optimization.check import brief, difference
 from opweave.optimization.replaced import (
@@ -80,8 +81,7 @@ class OptimizeReport:
             (module, str(len(names)), text, names[0] or "the model")
             for (module, text), names in groups.items()
         ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return text_table(rows)
 
 
 def optimize(model: nn.Module) -> OptimizeReport:
@@ -169,9 +169,8 @@ def _choose(
         for candidate in candidates:
             attributes = candidate.kept(module)
             vars(module).update(attributes)
-            problem = _cannot_derive(module, candidate) or difference(
-                module, candidate, width, like
-            )
+            problem = _cannot_derive(module, candidate)
+            problem = problem or difference(module, candidate, width, like)
             if not problem:
                 return candidate, ""
             problems.append(problem)

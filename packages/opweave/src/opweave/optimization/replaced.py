@@ -58,12 +58,12 @@ def is_covered(tensor: Any) -> bool:
 
     False for nested, distributed and other wrapped tensors, which know PyTorch's operators only.
     """
-    return type(tensor) in _PLAIN or (
+    return type(tensor) in _TENSOR_TYPES or (
         isinstance(tensor, Tensor) and not torch_compat.is_wrapper(tensor)
     )
 
 
-_PLAIN = (Tensor, nn.Parameter)
+_TENSOR_TYPES = (Tensor, nn.Parameter)
 _replacements: dict[str, Replacement] = {}
 
 

@@ -5,7 +5,9 @@ soft-capping: Gemma 2, arXiv:2408.00118. Scores and probabilities are computed i
 result is cast back.
 """
 
+import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -272,18 +274,12 @@ def _causal_attention_inputs(
 
 
 @bidirectional_attention.register_input_generator
+@functools.wraps(_causal_attention_inputs)
 def _bidirectional_attention_inputs(
-    num_tokens: int = 8,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    *args: Any, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, None]:
-    query, key, value, *_ = _causal_attention_inputs(
-        num_tokens, num_heads, num_kv_heads, head_size, dtype, device
-    )
-    return query, key, value, None
+    query, key, value, scale, *_ = _causal_attention_inputs(*args, **options)
+    return query, key, value, scale
 
 
 @varlen_attention.register_input_generator

@@ -234,7 +234,7 @@ def _linear_w8a8_inputs(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype]:
-    """A *block_size* is for float8, and must divide both sizes; without, rows have one scale."""
+    """A *block_size*, for float8 only, must divide both sizes; 0: one scale per row."""
     x, weight, bias = linear.generate_inputs(
         num_tokens=num_tokens, hidden_size=hidden_size, output_size=output_size, device=device
     )

@@ -199,18 +199,10 @@ def _inputs(
         )
         rest = ~used.to(device)[:, None, :, None]
         key_cache, value_cache = (t.masked_fill(rest, math.nan) for t in (key_cache, value_cache))
-    return (
-        torch.randn(num_tokens + padding, num_heads, head_size, device=device).to(dtype),
-        key_cache,
-        value_cache,
-        tables.to(device, torch.int32),
-        lengths.to(device, torch.int32),
-        boundaries(queries, device),
-        None,
-        True,
-        None,
-        None,
-    )
+    query = torch.randn(num_tokens + padding, num_heads, head_size, device=device).to(dtype)
+    tables, lengths = tables.to(device, torch.int32), lengths.to(device, torch.int32)
+    cu_seqlens_q = boundaries(queries, device)
+    return query, key_cache, value_cache, tables, lengths, cu_seqlens_q, None, True, None, None
 
 
 @attention_quant.register_input_generator

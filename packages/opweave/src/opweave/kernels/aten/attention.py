@@ -18,7 +18,7 @@ from opweave.kernels.arguments import ATTENDS, attention_fits
 # Memory alignment of arguments for torch's CUDA kernels.
 
 
-_BYTES = 16  # per vectorized load
+_ALIGNMENT = 16  # bytes per vectorized load
 
 
 def aligned(t: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def aligned(t: Tensor) -> Tensor:
     """
     if not t.is_cuda:
         return t
-    count = _BYTES // t.itemsize
+    count = _ALIGNMENT // t.itemsize
     places = (t.storage_offset(), *t.stride()[:-1])
     return t.clone(memory_format=torch.contiguous_format) if any(p % count for p in places) else t
 
@@ -163,7 +163,7 @@ def _mask(query: Tensor, k_len: int, scale: float | None, window: int | None) ->
 # recorded; batches in which every sequence has one query never wait.
 
 
-_WHY = "shapes do not fit, or window is not positive"
+_SHAPES_REASON = "shapes do not fit, or window is not positive"
 
 
 class _AttentionOptions(NamedTuple):
@@ -193,7 +193,7 @@ class _Prompt(NamedTuple):
     supports_args=ATTENDS
     & rules.has_values("seq_lens", "cu_seqlens_q")
     & rules.is_none("soft_cap")
-    & rules.custom(attention_fits, _WHY),
+    & rules.custom(attention_fits, _SHAPES_REASON),
     tunable={"prompt": (1, 128, 1024)},
 )
 def paged_attention(

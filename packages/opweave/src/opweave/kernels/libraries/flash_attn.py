@@ -77,7 +77,7 @@ def _key_boundaries(cu_seqlens_k: Tensor) -> Tensor:
     return torch.cat((cu_seqlens_k, cu_seqlens_k[-1:])).int()
 
 
-# The longest sequence is not known without waiting for the GPU, so the bound is that of all tokens.
+# Reading the longest length would wait for the GPU, so the number of all tokens is the bound.
 # With 1, the kernel expects a token in each sequence.
 def _max_queries(query: Tensor) -> int:
     return max(len(query), 2)

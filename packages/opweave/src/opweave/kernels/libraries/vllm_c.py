@@ -32,7 +32,7 @@ from opweave.platforms.probes import cpu_features
 
 Function = Callable[..., Any]
 
-_NAMESPACE = "_C"  # in which vLLM registers its ops
+_NAMESPACE = "_C"  # vLLM registers its ops there
 
 
 def implements(

@@ -251,10 +251,10 @@ def _rows_of_piece(columns: int, tokens: int) -> int:
 # From here on, torch's product of integers is faster, where the CPU has instructions for it.
 _MIN_TOKENS_INT8 = 16
 _MULTIPLIES_INT8 = torch_compat.has_vnni()
-_MAX_COLUMNS = 1 << 17  # for which sums of products fit into 32 bits
+_MAX_COLUMNS = 1 << 17  # sums of more products may not fit into 32 bits
 # The largest number of tokens to multiply block by block; others multiply widened weights.
 _MAX_TOKENS_W8A8 = 16
-_MIN_ROWS_W8A8 = 16  # of such a block
+_MIN_ROWS_W8A8 = 16  # blocks with fewer rows multiply widened weights
 
 
 ACCEPTED_W8A8 = (
@@ -374,7 +374,7 @@ _linear_gguf = native_op("linear_gguf")
 _linear_gguf_many = native_op("linear_gguf_many")
 _widen_gguf = native_op("widen_gguf")
 
-# The largest number of tokens for which the kernel for few is faster, as measured with 2,048
+# The largest number of tokens for which the kernel for few tokens is faster, measured with 2,048
 # columns. Graphs with a dynamic number of tokens use it too.
 _MAX_TOKENS_W4 = {
     torch.float32: 24,
@@ -386,8 +386,8 @@ _MAX_TOKENS_Q = {
     torch.bfloat16: 6 if _BFLOAT16 else 12,
     torch.float16: 12,
 }
-# The smallest number of tokens in bfloat16 for which the tiles of AMX are faster; None: there are
-# none. Like torch by pieces, they round the weights to bfloat16.
+# The smallest number of bfloat16 tokens for which AMX tiles are faster; None: the CPU has no AMX.
+# Like torch by pieces, they round the weights to bfloat16.
 _MIN_TOKENS_AMX = 7 if STATUS.isa == "amx" else None
 _MANY_GROUP = 32  # groups of such weights are a multiple of this
 FORMATS = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")  # in the order of the native op

@@ -146,15 +146,15 @@ def _blocks_fit(key_cache: Tensor, value_cache: Tensor) -> bool:
     )
 
 
-_WHY = (
+_SHAPES_REASON = (
     "shapes do not fit, block_size is not a multiple of 16, positions of a head are not contiguous "
     "in a block, or window or soft_cap is not positive"
 )
 _COMMON = (
     rules.cpu("query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_seqlens_q")
     & ATTENDS
-    & rules.custom(attention_fits, _WHY)
-    & rules.custom(_blocks_fit, _WHY)
+    & rules.custom(attention_fits, _SHAPES_REASON)
+    & rules.custom(_blocks_fit, _SHAPES_REASON)
 )
 
 

@@ -56,7 +56,7 @@ def _weights_fit(query_weight: Tensor | None, key_weight: Tensor | None, head_si
 
 
 _TENSORS = ("x_query", "x_key", "positions", "cos_sin_cache")
-_WHY = (
+_SHAPES_REASON = (
     "the heads, the table and the head size do not fit, the heads are not in memory order, "
     f"or there are more than {MAX_DIMS} dimensions"
 )
@@ -89,7 +89,7 @@ def _rotated(
 
 @implements(
     ops.rotary_embedding,
-    rules.cpu(*_TENSORS) & _COMMON & rules.custom(rotary_fits, _WHY),
+    rules.cpu(*_TENSORS) & _COMMON & rules.custom(rotary_fits, _SHAPES_REASON),
     inplace=True,
     functional=_rotated,
     traits={ALIAS_SAFE, BATCH_INVARIANT},
@@ -138,8 +138,8 @@ def _normed_and_rotated(
     rules.cpu(*_TENSORS, "query_weight", "key_weight")
     & _COMMON
     & _WEIGHTS
-    & rules.custom(rotary_fits, _WHY)
-    & rules.custom(_weights_fit, _WHY),
+    & rules.custom(rotary_fits, _SHAPES_REASON)
+    & rules.custom(_weights_fit, _SHAPES_REASON),
     inplace=True,
     functional=_normed_and_rotated,
     traits={ALIAS_SAFE, BATCH_INVARIANT},

@@ -264,7 +264,7 @@ _MAX_GROUP = 32
 _MIN_SPLIT = 128  # keys; smaller splits are not worth a program
 _MAX_SPLITS = 64
 _PER_PROCESSOR = 4  # programs of a multiprocessor
-_WHY = (
+_SHAPES_REASON = (
     f"shapes do not fit, heads are larger than {_PAGED_ATTENTION_MAX_HEAD_SIZE} or in groups of "
     f"more than {_MAX_GROUP}, rows of a cache are not contiguous, or window or soft_cap is not "
     "positive"
@@ -285,8 +285,8 @@ def _heads_fit(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
     ops.paged_attention,
     on_device("query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_seqlens_q")
     & ATTENDS
-    & rules.custom(attention_fits, _WHY)
-    & rules.custom(_heads_fit, _WHY),
+    & rules.custom(attention_fits, _SHAPES_REASON)
+    & rules.custom(_heads_fit, _SHAPES_REASON),
     traits=(),  # not batch-invariant: the number of splits depends on the number of sequences
 )
 def paged_attention(

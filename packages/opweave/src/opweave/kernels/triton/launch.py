@@ -29,7 +29,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton interprets kernels on CPU tensors."""
 
 NAMESPACE = "opweave_triton"
-_IS_THERE = is_installed("triton")
+_IS_INSTALLED = is_installed("triton")
 
 
 def block_of(size: int) -> int:
@@ -55,8 +55,8 @@ def implements(
     """
     register = op.register_impl(
         "triton",
-        supported=_IS_THERE,
-        unsupported_reason=None if _IS_THERE else "Triton is not installed",
+        supported=_IS_INSTALLED,
+        unsupported_reason=None if _IS_INSTALLED else "Triton is not installed",
         supports_args=supports_args,
         inplace=inplace,
         traits=traits,
@@ -91,7 +91,7 @@ def processors(device: torch.device) -> int:
 
 
 def split_count(programs: int, per_processor: int, most: int, device: torch.device) -> int:
-    """Return by how many programs each of *programs* is replaced, a power of two.
+    """Return the number of splits of each program, a power of two.
 
     Args:
         programs: the number of programs without splits.
@@ -334,7 +334,7 @@ def key_of(device: int, arguments: Sequence[Any], constants: Mapping[str, object
 
     Triton compiles for the types of arguments, for integers that are 1 or multiples of 16, for
     tensors that begin at a multiple of 16 bytes and, on AMD GPUs, for tensors in small storages.
-    Keys also tell apart integers that a kernel does not specialize, which costs another entry.
+    Keys also distinguish integers that a kernel does not specialize, which costs another entry.
     """
     key: list[object] = [device]
     add = key.append

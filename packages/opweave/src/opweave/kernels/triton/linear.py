@@ -218,12 +218,12 @@ def _tile_w8a8(tokens: int, depth: int) -> Tile:
 
 # Linear layers with low-bit weights, which are dequantized in registers.
 #
-# Weights are rounded to the dtype of the activations, which is that of the matrix instructions.
+# Weights are rounded to the dtype of the activations, in which matrix instructions multiply.
 
 
 _low_bit_kernels = Kernels("linear_low_bit")
 
-_MAX_GROUPS = 8  # of a step: the scales of more take as many registers as the weights
+_MAX_GROUPS = 8  # groups per step; the scales of more take as many registers as the weights
 _LAYOUTS = {
     "q8_0": (16, 16),
     "q4_0": (16, 16),
@@ -232,11 +232,11 @@ _LAYOUTS = {
     "q5_k": (32, 32),
     "q6_k": (64, 16),
 }
-"""How far apart the columns in a byte are, and the bytes whose low bits belong to one group."""
+"""The distance of the two columns in a byte, and the number of bytes per group of low bits."""
 
 
 def _has_whole_steps(weight: Tensor, scale: Tensor) -> bool:
-    """Return whether a power of two of columns has whole groups, or is a whole part of one."""
+    """Return whether steps of a power of two of columns align with the groups."""
     group = group_of(weight, scale)
     return scale.shape[1] == 1 or group % _MIN_DEPTH == 0 or _MIN_DEPTH % group == 0
 
