@@ -247,12 +247,6 @@ def test_the_text_is_utf_8_and_does_not_say_otherwise(run: Run, tmp_path: Path) 
     assert text.startswith("# 算子\n# Copyright of the module.\n")
 
 
-def test_code_that_is_nested_too_deeply(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "my_ops.py"
-    path.write_text(MODULE + "x = " + "+".join(["1"] * 2000) + "\n")
-    assert_one_line_error(run("migrate", path), "is nested too deeply", "my_ops.py")
-
-
 @pytest.mark.parametrize("arguments", [[], ["--json"]])
 def test_without_libcst_the_error_names_the_extra(arguments: list[str], tmp_path: Path) -> None:
     path = tmp_path / "my_ops.py"

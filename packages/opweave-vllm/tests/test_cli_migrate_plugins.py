@@ -189,16 +189,6 @@ def test_registrations_in_another_file_are_followed(run: Run, package: Path) -> 
     assert "class Sigmoid(FatreluAndMul)" in found["sketch"]
 
 
-def test_a_kernel_for_a_known_layer_is_an_implementation(migrate: Migrate) -> None:
-    found = migrate("""
-class Mine(SiluAndMul):
-    def forward_oot(self, x):
-        return my_kernels.silu(x)
-""")
-    assert becomes(found, "Mine")[0][0] == "register_impl"
-    assert "class Mine" not in found["sketch"]
-
-
 def test_a_replacement_that_only_forwards_is_dropped(migrate: Migrate) -> None:
     found = migrate("""
 @SiluAndMul.register_oot

@@ -129,11 +129,6 @@ def test_what_cannot_be_compiled(source: str) -> None:
         ChatTemplate(source, "a test", {})
 
 
-def test_variables_of_any_name() -> None:
-    template = ChatTemplate("{{ messages | length }}{{ name }}{{ context }}", "a test", {})
-    assert template.render(MESSAGES, self=1, name=2, context=3) == f"{len(MESSAGES)}23"
-
-
 def test_a_developer_is_the_system_where_nobody_knows_developers() -> None:
     said = [{"role": "developer", "content": "x"}]
     assert ChatTemplate("{{ messages[0].role }}", "", {}).render(said) == "system"

@@ -50,6 +50,7 @@ FAMILIES = {
     "gemma3": Family(of.GEMMA3, content="either", most_calls=0),
     "hermes": Family(of.HERMES),
     "llava": Family(of.LLAVA, content="parts", most_calls=0),
+    "first part": Family(of.FIRST_PART, content="parts", most_calls=0),
     "half guarded": Family(of.HALF_GUARDED, content="parts", most_calls=0),
     "macro": Family(of.MACRO, content="either", most_calls=0),
     "thinking": Family(of.THINKING, most_calls=1, reasons=True),

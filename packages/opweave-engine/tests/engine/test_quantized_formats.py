@@ -281,12 +281,6 @@ def test_groups_in_order_need_no_index(tmp_path: Path) -> None:
     assert close(logits(tmp_path), theirs(model))
 
 
-def test_ranks_are_checked(tmp_path: Path) -> None:
-    config, packer = CASES["int4"]
-    q.write(tmp_path, config, lambda _: packer)
-    check_ranks(tmp_path, 2)
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param("gptq_act_order_asymmetric", marks=pytest.mark.slow), "mixed"]
 )

@@ -124,36 +124,6 @@ def test_masks_of_a_choice_are_those_of_brute_force() -> None:
         assert allowed(state)[:1] == [EOS]
 
 
-def test_a_batch_is_advanced_like_each_alone() -> None:
-    together = [started(choice=CHOICES), started(regex="[a-z]+"), started(json_object=True)]
-    alone = [started(choice=CHOICES), started(regex="[a-z]+"), started(json_object=True)]
-    for _ in range(6):
-        tokens = [random.choice([t for t in allowed(s) if t != EOS] or [EOS]) for s in together]
-        GRAMMARS.advance(zip(together, tokens, strict=True))
-        for state, token in zip(alone, tokens, strict=True):
-            GRAMMARS.advance([(state, token)])
-        assert [allowed(s) for s in together] == [allowed(s) for s in alone]
-
-
-def test_masks_become_impossible_scores() -> None:
-    logits = torch.randn(3, VOCABULARY)
-    states = {0: started(choice=["red"]), 2: started(regex="[0-9]")}
-    requests = [
-        SamplingRequest(SamplingParams(), 0, allowed=states[row].mask.allowed)
-        if row in states
-        else SamplingRequest(SamplingParams(), 0)
-        for row in range(3)
-    ]
-    scores = adjusted(logits, requests)
-    assert torch.equal(scores[1], logits[1])
-    for row, state in states.items():
-        kept = scores[row].isfinite().nonzero().flatten().tolist()
-        assert kept == allowed(state)
-        assert torch.equal(scores[row, kept], logits[row, kept])
-    both = adjusted(logits[[0, 2]], [requests[0], requests[2]])
-    assert torch.equal(both, scores[[0, 2]])
-
-
 def test_masks_of_any_length_mix_in_a_batch() -> None:
     logits = torch.randn(3, 21)
     requests = [
@@ -546,15 +516,6 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars.advance([(states[0], allowed(states[0])[0])])  # the others do not move
     assert allowed(states[1]) == allowed(started(grammars, regex="a+"))
     assert EOS not in allowed(states[1])
-
-
-def test_an_answer_that_ignores_eos_goes_on_while_it_can() -> None:
-    state = GRAMMARS.start(constrained(regex="a{1,2}", ignore_eos=True))
-    for _ in range(2):
-        assert not state.is_complete
-        assert EOS not in allowed(state)
-        GRAMMARS.advance([(state, PYDOC.encode("a", add_special_tokens=False)[0])])
-    assert state.is_complete
 
 
 def test_a_model_without_an_end_of_text_token() -> None:

@@ -25,14 +25,6 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-def test_until_the_end_of_the_block() -> None:
-    with cpu_threads(3):
-        assert torch.get_num_threads() == 3
-        with cpu_threads(None):
-            assert torch.get_num_threads() == 3
-    assert torch.get_num_threads() == 1
-
-
 def test_an_engine(checkpoint: Checkpoints) -> None:
     llm = LLM(checkpoint("llama")[0], config=EngineConfig(cpu_threads=2))
     assert torch.get_num_threads() == 2

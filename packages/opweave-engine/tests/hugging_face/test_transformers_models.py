@@ -134,19 +134,6 @@ def test_prompts_share_their_prefix(family: Family) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "window"),
-    [
-        (masking_utils.causal_mask_function, None),
-        (masking_utils.sliding_window_causal_mask_function(16), 16),
-        (masking_utils.sliding_window_causal_mask_function(1), 1),
-        (masking_utils.sliding_window_causal_mask_function(4096), 4096),
-    ],
-)
-def test_windows_are_found_in_masks(mask: Callable[..., Any], window: int | None) -> None:
-    assert attention._window_of(mask) == window
-
-
-@pytest.mark.parametrize(
     "mask",
     [
         masking_utils.bidirectional_mask_function,
@@ -217,13 +204,6 @@ def test_a_configuration_that_transformers_refuses(family: Family, tmp_path: Pat
     path = edited(family("olmo2")[0], tmp_path, hidden_act="sine")
     with pytest.raises((InvalidConfigError, CheckpointError), match="sine"):
         load_model(path)
-
-
-def test_dummy_weights(family: Family) -> None:
-    model = load_model(family("olmo2")[0], load_format="dummy", seed=5)
-    again = load_model(family("olmo2")[0], load_format="dummy", seed=5)
-    for first, second in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(first, second)
 
 
 def test_models_that_cannot_be_divided(family: Family) -> None:

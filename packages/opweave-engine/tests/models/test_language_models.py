@@ -22,7 +22,6 @@ from models.running import (
 from models.tiny_checkpoints import LAYERS as ALL_LAYERS
 from models.tiny_checkpoints import LLAMAS, Checkpoints, gpt_oss_block, random_ids
 from opweave import ir
-from opweave.ir.testing import restored
 from opweave_engine import load_model
 from opweave_engine.models import CausalLM, GptOssMoE, Mamba2ForCausalLM
 
@@ -173,44 +172,9 @@ def test_donated_tensors_are_not_read_again(checkpoint: Checkpoints) -> None:
     settings = ir.current_registry().settings
     settings.check_donation = True
     try:
-        assert_near(whole(model, ids), expected(reference, ids))
-        assert_near(whole(plain, ids), before)
+        for _repeat in range(2):  # no weight was given up either
+            assert_near(whole(model, ids), expected(reference, ids))
+            assert_near(in_steps(model, ids, [5]), expected(reference, ids))
+            assert_near(whole(plain, ids), before)
     finally:
         settings.check_donation = False
-
-
-def test_kernels_may_reuse_what_is_donated(checkpoint: Checkpoints) -> None:
-    path, reference = checkpoint("qwen3")
-    rotary, fused = ir.ops.rotary_embedding, ir.ops.fused_add_rms_norm
-    with restored(rotary, fused):
-
-        @rotary.register_impl("in_place", inplace=True)
-        def _(
-            x_query: Tensor,
-            x_key: Tensor,
-            positions: Tensor,
-            cos_sin_cache: Tensor,
-            head_size: int,
-            is_neox_style: bool = True,
-        ) -> tuple[Tensor, Tensor]:
-            native = rotary.impls["native"].impl_fn
-            query, key = native(x_query, x_key, positions, cos_sin_cache, head_size, is_neox_style)
-            return x_query.copy_(query), x_key.copy_(key)
-
-        @fused.register_impl("in_place", inplace=True)
-        def _(
-            x: Tensor,
-            x_residual: Tensor,
-            weight: Tensor | None,
-            epsilon: float,
-            variance_size: int | None = None,
-        ) -> tuple[Tensor, Tensor]:
-            native = fused.impls["native"].impl_fn
-            normed, total = native(x, x_residual, weight, epsilon, variance_size)
-            return x.copy_(normed), x_residual.copy_(total)
-
-        model, ids = load(path), tokens(8)
-        with ir.priority(rotary_embedding="in_place!", fused_add_rms_norm="in_place!"):
-            for _repeat in range(2):  # no weight was overwritten either
-                assert_near(whole(model, ids), expected(reference, ids))
-                assert_near(in_steps(model, ids, [5]), expected(reference, ids))

@@ -48,13 +48,6 @@ def test_calls(server: Running, template: str, content: dict[str, Any]) -> None:
     assert prompts(server, sent, chat_template=template) == expected
 
 
-def test_empty_calls_and_parts(server: Running) -> None:
-    parts = ["a", {"type": "refusal", "refusal": "b"}, {"type": "thinking", "thinking": "c"}]
-    sent = [{"role": "user", "content": parts}, {**OK, "tool_calls": [], "reasoning": "1+2"}, USER]
-    plain = [{**USER, "content": "a\nb\nc"}, {**OK, "reasoning_content": "1+2"}, USER]
-    assert prompts(server, sent) == theirs(of.QWEN3, plain)
-
-
 def test_continuing_the_last_message(server: Running) -> None:
     expected = "<|im_start|>user\nSum?<|im_end|>\n<|im_start|>assistant\nOK! "
     for fields in (

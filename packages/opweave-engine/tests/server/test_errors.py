@@ -225,12 +225,14 @@ def test_hostile_bodies(server: Running, path: str, body: bytes, named: str) -> 
     assert named in error_of(server.post(path, content=body, headers=headers), 400)["message"]
 
 
-def test_whole_numbers_are_integers(server: Running) -> None:
-    body = {"prompt": "x", "max_tokens": 2.0, "n": 1.0, "seed": 3.0, "top_k": -1.0, "logprobs": 1.0}
-    assert server.post(COMPLETIONS, body).status_code == 200
+def test_whole_numbers_are_integers_and_integers_are_numbers(server: Running) -> None:
+    whole = {"max_tokens": 2.0, "n": 1.0, "seed": 3.0, "top_k": -1.0, "logprobs": 1.0}
+    numbers = {"temperature": 1, "top_p": 1, "logit_bias": {"5": 1}}
+    assert server.post(COMPLETIONS, {"prompt": "x", **whole, **numbers}).status_code == 200
     params = server.engine.calls[-1].params
     assert (params.max_tokens, params.seed, params.logprobs) == (2, 3, 1)
     assert isinstance(params.max_tokens, int)
+    assert (params.temperature, params.logit_bias) == (1.0, {5: 1.0})
 
 
 def test_the_newer_limit_of_two_counts(server: Running) -> None:
@@ -238,13 +240,6 @@ def test_the_newer_limit_of_two_counts(server: Running) -> None:
     answer = server.post(CHAT, body)
     assert answer.json()["usage"]["completion_tokens"] == 2
     assert answer.json()["model"] == "tiny-pydoc"
-
-
-def test_integers_are_numbers_too(server: Running) -> None:
-    body = {"prompt": "x", "temperature": 1, "top_p": 1, "logit_bias": {"5": 1}, "max_tokens": 2}
-    assert server.post(COMPLETIONS, body).status_code == 200
-    params = server.engine.calls[-1].params
-    assert (params.temperature, params.logit_bias) == (1.0, {5: 1.0})
 
 
 @pytest.mark.parametrize(

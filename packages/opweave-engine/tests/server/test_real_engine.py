@@ -99,16 +99,6 @@ def test_places_of_tokens_are_those_in_the_text(real: Running, prompt: Any) -> N
                 assert token.startswith(text[place : place + len(token)])
 
 
-def test_errors_of_the_engine_are_errors_of_the_request(real: Running) -> None:
-    for prompt in ([5, 2048], [-1]):
-        for stream in (False, True):
-            answer = real.post(PATH, {"prompt": prompt, "stream": stream})
-            assert answer.status_code == 400, answer.text
-    assert real.post("/v1/embeddings", {"input": "x"}).status_code == 400
-    for prompt in ("", [[]]):  # is the token that begins texts
-        assert real.post(PATH, {"prompt": prompt}).status_code == 200
-
-
 def test_many_streams_with_random_disconnects_leave_nothing(real: Running) -> None:
     draw = random.Random(1)
 

@@ -180,13 +180,6 @@ def test_predicates_have_the_signature_of_the_op(blend: IrOp, predicate: Any, ma
     assert "other" not in blend.impls
 
 
-def test_names_are_checked(blend: IrOp) -> None:
-    with pytest.raises(ValueError, match="op name 'Blend' is invalid"):
-        ir.register_op(name="Blend")(lambda x: x)
-    with pytest.raises(ValueError, match="provider name 'my-kernel' is invalid"):
-        blend.register_impl("my-kernel")
-
-
 def test_an_implementation_can_be_removed(blend: IrOp) -> None:
     blend.set_default(["even", "plus_ten"])
     assert blend(X, Y).equal(X + Y + 50)
@@ -278,15 +271,6 @@ def test_warnings(blend: IrOp, caplog: pytest.LogCaptureFixture) -> None:
     assert "priority not set" in unset
     assert "blend" in incomplete
     assert "native may run" in incomplete
-
-
-def test_a_call_without_a_priority_warns_once(
-    blend: IrOp, caplog: pytest.LogCaptureFixture
-) -> None:
-    blend(X, Y)
-    blend(X, Y)
-    [record] = caplog.records
-    assert "blend: priority not set" in record.getMessage()
 
 
 @pytest.mark.parametrize(
