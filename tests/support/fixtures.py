@@ -29,6 +29,7 @@ SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**31)))
 # Workers of pytest-xdist take over the seed. They get a width too, which consoles would read once.
 os.environ["TEST_SEED"] = str(SEED)
 os.environ.pop("COLUMNS", None)
+os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is not a directory is not asked for on the hub
 # In every new cache, Inductor compiles and loads a program for each instruction set of the CPU, to
 # know that the compiler has it too: 12 s of the 19 s that a first graph takes.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")

@@ -20,7 +20,7 @@ from opweave.config import EngineConfig
 from opweave.ir import IrOpPriorityConfig
 from opweave_engine.core import EngineCore, PriorityLists, engine_priorities, private_context
 from opweave_engine.errors import EngineDeadError, InvalidArgumentError, id_in_use
-from opweave_engine.load.checkpoint import Progress, checkpoint_path
+from opweave_engine.load.checkpoint import Progress, checkpoint_name
 from opweave_engine.load.loader import check_dtype
 from opweave_engine.metrics import EngineStats
 from opweave_engine.outputs import EmbeddingOutput, PoolingParams, RequestOutput
@@ -238,7 +238,7 @@ class AsyncClient:
     """
 
     def __init__(self, model: str | Path, model_name: str | None) -> None:
-        self._model_name = model_name or checkpoint_path(model).resolve().name
+        self._model_name = model_name or checkpoint_name(model)
         self._dead_with: BaseException | None = None
         self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -129,7 +129,7 @@ class EngineCore:
         self.sampling_defaults = sampling_defaults(checkpoint, config.generation_config)
         log_defaults(checkpoint, config.generation_config, self.sampling_defaults)
         executor: Callable[..., Executor] = part(self.platform, "get_executor_cls", config)
-        self.executor = executor(model, config, self.platform, progress)
+        self.executor = executor(checkpoint.path, config, self.platform, progress)
         try:
             self._start()
         except BaseException:  # there is no engine yet that could shut it down

@@ -22,12 +22,15 @@ from models.tiny_checkpoints import LLAMAS, Checkpoints, edit_config, hf_model, 
 from opweave.conformance.ranks import Rank, on_ranks
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave_engine import (
+    LLM,
     Checkpoint,
     CheckpointError,
     EngineError,
     InvalidArgumentError,
+    SamplingParams,
     load_model,
 )
+from opweave_engine.client import AsyncClient
 from opweave_engine.load import loader
 from opweave_engine.load.checkpoint import TensorFile
 from opweave_engine.models import (
@@ -37,9 +40,11 @@ from opweave_engine.models import (
     WeightsError,
     build_model,
 )
+from support import ROOT
 
 Copy = Callable[[str], Path]
 FILE = "model.safetensors"
+CHECKPOINT = ROOT / "examples" / "models" / "tiny-pydoc"
 
 
 @pytest.fixture
@@ -507,6 +512,23 @@ def test_missing_directory_and_config(tmp_path: Path) -> None:
     assert isinstance(error.value, EngineError)
     with pytest.raises(CheckpointError, match=r"no config.json. It holds: nothing"):
         load_model(tmp_path)
+
+
+def test_the_id_of_a_repository_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The cache as the hub's client writes it.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--acme--tiny-pydoc"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    (repository / "snapshots").mkdir()
+    (repository / "snapshots" / ("0" * 40)).symlink_to(CHECKPOINT, target_is_directory=True)
+    assert Checkpoint("acme/tiny-pydoc").config()["model_type"] == "llama"
+    assert LLM("acme/tiny-pydoc").generate([[1, 2]], SamplingParams(max_tokens=1))
+    assert AsyncClient("acme/tiny-pydoc", None).model_name == "acme/tiny-pydoc"
+    assert AsyncClient(CHECKPOINT, None).model_name == "tiny-pydoc"
+    with pytest.raises(CheckpointError, match=r"is not a directory, .* downloaded") as error:
+        Checkpoint("acme/absent")
+    assert str(error.value).endswith("run: hf download acme/absent --local-dir absent")
 
 
 # Memory in huge pages: where it is, and that it is ordinary memory

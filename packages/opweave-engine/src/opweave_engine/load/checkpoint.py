@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from os import PathLike
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Protocol, runtime_checkable
@@ -116,24 +118,51 @@ Progress = Callable[[int, int], None]
 
 _log = logging.getLogger(__name__)
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def checkpoint_path(path: object) -> Path:
-    """Return *path*.
+def checkpoint_path(model: object) -> Path:
+    """Return the path of *model*; the id of a repository on the Hugging Face hub is downloaded.
+
+    A path that exists comes first.
 
     Raises:
-        CheckpointError: *path* is not a path.
+        CheckpointError: *model* is not a path, or cannot be downloaded.
     """
-    if not isinstance(path, str | PathLike):
+    if not isinstance(model, str | PathLike):
         raise CheckpointError(
-            f"The model is {path!r}; it must be the name of a checkpoint's directory or GGUF file."
+            f"The model is {model!r}; it must be the name of a checkpoint's directory or GGUF file."
         )
-    return Path(path)
+    path = Path(model).expanduser()
+    is_id = _HUB_ID.fullmatch(str(model)) and not is_gguf(path)
+    return _downloaded(str(model)) if is_id and not path.exists() else path
+
+
+def checkpoint_name(model: str | PathLike[str]) -> str:
+    """Return the name by which clients ask for *model*: of its directory, or its id on the hub."""
+    return str(model) if not (path := Path(model).expanduser()).exists() else path.resolve().name
+
+
+@cache
+def _downloaded(repository: str) -> Path:
+    from huggingface_hub import snapshot_download  # imports an HTTP client
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES))
+    except Exception as error:  # of the network, the repository or the disk
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise CheckpointError(
+            f"{repository!r} is not a directory, and it cannot be downloaded from the Hugging Face "
+            f"hub: {reason} Give the directory of a checkpoint, with config.json, tokenizer.json "
+            "and safetensors files; or a GGUF file; or, where the hub is reachable, run: "
+            f"hf download {repository} --local-dir {repository.rpartition('/')[2]}"
+        ) from error
 
 
 class Checkpoint:
-    """The directory or GGUF file *path*.
+    """The directory or GGUF file *path*, or a repository on the Hugging Face hub.
 
     Attributes:
         path: of the directory or file.
@@ -144,7 +173,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = checkpoint_path(path).expanduser()
+        self.path = checkpoint_path(path)
         self.gguf = read_gguf(self.path) if is_gguf(self.path) else None
         if self.gguf is None and not self.path.is_dir():
             raise CheckpointError(

@@ -366,10 +366,11 @@ def check_ranks(path: str | Path, size: int, model_impl: ModelImpl = "auto") -> 
         CheckpointError: ``config.json`` is missing or damaged.
         ModelError: the configuration is invalid or not supported.
     """
-    config = without_quantization(Checkpoint(path).config())
+    checkpoint = Checkpoint(path)
+    config = without_quantization(checkpoint.config())
     check_layers(config, MAX_LAYERS, "there can be")
     if uses_transformers(config, model_impl):
-        check_transformers_ranks(Path(path), config, size)
+        check_transformers_ranks(checkpoint.path, config, size)
         return
     model_class(config)
     with torch.device("meta"), tensor_parallel(first_rank(size)):
