@@ -74,8 +74,7 @@ def chat(
     Parameters
     ----------
     model
-        A directory with config.json, safetensors, tokenizer.json and a chat template; or a
-            GGUF file.
+        A checkpoint's directory, a GGUF file, or the id of a repository on the Hugging Face hub.
     system
         The system message of the conversation.
     chat_template

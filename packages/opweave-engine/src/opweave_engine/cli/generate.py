@@ -43,7 +43,7 @@ def generate(
     Parameters
     ----------
     model
-        A directory with config.json, safetensors and tokenizer.json; or a GGUF file.
+        A checkpoint's directory, a GGUF file, or the id of a repository on the Hugging Face hub.
     prompt
         The prompt; repeatable, for a batch.
     prompt_file

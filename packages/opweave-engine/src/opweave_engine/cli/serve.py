@@ -272,7 +272,7 @@ def serve(
     Parameters
     ----------
     directory
-        A directory with config.json, safetensors and tokenizer.json; or a GGUF file.
+        A checkpoint's directory, a GGUF file, or the id of a repository on the Hugging Face hub.
     model
         The model directory, as an option instead of an argument.
     host

@@ -279,7 +279,7 @@ def explain(
     Parameters
     ----------
     model
-        A directory with config.json, safetensors and tokenizer.json; or a GGUF file.
+        A checkpoint's directory, a GGUF file, or the id of a repository on the Hugging Face hub.
     compile
         Compile the model and show the decisions of every pass; otherwise run it op by op.
     profile

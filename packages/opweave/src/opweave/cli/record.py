@@ -64,7 +64,7 @@ def record(
     Parameters
     ----------
     model
-        A directory with config.json, safetensors and tokenizer.json; or a GGUF file.
+        A checkpoint's directory, a GGUF file, or the id of a repository on the Hugging Face hub.
     output
         The trace file to write.
     prompt
