@@ -194,14 +194,19 @@ def test_what_each_class_becomes(run: Run, module: Path) -> None:
     assert found["imports_left"] == ["vllm._ipex_ops"]
 
 
-def test_the_text_says_the_same(run: Run, module: Path) -> None:
-    text = run("migrate", module).stdout
+def test_the_report_goes_to_standard_error(run: Run, module: Path, tmp_path: Path) -> None:
+    printed = run("migrate", module)
     found = json.loads(run("migrate", module, "--json").stdout)
-    assert text.endswith(found["sketch"] + "\n")
+    assert printed.stdout == found["sketch"] + "\n"
     for described in found["classes"]:
-        assert f"{described['class']}, line {described['line']}" in text
+        assert f"{described['class']}, line {described['line']}" in printed.stderr
         for note in described["notes"]:
-            assert note in text
+            assert note in printed.stderr
+    last = printed.stderr.splitlines()[-1]
+    assert last == "4 of 6 classes converted; still imports vllm._ipex_ops"
+    written = run("migrate", module, "-o", tmp_path / "new.py")
+    assert (tmp_path / "new.py").read_text() == found["sketch"]
+    assert written.stdout == ""
 
 
 def test_the_sketch_runs_and_computes_the_same(

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
 
 from opweave.cli.options import Flag
-from opweave.cli.output import CliError, out, print_json, print_text
+from opweave.cli.output import CliError, err, print_json, write
 
 if TYPE_CHECKING:
     from opweave_vllm.migrate.plan import LayerPlan
 
 
-def migrate(file: Path, /, *, json: Flag = False) -> None:
+def migrate(
+    file: Path,
+    /,
+    *,
+    output: Annotated[str, Parameter(name=("--output", "-o"))] = "-",
+    json: Flag = False,
+) -> None:
     """Rewrite a module of vLLM-style CustomOp classes as ops, implementations and layers.
 
-    Prints the new module, with the comments and the formatting of the old one. The module is
-    parsed, never imported.
+    Prints the new module, with the comments and the formatting of the old one; the report goes to
+    standard error. The module is parsed, never imported.
 
     Parameters
     ----------
@@ -56,17 +64,17 @@ def migrate(file: Path, /, *, json: Flag = False) -> None:
         return
     for layer_plan in plans:
         described = _describe(layer_plan)
-        out.print(f"{described['class']}, line {described['line']}", markup=False)
+        err.print(f"{described['class']}, line {described['line']}", markup=False)
         for item in described["becomes"]:
-            out.print(f"  {item['what']}: {item['name']} ({item['why']})", markup=False)
+            err.print(f"  {item['what']}: {item['name']} ({item['why']})", markup=False)
         for note in described["notes"]:
-            out.print(f"  note: {note}", markup=False)
+            err.print(f"  note: {note}", markup=False)
     for note in source.notes:
-        out.print(f"note: {note}", markup=False)
-    for module in left:
-        out.print(f"still imports {module}", markup=False)
-    out.print()
-    print_text(text)
+        err.print(f"note: {note}", markup=False)
+    write("--output", output, text)
+    converted = sum(not each.stays or each.op is not None for each in plans)
+    imports = f"; still imports {', '.join(left)}" if left else ""
+    err.print(f"{converted} of {len(plans)} classes converted{imports}", markup=False)
 
 
 def _describe(plan: LayerPlan) -> dict[str, Any]:
