@@ -78,6 +78,7 @@ def test_bfloat16_is_near_transformers(checkpoint: Checkpoints) -> None:
     assert error < 0.02
 
 
+@pytest.mark.slow  # the engine does not compile encoders
 @each_codegen
 def test_compiled_is_transformers_in_one_graph(codegen: bool, checkpoint: Checkpoints) -> None:
     path, reference = checkpoint("bert_one_layer")  # one says all that others would

@@ -60,7 +60,8 @@ def run(cases: dict[str, Case], folder: Path, *, codegen: bool = False) -> Outco
         for name, case in cases.items()
     }
     torch.save(described, folder / "cases.pt")
-    code = f"from models.two_ranks import run_ranks; run_ranks({str(folder)!r}, {codegen})"
+    code = "import transformers.modeling_utils\n"  # before it forks, for both ranks
+    code += f"from models.two_ranks import run_ranks; run_ranks({str(folder)!r}, {codegen})"
     paths = os.pathsep.join(filter(None, sys.path))
     ended = warm_python().run("-c", code, env={**os.environ, "PYTHONPATH": paths})
     assert ended.returncode == 0, ended.stderr
