@@ -288,11 +288,7 @@ def _json(value: Mapping[str, Any], path: str) -> str:
 Message = Mapping[str, Any]  # role and content, as in OpenAI's API
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_REASONING_FIELDS = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # one field; APIs differ in its name
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # one field in several APIs
 _UNSUPPORTED_FIELDS = {
     "audio": "the model takes text alone",
     "function_call": "write it as an entry of tool_calls",
@@ -346,11 +342,8 @@ def _message(message: Message, path: str, traits: Traits) -> dict[str, Any]:
     fields["content"] = None if is_null else in_shape(texts, traits)
     reasoning = next((fields[name] for name in _REASONING_FIELDS if name in fields), None)
     if reasoning is not None:
-        fields = {
-            **dict.fromkeys(_REASONING_FIELDS, reasoning),
-            **fields,
-            _REASONING_FIELDS[0]: reasoning,
-        }
+        fields = {**dict.fromkeys(_REASONING_FIELDS, reasoning), **fields}
+        fields[_REASONING_FIELDS[0]] = reasoning
     return fields
 
 
