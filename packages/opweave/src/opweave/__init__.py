@@ -24,6 +24,10 @@ _registry.on_first_use(_prepare, _load_plugins)
 _before_loading_packages(_registry.ensure_ready)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> _Any:
     if name in ("optimize", "restore"):  # imported when they are first used
         from opweave import optimization

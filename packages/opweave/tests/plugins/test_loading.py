@@ -255,6 +255,15 @@ def test_what_opweave_registers_meanwhile_is_its_own(fresh_cases: FreshCases) ->
     )
 
 
+def test_a_package_that_was_installed_after_the_start_of_the_process(
+    installed: Install, tmp_path: Path
+) -> None:
+    loader = installed(plugin("late", CALLS))
+    (tmp_path / "late_module.py").unlink()  # as if found on the path of a new process only
+    with pytest.raises(PluginImportError, match="Restart Python if it was installed after"):
+        loader.load_general()
+
+
 def test_all_are_tried_and_those_that_failed_again(
     installed: Install, registry: ir.Registry, calls: list[str], tmp_path: Path
 ) -> None:

@@ -243,7 +243,12 @@ class Plugin:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # errors of plugins must not end the program
-            raise kind(f"{self.entry} {problem}: {described(error)}{_place_of(error)}") from error
+            absent = isinstance(error, ModuleNotFoundError) and error.name == self.entry.package
+            hint = (
+                ". Restart Python if it was installed after this process started" if absent else ""
+            )
+            message = f"{self.entry} {problem}: {described(error)}{_place_of(error)}{hint}"
+            raise kind(message) from error
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
