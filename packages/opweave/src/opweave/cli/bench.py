@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -62,7 +63,8 @@ def bench_op(
 ) -> int:
     """Time every implementation of an op, after comparing its result with the definition.
 
-    Exits with 1 if a result is wrong.
+    The fastest comes first, unless other processes keep this machine busy. Exits with 1 if a result
+    is wrong.
 
     Parameters
     ----------
@@ -86,6 +88,7 @@ def bench_op(
     """
     from opweave.ir import current_registry
     from opweave.tuning import Effort
+    from opweave.tuning.timing import busy
 
     check_writable("--plot", plot)
     if plot is not None and not plot.endswith(".svg"):
@@ -94,11 +97,14 @@ def bench_op(
     options.apply()
     chosen = current_registry().op(op.replace("-", "_"))
     cases = _cases(chosen, tokens, shape, dtype, trace, seed)
+    busy_reason = busy()
     results, limit = _measured(cases, Effort(rounds=rounds))
     if json:
-        print_json(_as_data(chosen, results, limit))
+        print_json({**_as_data(chosen, results, limit), "busy": busy_reason})
     else:
-        out.print(_table(results, limit))
+        out.print(_table(results, limit, is_ranked=busy_reason is None))
+        if busy_reason is not None:
+            out.print(f"{busy_reason}: not ranked", markup=False)
     if plot is not None:
         write("--plot", plot, _chart(chosen, results))
     measurements = [m for *_, of_case in results for m in of_case]
@@ -150,14 +156,16 @@ def _measured(cases: list[Sized], effort: Effort) -> tuple[Results, float]:
     return results, limit
 
 
-def _table(results: Results, limit: float) -> Table:
+def _table(results: Results, limit: float, *, is_ranked: bool) -> Table:
     table = PlainTable("tokens", "provider", "µs", "GB/s", "of limit", "error", "call")
     for column in (0, 2, 3, 4, 5):
         table.columns[column].justify = "right"
     for sized, default, measurements in results:
-        for m in sorted(
-            measurements, key=lambda m: m.time.microseconds if m.time else float("inf")
-        ):
+        if is_ranked:
+            measurements = sorted(
+                measurements, key=lambda m: m.time.microseconds if m.time else math.inf
+            )
+        for m in measurements:
             speed = m.bytes_per_second
             name = f"{m.provider} (default)" if m.provider == default else m.provider
             reason = f"[red]{m.status}[/]: {escape(m.reason)}"

@@ -184,7 +184,11 @@ def _progress(subjects: list[Subject], action: str = "verifying") -> Iterator[Su
 
 
 def _print(results: list[Result], times: Times) -> None:
+    from opweave.tuning.timing import busy
+
     out.print(_table(results, times))
+    if times and (reason := busy()):
+        out.print(f"{reason}: do not compare the times", markup=False)
     for result in results:
         _print_findings(result)
     for line in _excluded(times):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import statistics
 import time
@@ -17,6 +18,12 @@ from opweave import native, platforms
 from opweave.packages import __version__
 
 # The machine and software that a measurement is valid for.
+
+
+def busy() -> str | None:
+    """Return why times cannot be compared now: other processes use this machine's cores; or None."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f"this machine is busy (load {load:.0f} on {cores} cores)" if load >= cores else None
 
 
 @dataclass(frozen=True)
