@@ -121,6 +121,7 @@ test-triton: $(DEV) $(TRITON)/installed.stamp ## test the Triton kernels in Trit
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 \
 	  $(BIN)/python -m pytest packages/opweave/tests/triton_kernels --numprocesses 2 --dist worksteal \
 	  --hypothesis-profile $(PROFILE)
+	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/test_docs.py -k triton-kernel
 
 test-triton-aot: $(DEV) $(TRITON)/installed.stamp ## compile the Triton kernels for 4 GPUs without one, check registers
 	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest packages/opweave/tests/triton_kernels/test_compiled.py \

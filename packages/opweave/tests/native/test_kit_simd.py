@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from opweave import native
-from opweave.native import NativeBuildError, scaffold
+from opweave.cli.new import create
+from opweave.native import NativeBuildError
 from opweave.native.toolchain import levels
 from support.warm_python import warm_python
 
@@ -41,7 +42,7 @@ void OPWEAVE_SIMD(softcap)(float* out, const float* x, float cap, int64_t begin,
 def csrc(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The C++ sources of a new package."""
     folder = tmp_path_factory.mktemp("project")
-    scaffold.new("demo", folder)
+    create("demo", folder, kernel="cpp")
     return folder / "demo" / "csrc"
 
 
