@@ -78,7 +78,7 @@ def create(
     """
     folder = parent / name
     _check_name(name, folder)
-    values = {
+    values: dict[str, str | bool] = {
         "name": name,
         "class": "".join(part.capitalize() for part in name.split("_")),
         "kernel": kernel,

@@ -166,18 +166,13 @@ def setup(folder: str | Path) -> None:
     Raises:
         NativeBuildError: as for :func:`build`.
     """
-    import setuptools
+    import setuptools  # type: ignore[import-untyped]
 
     built = build(folder)
     options = {"py_limited_api": "cp310"}
     if not _read(Path(folder, "pyproject.toml"))["ldflags"] and (tag := _manylinux(built.path)):
         options["plat_name"] = tag
-
-    class BinaryDistribution(setuptools.Distribution):
-        def has_ext_modules(self) -> bool:
-            return True
-
-    setuptools.setup(distclass=BinaryDistribution, options={"bdist_wheel": options})
+    setuptools.setup(has_ext_modules=lambda: True, options={"bdist_wheel": options})
 
 
 def _manylinux(module: Path) -> str | None:
@@ -186,7 +181,7 @@ def _manylinux(module: Path) -> str | None:
     if not versions:
         return None
     machine = sysconfig.get_platform().removeprefix("linux-")
-    # pip knows the older tags of x86_64 by other names, from manylinux1 to manylinux2014.
+    # 2.17 is the oldest that has a tag on every architecture.
     return f"manylinux_2_{max(17, *map(int, versions))}_{machine}"
 
 
