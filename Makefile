@@ -125,6 +125,8 @@ test-triton: $(DEV) $(TRITON)/installed.stamp ## test the Triton kernels in Trit
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 \
 	  $(BIN)/python -m pytest packages/opweave/tests/triton_kernels --numprocesses 2 --dist worksteal \
 	  --hypothesis-profile $(PROFILE)
+	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/test_docs.py packages/opweave/tests/test_cli_new.py \
+	  -k "triton-kernel or triton_packages"
 
 test-triton-aot: $(DEV) $(TRITON)/installed.stamp ## compile the Triton kernels for 4 GPUs without one, check registers
 	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest packages/opweave/tests/triton_kernels/test_compiled.py \

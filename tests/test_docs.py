@@ -13,6 +13,7 @@ import pytest
 
 import opweave
 import opweave_engine
+from opweave.packages import is_installed
 from opweave_vllm import migrate, vllm_api
 from support.warm_python import warm_python
 
@@ -27,10 +28,20 @@ PAGES = [
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_blocks_run_and_print_what_they_say(page: Path) -> None:
-    # In a process of its own: pages declare ops and change torch's state.
-    blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
-    program = [f"exec({block!r}); print({MARK!r})" for kind, block in blocks if kind == "python"]
+def test_blocks_run_and_print_what_they_say(page: Path, tmp_path: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    if "import triton" in text and not is_installed("triton"):
+        pytest.skip("make test-triton runs this page")
+    # In a process of its own: pages declare ops and change torch's state. And from files: Triton
+    # reads the source of kernels.
+    blocks = BLOCK.findall(text)
+    program = []
+    for number, (kind, block) in enumerate(blocks):
+        if kind == "python":
+            file = tmp_path / f"block_{number}.py"
+            file.write_text(block, encoding="utf-8")
+            code = f"compile({block!r}, {str(file)!r}, 'exec')"
+            program.append(f"exec({code}); print({MARK!r})")
     done = warm_python().run("-W", "error", "-c", "\n".join(program), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     printed = iter(done.stdout.split(MARK))
@@ -44,6 +55,12 @@ def test_blocks_run_and_print_what_they_say(page: Path) -> None:
 
 def test_the_pages_with_code_are_found() -> None:
     assert {"README.md", "tutorial.md"} <= {page.name for page in PAGES}
+
+
+def test_the_example_runs_the_readers_kernel() -> None:
+    done = warm_python().run("-W", "error", ROOT / "examples" / "hello_kernel.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].split() == ["→", "hello"]
 
 
 FILE = re.compile(r"`((?:packages|benchmarks)/[\w./-]+\.(?:py|cpp|h|md|svg|json))`")

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import textwrap
-from pathlib import Path
 
-import pytest
-
-from opweave.cli import main
 from support.fixtures import Case, FreshCases
-from support.warm_python import warm_python
 
 RUN = """
 import contextlib, io, json, sys
@@ -269,85 +261,3 @@ def test_what_is_broken(fresh_cases: FreshCases) -> None:
 
 def _with(files: dict[str, str], before: str, after: str) -> dict[str, str]:
     return {path: text.replace(before, after) for path, text in files.items()}
-
-
-# A new plugin
-
-QUICK = "not compiled and not dynamic_shapes and not opcheck and not children"
-
-
-def new(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main(["plugins", "new", *arguments])
-    return int(exit_.value.code or 0)
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def run_its_tests(folder: Path, *arguments: str) -> str:
-    """Run the tests of a package, with the package as good as installed."""
-    info = folder / "src" / "demo-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: demo\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[opweave.general_plugins]\ndemo = demo:register\n"
-        "[opweave.platform_plugins]\ndemo = demo.claim:claim\n"
-    )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", *filter(None, sys.path)])}
-    options = ("-q", "-p", "no:cacheprovider", *arguments)
-    done = warm_python().run("-m", "pytest", *options, cwd=folder, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_a_new_plugin(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert new("demo") == 0
-    text = capfd.readouterr().out
-    assert "demo/src/demo/kernels.py" in text
-    assert "Now: pip install -e './demo[test]' && pytest demo && opweave plugins list" in text
-    written = {str(path.relative_to(here)) for path in here.rglob("*") if path.is_file()}
-    assert "platform" not in " ".join(written)
-    assert "platform_plugins" not in (here / "demo" / "pyproject.toml").read_text()
-    assert not [path for path in here.rglob("*") if path.is_file() and "{{" in path.read_text()]
-
-
-def test_a_new_platform_conforms(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert new("demo", "--platform", "--json") == 0
-    told = json.loads(capfd.readouterr().out)
-    assert told["name"] == "demo"
-    assert {Path(path) for path in told["files"]} == {p for p in here.rglob("*") if p.is_file()}
-    assert "passed" in run_its_tests(here / "demo", "-k", QUICK + " and not kernels and not claim")
-
-
-@pytest.mark.slow
-def test_a_new_platform_conforms_in_full(here: Path) -> None:
-    assert new("demo", "--platform") == 0
-    assert "failed" not in run_its_tests(here / "demo")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        *(
-            (n, "is not a name for a plugin")
-            for n in ("Demo", "my-plugin", "1st", "lambda", "", "../x")
-        ),
-        *((n, "is taken") for n in ("cpu", "cuda", "native", "json", "opweave")),
-        *((n, "is already installed") for n in ("torch", "pytest")),
-        ("there", "already exists; choose another name."),
-    ],
-)
-def test_bad_names_end_in_one_line(
-    name: str, message: str, here: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (here / "there").mkdir()
-    assert new(name) == 2
-    line = capfd.readouterr().err
-    assert line.startswith("opweave: ")
-    assert line.count("\n") == 1
-    assert message in line
-    assert [path.name for path in here.iterdir()] == ["there"]

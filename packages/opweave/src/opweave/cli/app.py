@@ -38,6 +38,7 @@ COMMANDS = {
     "ops": "opweave.cli.ops:ops",
     "doctor": "opweave.cli.doctor:doctor",
     "bench": "opweave.cli.bench:bench",
+    "new": "opweave.cli.new:new",
     "native": "opweave.cli.native:native",
     "plugins": "opweave.cli.plugins:plugins",
     "verify": "opweave.cli.verify:verify_command",

@@ -161,11 +161,7 @@ def _table(results: Results, limit: float, *, is_ranked: bool) -> Table:
     for column in (0, 2, 3, 4, 5):
         table.columns[column].justify = "right"
     for sized, default, measurements in results:
-        if is_ranked:
-            measurements = sorted(
-                measurements, key=lambda m: m.time.microseconds if m.time else math.inf
-            )
-        for m in measurements:
+        for m in sorted(measurements, key=_microseconds) if is_ranked else measurements:
             speed = m.bytes_per_second
             name = f"{m.provider} (default)" if m.provider == default else m.provider
             reason = f"[red]{m.status}[/]: {escape(m.reason)}"
@@ -177,6 +173,10 @@ def _table(results: Results, limit: float, *, is_ranked: bool) -> Table:
                 reason if m.reason else escape(_call(sized)),
             )  # fmt: skip
     return table
+
+
+def _microseconds(measurement: Measurement) -> float:
+    return measurement.time.microseconds if measurement.time else math.inf
 
 
 def _call(sized: Sized) -> str:

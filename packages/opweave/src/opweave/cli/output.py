@@ -10,7 +10,6 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -212,16 +211,6 @@ def write(option: str, file: str, text: str) -> None:
     except OSError as error:
         raise CliError(f"{option} {file!r} cannot be written: {error.strerror}.") from error
     err.print(f"wrote {file}", markup=False)
-
-
-def print_created(name: str, files: Sequence[Path], then: str, *, json: bool) -> None:
-    """Print the files of a new package, and the commands to run next."""
-    if json:
-        print_json({"name": name, "files": [str(path) for path in files]})
-        return
-    for path in files:
-        out.print(escape(str(path.relative_to(Path.cwd()))))
-    out.print(f"\nNow: {escape(then)}")
 
 
 def write_json(option: str, file: str, value: Any) -> None:

@@ -1,42 +1,21 @@
-"""``opweave plugins list | new``: list installed plugins, and create a new package."""
+"""``opweave plugins list``: list installed plugins."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 
 from cyclopts import App
 from rich.markup import escape
 
 from opweave.cli.doctor import plugin_table
 from opweave.cli.options import Flag
-from opweave.cli.output import out, print_created, print_json
+from opweave.cli.output import out, print_json
 from opweave.ir.errors import OpweaveError
 from opweave.platforms import resolution
-from opweave.plugins import load_general_plugins, plugin_problems, plugin_report, scaffold
+from opweave.plugins import load_general_plugins, plugin_problems, plugin_report
 
-plugins = App(name="plugins", help="List installed plugins, and create a new one.")
-
-
-@plugins.command
-def new(name: str, /, *, platform: Flag = False, json: Flag = False) -> None:
-    """Create a plugin package that passes the conformance tests, in a new folder.
-
-    It has a kernel, a replacement layer and tests.
-
-    Parameters
-    ----------
-    name
-        Name of the package, its folder, the plugin and its provider.
-    platform
-        Add a platform, for a new device.
-    json
-        Print JSON.
-    """
-    files = scaffold.new(name, Path.cwd(), platform=platform)
-    then = f"pip install -e './{name}[test]' && pytest {name} && opweave plugins list"
-    print_created(name, files, then, json=json)
+plugins = App(name="plugins", help="List installed plugins.")
 
 
 @plugins.command(name="list")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import keyword
 import os
+import re
 import shutil
 import sys
+import sysconfig
 import tempfile
 import threading
 import tomllib
@@ -154,12 +156,41 @@ def build(folder: str | Path, *, verbose: bool = False) -> Built:
     return Built(_place(built.path, target), built.key, built.cached)
 
 
+def setup(folder: str | Path) -> None:
+    """Build the native module of the package in *folder*, and run setuptools: for its ``setup.py``.
+
+    The wheel is for every CPython since 3.10. On Linux, its tag names the glibc that the module
+    needs, as package indexes require. Modules with ``ldflags`` keep the tag of this machine, since
+    the libraries that they need may be missing elsewhere.
+
+    Raises:
+        NativeBuildError: as for :func:`build`.
+    """
+    import setuptools  # type: ignore[import-untyped]
+
+    built = build(folder)
+    options = {"py_limited_api": "cp310"}
+    if not _read(Path(folder, "pyproject.toml"))["ldflags"] and (tag := _manylinux(built.path)):
+        options["plat_name"] = tag
+    setuptools.setup(has_ext_modules=lambda: True, options={"bdist_wheel": options})
+
+
+def _manylinux(module: Path) -> str | None:
+    """Return the platform tag for the oldest glibc that *module* runs with; None without glibc."""
+    versions = re.findall(rb"GLIBC_2\.(\d+)", module.read_bytes())
+    if not versions:
+        return None
+    machine = sysconfig.get_platform().removeprefix("linux-")
+    # 2.17 is the oldest that has a tag on every architecture.
+    return f"manylinux_2_{max(17, *map(int, versions))}_{machine}"
+
+
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise NativeBuildError(
-            f"{path} does not exist; `opweave native new NAME` creates a package."
+            f"{path} does not exist; `opweave new NAME --kernel cpp` creates a package."
         ) from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise NativeBuildError(f"Cannot read {path}: {error}.") from error

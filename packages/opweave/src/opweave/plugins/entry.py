@@ -91,10 +91,6 @@ class ReferenceNameError(PluginError, ImportError):
     """A qualified name, such as ``package.module.Class``, cannot be resolved."""
 
 
-class PluginScaffoldError(PluginError, ValueError):
-    """A new plugin package cannot be created: its name is not valid, or it exists."""
-
-
 class PluginWarning(UserWarning):
     """A plugin failed or its declaration has no effect; opweave continues without it."""
 

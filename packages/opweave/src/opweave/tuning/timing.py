@@ -21,7 +21,7 @@ from opweave.packages import __version__
 
 
 def busy() -> str | None:
-    """Return why times cannot be compared now: other processes use this machine's cores; or None."""
+    """Return why times cannot be compared now, since other processes use the cores; or None."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     return f"this machine is busy (load {load:.0f} on {cores} cores)" if load >= cores else None
 
