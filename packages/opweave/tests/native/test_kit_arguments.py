@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from opweave import native
-from opweave.native import NativeBuildError, NativeModule, scaffold
+from opweave.cli.new import create
+from opweave.native import NativeBuildError, NativeModule
 from opweave.native.toolchain import levels
 from support.warm_python import warm_python
 
@@ -272,7 +273,7 @@ void OPWEAVE_SIMD(softcap)(float* out, const float* x, float cap, int64_t begin,
 def csrc(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The C++ sources of a new package."""
     folder = tmp_path_factory.mktemp("project")
-    scaffold.new("demo", folder)
+    create("demo", folder, kernel="cpp")
     return folder / "demo" / "csrc"
 
 
