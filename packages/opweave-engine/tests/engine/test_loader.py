@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from models.tiny_checkpoints import KINDS, hf_model, random_ids
-from opweave.conformance.ranks import Rank, on_ranks
+from opweave.conformance.layers import Rank, on_ranks
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave_engine import CheckpointError, EngineError, InvalidArgumentError, load_model
 from opweave_engine.load.loader import as_language_model

@@ -45,8 +45,8 @@ each_subject = pytest.mark.parametrize("subject", ALL, ids=str)
 def _few_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw few sizes: slow tests and ``make verify`` draw more."""
     if request.node.get_closest_marker("slow") is None:
-        monkeypatch.setattr(inputs, "_SWEEP", 0.02)
-        monkeypatch.setattr(inputs, "_SLOW", 0.01)
+        monkeypatch.setattr(inputs, "_SWEEP_SECONDS", 0.02)
+        monkeypatch.setattr(inputs, "_SLOW_SECONDS", 0.01)
 
 
 @each_subject
