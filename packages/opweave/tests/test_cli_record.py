@@ -119,7 +119,7 @@ SMALL = ("--shape", "hidden_size=32", "--rounds", "2")
 
 @pytest.fixture(autouse=True)
 def _quick_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opweave.tuning.timing._COPIED", 2**20)
+    monkeypatch.setattr("opweave.tuning.timing._COPY_BYTES", 2**20)
 
 
 def test_bench_table(run: Run) -> None:

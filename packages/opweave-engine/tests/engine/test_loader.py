@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from models.tiny_checkpoints import LLAMAS, Checkpoints, edit_config, hf_model, random_ids
-from opweave.conformance.ranks import Rank, on_ranks
+from opweave.conformance.layers import Rank, on_ranks
 from opweave.layers import TensorParallel, tensor_parallel
 from opweave_engine import (
     LLM,

@@ -1,4 +1,4 @@
-"""Ways to run a language model: at once, in steps through a cache, on several ranks."""
+"""Ways to run a language model: at once, in steps through a cache, on several layers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.conformance import ranks
-from opweave.conformance.ranks import Rank
+from opweave.conformance import layers
+from opweave.conformance.layers import Rank
 from opweave.layers import SequenceStates, StateCache
 from opweave.layers.parallel import TensorParallel, tensor_parallel
 from opweave_engine.models import ForwardContext, forward_context
@@ -155,4 +155,4 @@ def on_ranks(size: int, build: Callable[[], Built], run: Callable[[Built], Resul
                 part = build()
             return run(part)
 
-    return ranks.on_ranks(size, one)
+    return layers.on_ranks(size, one)

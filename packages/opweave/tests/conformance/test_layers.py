@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opweave.conformance import NonconformingError, layers
-from opweave.conformance.ranks import Rank, on_ranks
+from opweave.conformance.layers import Rank, on_ranks
 
 FULL = torch.randn(6, 8)
 

@@ -45,11 +45,11 @@ each_subject = pytest.mark.parametrize("subject", ALL, ids=str)
 def _few_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw few sizes: slow tests and ``make verify`` draw more."""
     if request.node.get_closest_marker("slow") is None:
-        monkeypatch.setattr(inputs, "_SWEEP", 0.02)
-        monkeypatch.setattr(inputs, "_SLOW", 0.01)
+        monkeypatch.setattr(inputs, "_SWEEP_SECONDS", 0.02)
+        monkeypatch.setattr(inputs, "_SLOW_SECONDS", 0.01)
         monkeypatch.setattr(inputs, "_MANY_TOKENS", (257, 1031))
         monkeypatch.setattr(inputs, "_WIDTHS", (1, 3, 17, 64, 129, 1000))
-        monkeypatch.setattr("opweave.conformance.checks.values._SECONDS", 2.0)
+        monkeypatch.setattr("opweave.conformance.checks.values._COMBINATIONS_SECONDS", 2.0)
 
 
 @each_subject

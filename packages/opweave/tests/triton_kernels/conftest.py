@@ -27,7 +27,7 @@ def device() -> str:
 @pytest.fixture(autouse=True)
 def _sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw fewer sizes in CI, where Triton's interpreter takes all the time that a sweep may."""
-    monkeypatch.setattr(inputs, "_SWEEP", inputs._SWEEP * share())
+    monkeypatch.setattr(inputs, "_SWEEP_SECONDS", inputs._SWEEP_SECONDS * share())
 
 
 @pytest.fixture(autouse=True)

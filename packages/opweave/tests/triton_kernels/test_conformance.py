@@ -28,7 +28,9 @@ def _small_weights(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out large square weights, for which the interpreter takes minutes."""
     if INTERPRETED and subject.op.name.startswith("linear"):
         monkeypatch.setattr(inputs, "_WIDTHS", [size for size in inputs._WIDTHS if size < 300])
-        monkeypatch.setattr(inputs, "_EVERY", [size for size in inputs._EVERY if size < 300])
+        monkeypatch.setattr(
+            inputs, "_SWEPT_SIZES", [size for size in inputs._SWEPT_SIZES if size < 300]
+        )
 
 
 @pytest.mark.usefixtures("_small_weights")

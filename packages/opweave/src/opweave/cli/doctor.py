@@ -142,7 +142,11 @@ class Diagnostics:
                 self._step(current_registry().check_settings)
         self._step(current_compilation_config)
         self._step(environment.check_declared)
-        self._check_native()
+        status = native.status()
+        if not status.available:
+            self.problems.append(
+                f"The native module is missing: {status.reason_missing}. Ops run without it."
+            )
         self.tools = tools()
         self.problems += [tool.problem for tool in self.tools if tool.required and not tool.found]
         self.problems += environment.unknown_variables()
@@ -180,13 +184,6 @@ class Diagnostics:
     def _resolve(self) -> None:
         self.found = resolution()
 
-    def _check_native(self) -> None:
-        status = native.status()
-        if not status.available:
-            self.problems.append(
-                f"The native module is missing: {status.reason_missing}. Ops run without it."
-            )
-
     def _platform(self) -> dict[str, Any] | None:
         if self.found is None:
             return None
@@ -207,14 +204,14 @@ class Diagnostics:
             **self._device(self.found),
         }
 
-    def _device(self, found: Resolution) -> dict[str, Any]:
+    def _device(self, resolved: Resolution) -> dict[str, Any]:
         try:
-            with hook(found.owner, "doctor"):
-                return _facts(found.platform)
+            with hook(resolved.owner, "doctor"):
+                return _facts(resolved.platform)
         except OpweaveError as error:
             self.problems.append(str(error))
         except Exception as error:  # of a driver; a plugin's are all of the kind above
-            name = found.platform.name
+            name = resolved.platform.name
             self.problems.append(f"platform {name} cannot describe its device: {error}")
         return {}
 

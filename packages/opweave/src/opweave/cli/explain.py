@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -35,8 +36,7 @@ from opweave.ir.op import least_bytes
 from opweave.ir.scope import Scope, current_scope, entered
 
 if TYPE_CHECKING:
-    from opweave.compile import Report
-    from opweave.compile.report import MatchReport, NodeReport
+    from opweave.compile.report import MatchReport, NodeReport, Report
 
 
 # Kernel selections of an eager run, as a table and as data.
@@ -191,14 +191,15 @@ class Profile:
     """Records the arguments of each distinct call, and times the calls afterwards."""
 
     _calls: dict[Any, tuple[Selection, tuple[Any, ...]]] = field(default_factory=dict)
-    _counts: dict[Any, int] = field(default_factory=dict)
+    _counts: Counter[Any] = field(default_factory=Counter)
 
     def add(self, selection: Selection, values: tuple[Any, ...]) -> None:
         """Count a call; the first of its kind is copied, because kernels may write to arguments."""
         key = (selection.op.name, selection.provider, _shapes(values))
-        self._counts[key] = self._counts.get(key, 0) + 1
+        self._counts[key] += 1
         if key not in self._calls:
-            self._calls[key] = selection, _copied(values)
+            copies = (v.detach().clone() if isinstance(v, Tensor) else v for v in values)
+            self._calls[key] = selection, tuple(copies)
 
     def timings(self, progress: Callable[[int, int], object]) -> Iterator[Timing]:
         """Time every distinct call; *progress* gets the number of finished and of all calls."""
@@ -243,10 +244,6 @@ def timing_table(timings: list[Timing]) -> Table:
             "-" if t.limit_share is None else f"{t.limit_share:.0%}",
         )
     return table
-
-
-def _copied(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(v.detach().clone() if isinstance(v, Tensor) else v for v in values)
 
 
 def _shapes(values: tuple[Any, ...]) -> str:
@@ -296,23 +293,19 @@ def explain(
     """
     check_utf8(prompt)
     import_modules(import_)
-    _check(html, json, compiles=compile, profiles=profile)
-    options.apply()
-    if compile:
-        _compiled(model, prompt, dtype, json, html)
-    else:
-        _eager(model, prompt, dtype, json, profiles=profile)
-
-
-def _check(html: str | None, json: str | None, *, compiles: bool, profiles: bool) -> None:
-    if profiles and compiles:
+    if profile and compile:
         raise CliError("--profile times kernels op by op. Leave out --compile.")
-    if html is not None and not compiles:
+    if html is not None and not compile:
         raise CliError("--html needs --compile.")
     if html == json == STDOUT:
         raise CliError("--html and --json cannot both go to standard output.")
     check_writable("--html", html)
     check_writable("--json", json)
+    options.apply()
+    if compile:
+        _compiled(model, prompt, dtype, json, html)
+    else:
+        _eager(model, prompt, dtype, json, profiles=profile)
 
 
 def _eager(model: Path, prompt: str, dtype: str, json: str | None, *, profiles: bool) -> None:

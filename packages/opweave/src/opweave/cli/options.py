@@ -191,12 +191,9 @@ def set_options(values: GivenOptions) -> None:
     Raises:
         SettingError: an option is unknown, or a value is of another type than the option.
     """
+    by_plugin = (values or {}).items()
     apply_plugin_options(
-        {
-            f"{plugin}.{key}": text
-            for plugin, keys in (values or {}).items()
-            for key, text in keys.items()
-        }
+        {f"{p}.{key}": text for p, keys in by_plugin for key, text in keys.items()}
     )
 
 

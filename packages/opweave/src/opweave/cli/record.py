@@ -354,12 +354,11 @@ def _show_plan(trace: Trace, output: Path, machine: Machine, *, json: bool) -> N
     calls = cells_to_measure(trace, done)
     plan = [(call, trace.op(call).supported_providers()) for call in calls]
     if json:
-        print_json(
-            [
-                {"op": c.op, "tokens": c.tokens, "calls": c.count, "call": c.label, "providers": p}
-                for c, p in plan
-            ]
-        )
+        rows = [
+            {"op": c.op, "tokens": c.tokens, "calls": c.count, "call": c.label, "providers": p}
+            for c, p in plan
+        ]
+        print_json(rows)
         return
     table = PlainTable("op", "tokens", "calls", "providers", "call")
     for call, providers in plan:

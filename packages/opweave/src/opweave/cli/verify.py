@@ -141,13 +141,8 @@ def _measure(results: list[Result], modules: tuple[str, ...]) -> Times:
     from opweave.tuning.measure import TuningWorker
 
     device = current_platform.device_type
-    subjects = [
-        result.subject
-        for result in results
-        if result.status == "passed"
-        and not result.subject.is_native
-        and result.subject.device == device
-    ]
+    passed = [result.subject for result in results if result.status == "passed"]
+    subjects = [s for s in passed if not s.is_native and s.device == device]
     times: Times = {}
     with TuningWorker(Task(modules, Effort(*_TIMING_EFFORT))) as worker:
         for subject in _progress(subjects, "timing"):

@@ -32,15 +32,9 @@ from opweave.packages import PROJECT, folders_of
 aten = torch.ops.aten
 # Operators that keep the elements and their order; matching ignores them.
 VIEWS = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.flatten.using_ints,
-    aten.alias.default,
-}
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints, aten.alias.default,
+}  # fmt: skip
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n +([^\n]*))?')
 _ROOT = re.compile(r"^L\.'\w+'(\._modules)?\.?")
 _PACKAGES = tuple(join(folder, "") for name in PROJECT for folder in folders_of(name))

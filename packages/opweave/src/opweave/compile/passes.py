@@ -61,12 +61,9 @@ aten = torch.ops.aten
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
 _RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 _ALL_VIEWS = VIEWS | {
-    aten.slice.Tensor,
-    aten.expand.default,
-    aten.permute.default,
-    aten.transpose.int,
+    aten.slice.Tensor, aten.expand.default, aten.permute.default, aten.transpose.int,
     aten.as_strided.default,
-}
+}  # fmt: skip
 
 
 def eliminate_noops(info: GraphInfo, context: Context) -> None:

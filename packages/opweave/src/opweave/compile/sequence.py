@@ -574,7 +574,9 @@ def shard_tokens(info: GraphInfo, context: Context) -> None:
     if not any(collective(node) == "all_reduce" for node in info.nodes):
         return
     graph = info.graph
-    _drop_unused(info)
+    for node in reversed(info.nodes):  # fusion leaves unused collectives
+        if not node.users and collective(node) in (WAIT, "all_reduce"):
+            graph.erase_node(node)
     sharding = Sharding(info.current(), context.tracer)
     for region in sharding.regions():
         reason = region.refusal
@@ -584,12 +586,6 @@ def shard_tokens(info: GraphInfo, context: Context) -> None:
         if not reason:
             _Rewriter(graph, region, sharding).run()
     context.report.collectives = count_collectives(graph)
-
-
-def _drop_unused(info: GraphInfo) -> None:
-    for node in reversed(info.nodes):
-        if not node.users and collective(node) in (WAIT, "all_reduce"):
-            info.graph.erase_node(node)
 
 
 def _refused(region: Region, reason: str, sharding: Sharding) -> str:

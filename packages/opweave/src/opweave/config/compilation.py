@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from opweave.config import environment, sources
 from opweave.config.values import Config, Origin, read_object
@@ -196,15 +196,12 @@ class CompilationConfig(Config):
     @property
     def backend_options(self) -> Mapping[str, Any]:
         """``options`` as a mapping."""
-        assert isinstance(self.options, Mapping)
-        return self.options
+        return cast("Mapping[str, Any]", self.options)
 
     @property
     def decode_graph_sizes(self) -> tuple[int, ...] | None:
         """``cudagraph_capture_sizes`` as integers; None for the default."""
-        sizes = self.cudagraph_capture_sizes
-        assert sizes is None or isinstance(sizes, tuple)
-        return sizes
+        return cast("tuple[int, ...] | None", self.cudagraph_capture_sizes)
 
     @property
     def compiles(self) -> bool:
@@ -256,8 +253,7 @@ class CompilationConfig(Config):
 
     @property
     def _ops(self) -> CustomOps:
-        assert isinstance(self.custom_ops, CustomOps)
-        return self.custom_ops
+        return cast("CustomOps", self.custom_ops)
 
 
 def _sizes(value: object) -> tuple[int, ...] | None:

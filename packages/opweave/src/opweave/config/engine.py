@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from opweave.config.compilation import CompilationConfig, current_compilation_config
 from opweave.config.values import COUNT, FLAG, SECONDS, SHARE, Config, checked, one_of
@@ -119,7 +119,9 @@ class ParallelConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         address = self.data_parallel_address
-        if address is not None and (not isinstance(address, str) or not _is_address(address)):
+        host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+        is_valid = address in (None, "auto") or (host and "/" not in host and port.isdecimal())
+        if not is_valid:
             raise SettingError(
                 f"ParallelConfig: data_parallel_address={address!r} must be host:port of a Ray "
                 "cluster, auto, or None. ray:// addresses are not supported; run the program on a "
@@ -130,11 +132,6 @@ class ParallelConfig(Config):
                 f"ParallelConfig: data_parallel_address={address!r} needs several replicas, but "
                 "data_parallel_size is 1. Raise data_parallel_size, or remove the address."
             )
-
-
-def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    return text == "auto" or (bool(host) and "/" not in host and port.isdecimal())
 
 
 # The configuration of kernels and of the whole engine.
@@ -232,5 +229,4 @@ class EngineConfig(Config):
     @property
     def compilation(self) -> CompilationConfig:
         """``compilation_config`` as a :class:`CompilationConfig`."""
-        assert isinstance(self.compilation_config, CompilationConfig)
-        return self.compilation_config
+        return cast("CompilationConfig", self.compilation_config)

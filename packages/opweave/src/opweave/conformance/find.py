@@ -24,7 +24,7 @@ from opweave.conformance.subject import (
     UnknownInputError,
     UnknownPlatformError,
 )
-from opweave.ir import IrOp, IrOpImpl, current_registry
+from opweave.ir import IrOpImpl, current_registry
 from opweave.ir.errors import did_you_mean
 from opweave.ir.priority import base_of
 
@@ -62,9 +62,8 @@ def _error_line(error: BaseException) -> str:
     text = " ".join(str(error).split()).rstrip(".")
     kind = "" if isinstance(error, ImportError) and text else type(error).__name__
     summary = ": ".join(filter(None, (kind, text)))
-    place = (
-        "" if isinstance(error, SyntaxError) else _place(error)
-    )  # the message of a SyntaxError names the place
+    # The message of a SyntaxError names the file and the line.
+    place = "" if isinstance(error, SyntaxError) else _place(error)
     return f"{summary} at {place}" if place else summary
 
 
@@ -75,14 +74,14 @@ def _place(error: BaseException) -> str:
     """
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
-    own = [f for f in ours if Path(f.filename).is_relative_to(Path(ours[0].filename).parent)]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+    inside = [f for f in ours if Path(f.filename).is_relative_to(Path(ours[0].filename).parent)]
+    return f"{inside[-1].filename}:{inside[-1].lineno}" if inside else ""
 
 
 # A digest of the package that an implementation is from: it calls more than its own file.
 
 
-_KINDS = (".py", ".so", ".pyd")
+_MODULE_SUFFIXES = (".py", ".so", ".pyd")
 
 
 def package_digest(impl: IrOpImpl) -> str | None:
@@ -97,15 +96,15 @@ def package_digest(impl: IrOpImpl) -> str | None:
         return None
     if top is not None and hasattr(top, "__path__"):
         folder = Path(next(iter(top.__path__)))
-        files: Iterable[Path] = (f for f in folder.rglob("*") if f.suffix in _KINDS)
+        files: Iterable[Path] = (f for f in folder.rglob("*") if f.suffix in _MODULE_SUFFIXES)
     else:
         folder = file.parent
         files = (f for f in map(Path, names) if f.parent == folder)
     digest = hashlib.sha256()
-    for each in sorted({file, *files}):
-        if each.is_file():
-            digest.update(f"{each.relative_to(folder)}\0".encode())
-            digest.update(hashlib.sha256(each.read_bytes()).digest())
+    for path in sorted({file, *files}):
+        if path.is_file():
+            digest.update(f"{path.relative_to(folder)}\0".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 
@@ -136,26 +135,25 @@ def subjects(
         _ensure_registered(provider)
     registry = current_registry()
     chosen = [registry.op(name.replace("-", "_")) for name in ops] or list(registry.ops.values())
-    found = [
+    matching = [
         Subject(op, provider, device)
         for op in dict.fromkeys(chosen)
         for provider in op.impls
         if not providers or not {provider, base_of(provider)}.isdisjoint(providers)
     ]
-    if not found:
+    if not matching:
         listed = ", ".join(op.name for op in chosen)
         raise NothingToVerifyError(f"no implementation from {', '.join(providers)} for {listed}.")
-    return found
+    return matching
 
 
 def subject_named(op: str, provider: str) -> Subject:
     """Return one implementation; raise as :func:`subjects` does if it does not exist."""
-    found = {subject.provider: subject for subject in subjects([op], [provider])}
-    return found[provider]
+    return next(s for s in subjects([op], [provider]) if s.provider == provider)
 
 
 def with_inputs(
-    found: Sequence[Subject], given: Sequence[str], option: str = "--input"
+    implementations: Sequence[Subject], texts: Sequence[str], option: str = "--input"
 ) -> list[Subject]:
     """Return the subjects with options of their ops' input generators, written as ``NAME=VALUE``.
 
@@ -164,25 +162,21 @@ def with_inputs(
     Raises:
         UnknownInputError: no generator has the option, or accepts its value.
     """
-    for text in given:
+    changed = list(implementations)
+    for text in texts:
         name, _, value = text.partition("=")
-        defaults = [_defaults(subject).get(name) for subject in found]
-        if all(default is None for default in defaults):
-            known = dict.fromkeys(key for subject in found for key in _defaults(subject))
+        names = {key for subject in changed for key in _defaults(subject)}
+        if name not in names:
             raise UnknownInputError(
                 f"{option} {text!r}: no input generator of these ops has an option {name!r}. "
-                f"{did_you_mean(name, known)}"
+                f"{did_you_mean(name, names)}"
             )
-        found = [
-            subject
-            if default is None
-            else replace(
-                subject,
-                options=(*subject.options, (name, _number(f"{option} {text!r}", value, default))),
-            )
-            for subject, default in zip(found, defaults, strict=True)
-        ]
-    return list(found)
+        for i, subject in enumerate(changed):
+            default = _defaults(subject).get(name)
+            if default is not None:
+                number = _number(f"{option} {text!r}", value, default)
+                changed[i] = replace(subject, options=(*subject.options, (name, number)))
+    return changed
 
 
 def _defaults(subject: Subject) -> dict[str, int | bool]:
@@ -207,17 +201,17 @@ def _ensure_registered(provider: str) -> None:
     module = base_of(provider)
     if module.isidentifier() and importlib.util.find_spec(module) is not None:
         import_named("--provider", module)
-    known = _providers()
-    if provider not in known:
+    providers = _providers()
+    if provider not in providers:
+        hint = did_you_mean(provider, providers)
         raise NothingToVerifyError(
-            f"no implementation from {provider!r} is registered. {did_you_mean(provider, known)} "
+            f"no implementation from {provider!r} is registered. {hint} "
             "Import the package that registers it (opweave verify --import, pytest -p)."
         )
 
 
 def _providers() -> set[str]:
-    ops: list[IrOp] = list(current_registry().ops.values())
-    return {provider for op in ops for provider in op.impls}
+    return {provider for op in list(current_registry().ops.values()) for provider in op.impls}
 
 
 def _device(name: str | None) -> str:

@@ -8,16 +8,88 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Iterable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import reduce
+from threading import Barrier, BrokenBarrierError
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from opweave.conformance.ranks import Rank, on_ranks
 from opweave.conformance.snapshot import same_bits
 from opweave.conformance.subject import NonconformingError
 from opweave.ir.tolerance import DEFAULT_TOLERANCES, Tolerance
+
+# Simulated ranks: a thread per rank, and collectives between them.
+
+
+Returned = TypeVar("Returned")
+_COLLECTIVE_SECONDS = 60
+
+
+class _Meeting:
+    """Rendezvous for the tensors of a group's ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = Barrier(size, timeout=_COLLECTIVE_SECONDS)
+        self.tensors: list[Tensor | None] = [None] * size
+
+    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        """Return copies of the tensors of all ranks, in rank order; owners may change theirs."""
+        self.tensors[rank] = tensor
+        self.barrier.wait()
+        copies = [t.clone() for t in self.tensors if t is not None]
+        self.barrier.wait()  # the next exchange starts when all ranks have these
+        return copies
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank of a group, with the collectives that a tensor-parallel layer needs."""
+
+    rank: int
+    size: int
+    meeting: _Meeting
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over the ranks, added in their order, in the dtype of *x*."""
+        return reduce(torch.add, self.meeting.exchange(self.rank, x))
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Return the ranks' tensors, concatenated."""
+        return torch.cat(self.meeting.exchange(self.rank, x), dim)
+
+
+def on_ranks(size: int, run: Callable[[Rank], Returned]) -> list[Returned]:
+    """Call *run* on *size* ranks concurrently; return their results.
+
+    Gradient mode and context variables are those of the calling thread. If a rank raises, waiting
+    ranks are released, and its error is raised here.
+    """
+    meeting, recorded = _Meeting(size), torch.is_grad_enabled()
+
+    def one(rank: int) -> Returned:
+        try:
+            with torch.set_grad_enabled(recorded):
+                return run(Rank(rank, size, meeting))
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        contexts = [contextvars.copy_context() for _ in range(size)]
+        futures = [pool.submit(contexts[rank].run, one, rank) for rank in range(size)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda e: isinstance(e, BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]
+
+
+# Checks of layers.
+
 
 Weight = tuple[Any, ...]  # (name, tensor) or (name, tensor, shard_id)
 
@@ -104,14 +176,14 @@ def _loaded(layer: nn.Module, weights: Iterable[Weight]) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in layer.named_parameters()}
 
 
-def _check_same(found: Any, expected: Any, tolerance: Tolerance | None, what: str) -> None:
-    for i, (a, b) in enumerate(zip(_tensors(found), _tensors(expected), strict=True)):
+def _check_same(result: Any, expected: Any, tolerance: Tolerance | None, oracle: str) -> None:
+    for i, (a, b) in enumerate(zip(_tensors(result), _tensors(expected), strict=True)):
         atol, rtol = tolerance or DEFAULT_TOLERANCES.get(b.dtype, Tolerance(0, 0))
         try:
             torch.testing.assert_close(a, b, atol=atol, rtol=rtol, equal_nan=True)
         except AssertionError as error:
             message = " ".join(str(error).split())
-            raise NonconformingError(f"output {i} is not that of {what}: {message}") from None
+            raise NonconformingError(f"output {i} is not that of {oracle}: {message}") from None
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -34,13 +34,8 @@ def _copied(value: Any, storages: dict[int, UntypedStorage]) -> Any:
         return value
     storage = value.untyped_storage()
     copy = storages.setdefault(storage.data_ptr(), _cloned(storage))
-    return _view(copy, value)
-
-
-def _view(storage: UntypedStorage, like: Tensor) -> Tensor:
-    """Return a view like *like* in another storage."""
-    empty = torch.empty(0, dtype=like.dtype, device=like.device)
-    return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
+    empty = torch.empty(0, dtype=value.dtype, device=value.device)
+    return empty.set_(copy, value.storage_offset(), value.shape, value.stride())
 
 
 def _cloned(storage: Any) -> UntypedStorage:  # torch declares no types for clone
@@ -109,7 +104,7 @@ class Snapshot:
 
         The elements of *except_in* are ignored, but not the gaps between them.
         """
-        found = []
+        changed = []
         for tensor, before in zip(self.tensors, self._before, strict=True):
             now = tensor.untyped_storage()
             after = _cloned(now)
@@ -117,8 +112,8 @@ class Snapshot:
                 if free.untyped_storage().data_ptr() == now.data_ptr():
                     _restore(after, before.untyped_storage(), free)
             if not torch.equal(raw(after), before):
-                found.append(tensor)
-        return found
+                changed.append(tensor)
+        return changed
 
 
 def _restore(storage: UntypedStorage, before: UntypedStorage, where: Tensor) -> None:
@@ -165,14 +160,14 @@ def _library() -> str | None:
     except OSError:
         return None
     files = (Path(line.split(maxsplit=5)[-1]) for line in mapped.splitlines())
-    found = next((file.with_name(_LIBRARY) for file in files if file.name == "libc.so.6"), None)
-    return str(found) if found and found.exists() else None
+    path = next((file.with_name(_LIBRARY) for file in files if file.name == "libc.so.6"), None)
+    return str(path) if path and path.exists() else None
 
 
 # Global state of a process: torch settings, random numbers, the environment, the directory.
 
 
-_OF_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
+_SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}  # when it first compiles
 
 
 class _Part(NamedTuple):
@@ -183,14 +178,13 @@ class _Part(NamedTuple):
 
 
 def _environment() -> dict[str, str]:
-    # torch sets the folder of its cache when it first compiles.
-    return {name: value for name, value in os.environ.items() if name not in _OF_TORCH}
+    return {name: value for name, value in os.environ.items() if name not in _SET_BY_TORCH}
 
 
-def _write_environment(found: dict[str, str]) -> None:
-    for name in os.environ.keys() - found.keys() - _OF_TORCH:
+def _write_environment(variables: dict[str, str]) -> None:
+    for name in os.environ.keys() - variables.keys() - _SET_BY_TORCH:
         del os.environ[name]
-    os.environ.update(found)
+    os.environ.update(variables)
 
 
 def _flushes_denormals() -> bool:
@@ -227,11 +221,11 @@ class GlobalState:
     """The state at one moment."""
 
     def __init__(self) -> None:
-        self._found = {name: part.read() for name, part in _PARTS.items()}
+        self._values = {name: part.read() for name, part in _PARTS.items()}
 
     def restore(self) -> list[str]:
         """Put back what is different now, and return its names."""
-        changed = [name for name, part in _PARTS.items() if part.read() != self._found[name]]
+        changed = [name for name, part in _PARTS.items() if part.read() != self._values[name]]
         for name in changed:
-            _PARTS[name].write(self._found[name])
+            _PARTS[name].write(self._values[name])
         return changed

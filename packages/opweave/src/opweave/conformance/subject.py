@@ -205,13 +205,10 @@ def _run_here(op: IrOp, values: Values) -> Outputs | Exception:
 @contextmanager
 def natively(op: IrOp) -> Iterator[None]:
     """Select native for every op, including the ops that a composite calls."""
-    with ir.priority(dict.fromkeys(_ops_here(op), "native")):
-        yield
-
-
-def _ops_here(op: IrOp) -> list[str]:
     registry = ir.current_registry()
-    return list(registry.ops) if op.registry is registry else []
+    ops = list(registry.ops) if op.registry is registry else []
+    with ir.priority(dict.fromkeys(ops, "native")):
+        yield
 
 
 def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -31,7 +31,6 @@ from opweave.conformance.subject import (
     raised,
     select,
 )
-from opweave.registration import Site
 
 # A process group of this process alone, for ops that contain a collective.
 
@@ -174,9 +173,6 @@ def _seeded(seed: int) -> Iterator[None]:
 # Certificates: results of verification, with digests of the sources and versions.
 
 
-_FORMAT = 1
-
-
 def certificate(results: Sequence[Result], *, seed: int) -> dict[str, Any]:
     """Return the certificate as plain data, ready for JSON.
 
@@ -185,8 +181,10 @@ def certificate(results: Sequence[Result], *, seed: int) -> dict[str, Any]:
     digest no longer matches, the certificate does not apply. ``native_module`` is a digest of
     opweave's compiled module.
     """
+    path = native.status().path
+    on_cuda = any(result.subject.device == "cuda" for result in results)
     return {
-        "format": _FORMAT,
+        "format": 1,
         "versions": {
             "opweave": version("opweave"),
             "torch": torch.__version__,
@@ -196,9 +194,9 @@ def certificate(results: Sequence[Result], *, seed: int) -> dict[str, Any]:
             "system": platform.system(),
             "architecture": platform.machine(),
             "isa": native.status().isa,
-            "accelerator": _accelerator(results),
+            "accelerator": torch.cuda.get_device_name() if on_cuda else None,
         },
-        "native_module": _native_digest(),
+        "native_module": hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else None,
         "seed": seed,
         "summary": summary(results),
         "results": [_result(result) for result in results],
@@ -212,7 +210,10 @@ def summary(results: Sequence[Result]) -> dict[str, int]:
 
 
 def _result(result: Result) -> dict[str, Any]:
-    subject = result.subject
+    subject, site = result.subject, result.subject.impl.site
+    # The module, or the name of its file: no folders of this machine.
+    module = names_by_file().get(site.file, Path(site.file).name)
+    options = {n: v if isinstance(v, (bool, int)) else str(v) for n, v in subject.options}
     return {
         "op": subject.op.name,
         "provider": subject.provider,
@@ -220,11 +221,11 @@ def _result(result: Result) -> dict[str, Any]:
         "status": result.status,
         "reason": result.obstacle or None,
         "traits": sorted(subject.impl.traits),
-        "registered": _place(subject.impl.site),
+        "registered": f"{module}:{site.line}",
         "source": subject.impl.uuid(),
         "package": package_digest(subject.impl),
         "owner": None if subject.impl.owner is None else asdict(subject.impl.owner),
-        "inputs": {name: _plain(value) for name, value in subject.options},
+        "inputs": options,
         "definition": subject.op.impls["native"].uuid(),
         "seconds": round(result.seconds, 3),
         "checks": [
@@ -239,23 +240,3 @@ def _result(result: Result) -> dict[str, Any]:
             for outcome in result.outcomes
         ],
     }
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (bool, int)) else str(value)
-
-
-def _place(site: Site) -> str:
-    """Return the module and the line, without folders of this machine."""
-    return f"{names_by_file().get(site.file, Path(site.file).name)}:{site.line}"
-
-
-def _accelerator(results: Sequence[Result]) -> str | None:
-    if any(result.subject.device == "cuda" for result in results):
-        return torch.cuda.get_device_name()
-    return None
-
-
-def _native_digest() -> str | None:
-    path = native.status().path
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else None

@@ -157,8 +157,7 @@ class CudaGraphRecorder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             run()
-        replay: Callable[[], None] = graph.replay
-        return replay
+        return graph.replay
 
 
 # Checks of a platform class against the contract of ``Platform``, when the class is defined.

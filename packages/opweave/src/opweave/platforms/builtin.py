@@ -27,17 +27,10 @@ from opweave.plugins import PLATFORM_API, Claim
 
 # Ops for which a fused torch operator is the first choice.
 _CPU_TORCH_OPS = (
-    "bidirectional_attention",
-    "causal_attention",
-    "causal_conv1d",
-    "causal_conv1d_update",
-    "fused_experts",
-    "fused_experts_quant",
-    "selective_scan",
-    "selective_state_update",
-    "ssd_chunk_scan",
-    "varlen_attention",
-)
+    "bidirectional_attention", "causal_attention", "causal_conv1d", "causal_conv1d_update",
+    "fused_experts", "fused_experts_quant", "selective_scan", "selective_state_update",
+    "ssd_chunk_scan", "varlen_attention",
+)  # fmt: skip
 
 
 class CpuPlatform(Platform):
@@ -83,23 +76,16 @@ class CpuPlatform(Platform):
 
 # Ops for which a fused torch operator is the first choice.
 _CUDA_TORCH_OPS = (
-    "bidirectional_attention",
-    "causal_attention",
-    "fused_add_rms_norm",
-    "rms_norm",
+    "bidirectional_attention", "causal_attention", "fused_add_rms_norm", "rms_norm",
     "varlen_attention",
-)
+)  # fmt: skip
 
-# In torch, these gather keys, copy the cache, widen whole weights, or need a dozen kernels for few
-# numbers.
+# The torch operators for these gather keys, copy the cache, widen whole weights, or launch a dozen
+# small kernels.
 _TRITON_OPS = (
-    "advance_step_flashattn",
-    "linear_q",
-    "linear_w4a16",
-    "linear_w8a8",
-    "paged_attention",
+    "advance_step_flashattn", "linear_q", "linear_w4a16", "linear_w8a8", "paged_attention",
     "reshape_and_cache",
-)
+)  # fmt: skip
 
 _INSTINCT = ("gfx908", "gfx90a", "gfx94", "gfx95")  # AMD Instinct, from MI100 on
 

@@ -284,15 +284,13 @@ class PluginEntry:
         value = _BRACKETS.sub("", point.value).strip()
         entry = cls(point.name, point.group, value, owner, _point=point)
         if point.pattern.match(point.value) is None:
-            message = (
-                f"{entry} cannot be imported: {point.value!r} is not a package.module:function"
-            )
-            return replace(entry, fault=PluginTypeError(message))
+            problem = f"{point.value!r} is not a package.module:function"
+            return replace(entry, fault=PluginTypeError(f"{entry} cannot be imported: {problem}"))
         try:
-            named = _relations(entry, point.value)
+            relations = _relations(entry, point.value)
         except PluginTypeError as error:
             return replace(entry, fault=error)
-        return replace(entry, requires=named["requires"], after=named["after"])
+        return replace(entry, requires=relations["requires"], after=relations["after"])
 
     def __str__(self) -> str:
         return (

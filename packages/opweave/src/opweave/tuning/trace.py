@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -412,7 +413,7 @@ class Recorder:
     def __init__(self, *, data: bool = False) -> None:
         self._data = data
         self._calls: dict[Hashable, TracedCall] = {}
-        self._counts: dict[Hashable, int] = {}
+        self._counts: Counter[Hashable] = Counter()
         self._trace = Trace.here()
 
     @property
@@ -427,7 +428,7 @@ class Recorder:
         if op.name in self._trace.skipped:
             return
         key = (op.name, selection.provider, signature(values))
-        self._counts[key] = self._counts.get(key, 0) + 1
+        self._counts[key] += 1
         if key not in self._calls:
             try:
                 self._calls[key] = self._described(selection, values, len(self._calls))

@@ -8,39 +8,16 @@ from opweave.conformance.subject import Check, Subject
 CHECKS: dict[str, Check[Subject]] = {
     check.name: check
     for check in (
-        values.VALUES,
-        values.OPTIONS,
-        values.NONE,
-        values.VALUES_LAYOUTS,
-        values.DTYPES,
-        values.PRECISION,
-        values.EMPTY,
-        values.DIMENSIONS,
-        values.COMBINATIONS,
-        values.EXTREMES,
-        memory.METADATA,
-        memory.MUTATION,
-        memory.DONATION,
-        memory.ALIASES,
-        repeatability.DETERMINISM,
-        memory.STALENESS,
-        repeatability.INFERENCE_MODE,
-        repeatability.THREADS,
-        repeatability.GLOBAL_STATE,
-        repeatability.INVARIANCE,
-        repeatability.ROWS,
-        declarations.GRADIENTS,
-        values.ROUNDING,
-        declarations.KEYWORDS,
-        declarations.PREDICATE,
-        declarations.MISFITS,
-        compiled.OPCHECK,
-        compiled.COMPILED,
-        compiled.DYNAMIC,
-        repeatability.UNOBSERVED,
-        repeatability.REPETITION,
+        values.VALUES, values.OPTIONS, values.NONE, values.VALUES_LAYOUTS, values.DTYPES,
+        values.PRECISION, values.EMPTY, values.DIMENSIONS, values.COMBINATIONS, values.EXTREMES,
+        memory.METADATA, memory.MUTATION, memory.DONATION, memory.ALIASES,
+        repeatability.DETERMINISM, memory.STALENESS, repeatability.INFERENCE_MODE,
+        repeatability.THREADS, repeatability.GLOBAL_STATE, repeatability.INVARIANCE,
+        repeatability.ROWS, declarations.GRADIENTS, values.ROUNDING, declarations.KEYWORDS,
+        declarations.PREDICATE, declarations.MISFITS, compiled.OPCHECK, compiled.COMPILED,
+        compiled.DYNAMIC, repeatability.UNOBSERVED, repeatability.REPETITION,
     )
-}
+}  # fmt: skip
 """The checks by name, in the order in which they run."""
 COMPILING = ("opcheck", "compiled", "dynamic_shapes")
 """The checks that compile, which takes seconds."""

@@ -87,8 +87,7 @@ def _is_memory(value: object) -> bool:
 
 
 def _is_facts(value: Any) -> bool:
-    is_mapping = isinstance(value, Mapping) and all(map(_is_text, value))
-    return is_mapping and bool(json.dumps(dict(value)))
+    return isinstance(value, Mapping) and all(map(_is_text, value)) and bool(json.dumps({**value}))
 
 
 def _disables_gradients(context: AbstractContextManager[Any]) -> bool:
@@ -573,18 +572,10 @@ CHILDREN = PlatformCheck("children", "child processes run on the same platform",
 CHECKS: dict[str, PlatformCheck] = {
     check.name: check
     for check in (
-        CONTRACT,
-        CLAIM,
-        CONFIGURATION,
-        DEVICE,
-        CAPABILITIES,
-        SEED,
-        PRIORITIES,
-        REFERENCES,
-        KERNELS,
-        CHILDREN,
+        CONTRACT, CLAIM, CONFIGURATION, DEVICE, CAPABILITIES, SEED, PRIORITIES, REFERENCES,
+        KERNELS, CHILDREN,
     )
-}
+}  # fmt: skip
 
 
 # Verification of a platform.
@@ -603,9 +594,8 @@ class PlatformResult:
     @property
     def status(self) -> str:
         """``passed``, ``failed``, or ``none`` without anything to check."""
-        if any(outcome.problems for outcome in self.outcomes):
-            return "failed"
-        return "passed" if any(outcome.passed for outcome in self.outcomes) else "none"
+        statuses = [outcome.status for outcome in self.outcomes]
+        return next((s for s in ("failed", "passed") if s in statuses), "none")
 
     def raise_if_failed(self) -> None:
         """Raise NonconformingError with every problem, if there is one."""
