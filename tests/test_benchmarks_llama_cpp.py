@@ -48,10 +48,7 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-CONFIGS = {
-    "plain": MIXED["tiny"],
-    "tied, scaled rope": {**SINGLE["tiny"], "rope_scaling": SCALED},
-}
+CONFIGS = {"plain": MIXED["tiny"], "tied, scaled rope": {**SINGLE["tiny"], "rope_scaling": SCALED}}
 
 
 def model_of(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:

@@ -55,7 +55,7 @@ MAX_WORDS = 900
 MAX_SENTENCE = 40  # words
 LONG_PAGES: dict[str, str] = {
     # page: why it is longer than MAX_WORDS
-    "docs/design/acceptance.md": "a table with one row per requirement, read by searching",
+    "docs/design/acceptance.md": "a table with one row per requirement, read by searching"
 }
 # It repeats vLLM's names on purpose.
 OTHER_NAMESPACES = ("opweave-vllm/src/opweave_vllm/vllm_api",)

@@ -441,11 +441,7 @@ USE_AN_OP = """
 
 @pytest.mark.parametrize(
     ("level", "shown"),
-    [
-        ("DEBUG", ["a detail", "a warning"]),
-        (" warning ", ["a warning"]),
-        ("critical", []),
-    ],
+    [("DEBUG", ["a detail", "a warning"]), (" warning ", ["a warning"]), ("critical", [])],
 )
 def test_level(fresh_python: FreshPython, level: str, shown: list[str]) -> None:
     done = fresh_python(USE_AN_OP, env={"OPWEAVE_LOGGING_LEVEL": level})

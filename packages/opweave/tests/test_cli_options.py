@@ -29,10 +29,7 @@ from opweave_engine.load.loader import after_loading, reporting
 from support import ROOT
 
 CHECKPOINT = ROOT / "examples" / "models" / "tiny-pydoc"
-COMMANDS = {
-    "generate": ["--prompt", "x"],
-    "chat": ["--chat-template", "{{ messages[0].content }}"],
-}
+COMMANDS = {"generate": ["--prompt", "x"], "chat": ["--chat-template", "{{ messages[0].content }}"]}
 
 
 @dataclass

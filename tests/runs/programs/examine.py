@@ -99,11 +99,7 @@ def differences(
 
 
 def examine(
-    seed: int,
-    library: Library,
-    size: int = 1,
-    codegen: bool | None = None,
-    spellings: float = 0.0,
+    seed: int, library: Library, size: int = 1, codegen: bool | None = None, spellings: float = 0.0
 ) -> tuple[Settings, list[Finding]]:
     """Compare the programs of batch number *seed*; return their settings and what differs."""
     settings, programs = draw_batch(seed, size, library, codegen, spellings)

@@ -36,9 +36,7 @@ FAMILIES = (
 COUNT = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 # Two begin alike, so that the second finds blocks of the first.
-PROMPTS = [
-    *(random_ids(seed, count) for seed, count in enumerate([1, 7, 23, 2, 40])),
-]
+PROMPTS = [*(random_ids(seed, count) for seed, count in enumerate([1, 7, 23, 2, 40]))]
 PROMPTS.append([*PROMPTS[4][:33], *random_ids(9, 5)])
 
 each_family = pytest.mark.parametrize("kind", FAMILIES)

@@ -153,12 +153,7 @@ def test_files_that_do_not_name_the_splits(
 
 @pytest.mark.parametrize(
     ("kind", "flag", "expected"),
-    [
-        ("llama-bpe", None, [0]),
-        ("llama-bpe", False, []),
-        ("gpt-2", None, []),
-        ("gpt-2", True, [0]),
-    ],
+    [("llama-bpe", None, [0]), ("llama-bpe", False, []), ("gpt-2", None, []), ("gpt-2", True, [0])],
 )
 def test_the_token_that_begins_a_text(
     kind: str, flag: bool | None, expected: list[int], tmp_path: Path

@@ -33,13 +33,7 @@ from opweave_engine import (
 from opweave_engine.client import AsyncClient
 from opweave_engine.load import loader
 from opweave_engine.load.checkpoint import TensorFile
-from opweave_engine.models import (
-    CausalLM,
-    CheckpointModel,
-    ModelError,
-    WeightsError,
-    build_model,
-)
+from opweave_engine.models import CausalLM, CheckpointModel, ModelError, WeightsError, build_model
 from support import ROOT
 
 Copy = Callable[[str], Path]

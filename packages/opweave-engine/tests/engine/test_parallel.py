@@ -199,8 +199,7 @@ ENDING = """
 
 
 @pytest.mark.parametrize(
-    ("signal_", "code"),
-    [("SIGKILL", -9), pytest.param("SIGINT", -2, marks=pytest.mark.slow)],
+    ("signal_", "code"), [("SIGKILL", -9), pytest.param("SIGINT", -2, marks=pytest.mark.slow)]
 )
 def test_no_rank_outlives_the_engine(
     signal_: str, code: int, checkpoint: Checkpoints, fresh_python: FreshPython

@@ -12,17 +12,8 @@ from opweave.config import CacheConfig, EngineConfig, ParallelConfig
 from opweave.config.patches import ConfigPatch
 from opweave.platforms import AttentionSpec, CpuPlatform
 from opweave_engine import LLM, EngineCore, SamplingParams
-from opweave_engine.attention import (
-    CacheSpec,
-    LatentPagedAttention,
-    PagedAttention,
-    SequenceBatch,
-)
-from opweave_engine.errors import (
-    InvalidArgumentError,
-    NonFiniteLogitsError,
-    UnsupportedCacheError,
-)
+from opweave_engine.attention import CacheSpec, LatentPagedAttention, PagedAttention, SequenceBatch
+from opweave_engine.errors import InvalidArgumentError, NonFiniteLogitsError, UnsupportedCacheError
 from opweave_engine.parallel.executor import InProcessExecutor
 from opweave_engine.runner import ModelRunner, Worker
 from opweave_engine.sampling.sampler import Sampled, Sampler

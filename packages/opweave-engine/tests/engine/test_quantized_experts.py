@@ -22,9 +22,7 @@ from engine.compared_logits import (
     on_two_ranks,
     theirs,
 )
-from engine.test_quantized_activations import (
-    CASES as ACTIVATIONS,
-)
+from engine.test_quantized_activations import CASES as ACTIVATIONS
 from engine.test_quantized_activations import Quantize, assert_quantized, quantize_inputs
 from engine.test_quantized_formats import CASES
 from engine.test_quantized_formats import CASES as WEIGHT_ONLY

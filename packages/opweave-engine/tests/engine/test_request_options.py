@@ -216,10 +216,7 @@ def test_a_cache_salt_keeps_prefixes_apart() -> None:
     assert cached(salted("bob"), salted("ann", prompt=ids), salted(None), ids) == [0, 64, 64, 64]
     # A salt with the bytes of the first block does not continue the block of another user.
     (output,) = llm.generate(
-        {
-            "prompt_token_ids": ids[16:],
-            "cache_salt": array("q", ids[:16]).tobytes().decode(),
-        },
+        {"prompt_token_ids": ids[16:], "cache_salt": array("q", ids[:16]).tobytes().decode()},
         params,
     )
     assert output.num_cached_tokens == 0

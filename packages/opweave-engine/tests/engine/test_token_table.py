@@ -63,9 +63,7 @@ def test_every_clause_is_on_the_page() -> None:
         assert list(row)[2:] == [clause["clause"] for clause in CLAUSES]
 
 
-def test_every_model_that_writes_text_is_a_family(
-    checkpoint: Checkpoints,
-) -> None:
+def test_every_model_that_writes_text_is_a_family(checkpoint: Checkpoints) -> None:
     for row in FAMILIES:
         path = checkpoint(row["family"].strip("`"))[0]
         written = json.loads((path / "config.json").read_text(encoding="utf-8"))

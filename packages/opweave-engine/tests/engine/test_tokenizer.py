@@ -169,9 +169,7 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokenizers", "safetensors"])
 def test_missing_dependencies(
-    name: str,
-    checkpoint: Checkpoints,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from opweave_engine import LLM
 

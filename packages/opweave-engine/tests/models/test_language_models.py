@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from models.running import (
-    assert_near,
-    compiled,
-    each_codegen,
-    expected,
-    in_steps,
-    on_ranks,
-    whole,
-)
+from models.running import assert_near, compiled, each_codegen, expected, in_steps, on_ranks, whole
 from models.tiny_checkpoints import LAYERS as ALL_LAYERS
 from models.tiny_checkpoints import LLAMAS, Checkpoints, gpt_oss_block, random_ids
 from opweave import ir

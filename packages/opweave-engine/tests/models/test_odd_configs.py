@@ -16,11 +16,7 @@ from transformers import Gemma3ForConditionalGeneration as HfGemma3
 from models.comparing import SIZES, check_as_transformers, write
 from models.tiny_checkpoints import edit_config, randomized
 from opweave_engine import CheckpointError, load_model
-from opweave_engine.models import (
-    Gemma3Config,
-    InvalidConfigError,
-    LlamaConfig,
-)
+from opweave_engine.models import Gemma3Config, InvalidConfigError, LlamaConfig
 from opweave_engine.models.config import ACTIVATIONS
 
 DEEPSEEK: dict[str, Any] = {

@@ -41,11 +41,7 @@ def _run_rank(rank: int, folder: Path, codegen: bool) -> None:
 
 
 def _run(
-    codegen: bool,
-    path: str,
-    given: dict[str, Tensor],
-    compiles: bool,
-    model_impl: ModelImpl,
+    codegen: bool, path: str, given: dict[str, Tensor], compiles: bool, model_impl: ModelImpl
 ) -> dict[str, Tensor]:
     """Return what the model in *path* makes of its inputs, and how large this rank's part is."""
     model = run = load_model(Path(path), dtype="float32", model_impl=model_impl)

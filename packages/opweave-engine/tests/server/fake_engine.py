@@ -159,11 +159,7 @@ class FakeEngine:
                 return
 
     async def embed(
-        self,
-        prompt: str | Sequence[int],
-        params: PoolingParams | None = None,
-        *,
-        request_id: str,
+        self, prompt: str | Sequence[int], params: PoolingParams | None = None, *, request_id: str
     ) -> EmbeddingOutput:
         if not self.embeds:
             raise InvalidArgumentError("The model makes no embeddings.")

@@ -14,11 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from opweave_engine import LLM, SamplingParams, StructuredOutputsParams
 from weights.trained_models import smollm2
 
-PROMPTS = [
-    "The capital of France is",
-    "Größe, naïve façade — 東京:",
-    "one two three " * 40,
-]
+PROMPTS = ["The capital of France is", "Größe, naïve façade — 東京:", "one two three " * 40]
 CHATS: list[list[dict[str, str]]] = [
     [{"role": "user", "content": "What is the capital of France?"}],
     [

@@ -16,12 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from opweave import ir as own
 from opweave_vllm.vllm_api import ir
 from opweave_vllm.vllm_api.ir import op as module
-from opweave_vllm.vllm_api.ir.op import (
-    RESERVED_PROVIDERS,
-    IrOp,
-    IrOpImpl,
-    IrOpInplaceOverload,
-)
+from opweave_vllm.vllm_api.ir.op import RESERVED_PROVIDERS, IrOp, IrOpImpl, IrOpInplaceOverload
 
 X, Y = torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0, 20.0]])
 ODD = torch.ones(1, 3)

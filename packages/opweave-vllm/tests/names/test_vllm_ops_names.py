@@ -23,16 +23,11 @@ from opweave_vllm.vllm_api.model_executor.layers.fused_moe import (
     MoEActivation,
     activation,
 )
-from opweave_vllm.vllm_api.model_executor.layers.fused_moe.config import (
-    FusedMoEParallelConfig,
-)
+from opweave_vllm.vllm_api.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from opweave_vllm.vllm_api.model_executor.layers.linear import LinearMethodBase
 from opweave_vllm.vllm_api.model_executor.utils import replace_parameter, set_weight_attrs
 from opweave_vllm.vllm_api.utils import math_utils
-from opweave_vllm.vllm_api.v1.attention.backend import (
-    AttentionBackend,
-    CommonAttentionMetadata,
-)
+from opweave_vllm.vllm_api.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from opweave_vllm.vllm_api.v1.attention.backends.utils import split_decodes_and_prefills
 
 LAYERS = "opweave_vllm.vllm_api.model_executor.layers"

@@ -270,8 +270,7 @@ def double(x: Tensor) -> None:
 def ops() -> Iterator[Ops]:
     with ir.isolated_registry():
         found = Ops(
-            ir.register_op(tripled),
-            ir.register_op(doubled, activations=["x"], allow_inplace=True),
+            ir.register_op(tripled), ir.register_op(doubled, activations=["x"], allow_inplace=True)
         )
         found.tripled.register_impl("mine", traits={"differentiable"})(
             opaque(found.tripled, NAMESPACE)(triple)

@@ -401,8 +401,7 @@ def test_size_hint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bounds", "expected"),
-    [({}, (2, float("inf"))), ({"min": 3, "max": 50}, (3, 50))],
+    ("bounds", "expected"), [({}, (2, float("inf"))), ({"min": 3, "max": 50}, (3, 50))]
 )
 def test_size_bounds(bounds: dict[str, int], expected: tuple[float, float]) -> None:
     seen: list[tuple[float, float] | None] = []

@@ -198,10 +198,7 @@ def _run(case: Case, rank: Rank) -> Outcome:
     whole, own = (_made(case.program, where) for where in (Rank(0, 1), rank))
     torch.compiler.reset()
     compiled = torch.compile(
-        own,
-        backend=opweave.compile.backend,
-        fullgraph=True,
-        options={"codegen": case.codegen},
+        own, backend=opweave.compile.backend, fullgraph=True, options={"codegen": case.codegen}
     )
     collectives, difference = [], 0.0
     for tokens in case.tokens:

@@ -177,11 +177,7 @@ def test_a_hit_after_the_joint_stage_has_the_report() -> None:
 
 
 LEARNED = torch.nn.Parameter(torch.ones(8))
-MODES = {
-    "grad": torch.enable_grad,
-    "no_grad": torch.no_grad,
-    "inference": torch.inference_mode,
-}
+MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 
 def partly_differentiated(x: Tensor, r: Tensor) -> Tensor:
@@ -345,7 +341,7 @@ def test_a_saved_graph_runs_in_another_process(saved: Any, fresh_python: Any) ->
         assert report.from_cache and report.complete
         chosen = {{n.op: n.chosen for n in report.nodes}}
         assert chosen == {{"fused_add_rms_norm": "opweave_c", "silu_and_mul": "batch_invariant"}}
-    """,
+    """
     )
 
 
@@ -375,7 +371,7 @@ def test_an_engine_can_check_that_a_loaded_graph_fits_the_settings(fresh_python:
 
         compiled = torch.compile(program, backend="opweave", fullgraph=True)
         compiled.aot_compile(((torch.randn(4, 8),), {})).save_compiled_function("program")
-    """,
+    """
     )
     fresh_python(
         """
@@ -393,7 +389,7 @@ def test_an_engine_can_check_that_a_loaded_graph_fits_the_settings(fresh_python:
                 assert "priorities, kernels or plugins have changed" in str(error)
             else:
                 raise AssertionError("not rejected")
-    """,
+    """
     )
 
 

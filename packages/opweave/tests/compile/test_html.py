@@ -12,14 +12,7 @@ from pathlib import Path
 import pytest
 
 from opweave.compile.html import diff, lines_of, render
-from opweave.compile.report import (
-    MatchReport,
-    NodeReport,
-    PassReport,
-    Refusal,
-    Report,
-    Reuse,
-)
+from opweave.compile.report import MatchReport, NodeReport, PassReport, Refusal, Report, Reuse
 from support import browser
 
 STYLE = Path(render.__code__.co_filename).with_name("templates").joinpath("style.css").read_text()

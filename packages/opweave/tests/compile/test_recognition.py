@@ -110,10 +110,7 @@ SPELLED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "norm of Llama": ("rms_norm", llama_norm),
     "norm of Gemma": ("rms_norm", gemma_norm),
     "norm of OLMo 2": ("rms_norm", olmo_norm),
-    "rms_norm of torch": (
-        "rms_norm",
-        lambda x: functional.rms_norm(x, (H,), W.to(x.dtype), 1e-5),
-    ),
+    "rms_norm of torch": ("rms_norm", lambda x: functional.rms_norm(x, (H,), W.to(x.dtype), 1e-5)),
     "rms_norm without weight": ("rms_norm", lambda x: functional.rms_norm(x, (H,), None, 1e-5)),
     "layer_norm": (
         "layer_norm",
@@ -126,10 +123,7 @@ SPELLED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "layer_norm without weight": ("layer_norm", lambda x: functional.layer_norm(x, (H,))),
     "silu of chunks": ("silu_and_mul", silu_of_chunk),
     "silu of slices": ("silu_and_mul", lambda x: functional.silu(x[..., :32]) * x[..., 32:]),
-    "silu of the last half": (
-        "mul_and_silu",
-        lambda x: x[..., :32] * functional.silu(x[..., 32:]),
-    ),
+    "silu of the last half": ("mul_and_silu", lambda x: x[..., :32] * functional.silu(x[..., 32:])),
     "gelu of slices": ("gelu_and_mul", lambda x: functional.gelu(x[..., :32]) * x[..., 32:]),
     "gelu by tanh of slices": (
         "gelu_and_mul",

@@ -143,8 +143,7 @@ def check(program: Program, layout: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "examples",
-    [6, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    "examples", [6, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
 @pytest.mark.parametrize("provider", ["native", "opweave_c"])
 def test_random_programs(provider: str, examples: int) -> None:

@@ -36,11 +36,7 @@ FAMILIES: dict[str, tuple[Any, Any, set[str]]] = {
     "Llama": (transformers.LlamaForCausalLM, GROUPED, {"rms_norm"}),
     "Qwen2": (transformers.Qwen2ForCausalLM, GROUPED, {"rms_norm"}),
     "Qwen3": (transformers.Qwen3ForCausalLM, {**GROUPED, "head_dim": 16}, {"rms_norm"}),
-    "Gemma": (
-        transformers.GemmaForCausalLM,
-        {**GROUPED, "head_dim": 16},
-        {"rms_norm"},
-    ),
+    "Gemma": (transformers.GemmaForCausalLM, {**GROUPED, "head_dim": 16}, {"rms_norm"}),
     "Gemma2": (transformers.Gemma2ForCausalLM, {**GROUPED, "head_dim": 16}, {"rms_norm"}),
     "Phi3": (transformers.Phi3ForCausalLM, GROUPED, {"rms_norm", "silu_and_mul"}),
     "Olmo2": (transformers.Olmo2ForCausalLM, GROUPED, {"rms_norm"}),

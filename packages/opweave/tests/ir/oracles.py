@@ -143,11 +143,7 @@ def rotary_embedding(
 
 
 def rotary_embedding_single(
-    x: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    head_size: int,
-    is_neox_style: bool = True,
+    x: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_size: int, is_neox_style: bool = True
 ) -> Outputs:
     return rotary_embedding(x, x, positions, cos_sin_cache, head_size, is_neox_style)[:1]
 

@@ -73,8 +73,7 @@ def test_names_that_calls_of_torch_ops_carry_are_refused(name: str, star: str) -
 
 
 @pytest.mark.parametrize(
-    "default",
-    ["float = float('inf')", "float = float('nan')", "int = 2**70", "str = 'a\"b\\'c'"],
+    "default", ["float = float('inf')", "float = float('nan')", "int = 2**70", "str = 'a\"b\\'c'"]
 )
 def test_defaults_that_torch_cannot_write_are_refused(default: str) -> None:
     with pytest.raises(

@@ -16,9 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ir.workloads import (
-    check,
-)
+from ir.workloads import check
 from opweave import ir, transaction
 from opweave.config import KernelConfig
 from opweave.ir import errors, rules
@@ -91,10 +89,7 @@ RAISED: dict[str, tuple[Callable[[ir.IrOp], Any], list[str]]] = {
         ["'wheight'", "Did you mean 'weight'?", "Known: weight, x"],
     ),
     "PredicateFailedError": (
-        lambda op: [
-            op.register_impl("gamma", supports_args=raises)(norm),
-            op.using("gamma")(X),
-        ],
+        lambda op: [op.register_impl("gamma", supports_args=raises)(norm), op.using("gamma")(X)],
         [
             "my_norm",
             "'gamma'",

@@ -10,14 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ir.helpers import (
-    assert_equal,
-    each_float_op,
-    each_float_provider,
-    inputs,
-    op_of,
-    tuple_of,
-)
+from ir.helpers import assert_equal, each_float_op, each_float_provider, inputs, op_of, tuple_of
 from opweave import ir
 from opweave.ir.errors import NoImplementationError, ProviderUnavailableError
 

@@ -14,13 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ir.helpers import (
-    assert_equal,
-    each_op,
-    inputs,
-    op_of,
-    tuple_of,
-)
+from ir.helpers import assert_equal, each_op, inputs, op_of, tuple_of
 from opweave import ir
 from opweave.ir.errors import ProviderRejectedError, UnknownOpError
 from opweave.ir.tolerance import Tolerance

@@ -18,11 +18,7 @@ X = torch.ones(2, 3)
 @pytest.fixture
 def total(registry: ir.Registry) -> ir.IrOp:
     @ir.register_op
-    def total(
-        x: Tensor,
-        ys: list[Tensor],
-        zs: list[Tensor | None],
-    ) -> Tensor:
+    def total(x: Tensor, ys: list[Tensor], zs: list[Tensor | None]) -> Tensor:
         return x + sum(ys) + sum(z for z in zs if z is not None)
 
     return total

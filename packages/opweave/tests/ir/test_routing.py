@@ -266,16 +266,8 @@ INVALID: list[tuple[str, tuple[Any, ...], str]] = [
     ("grouped_topk", (LOGITS, 2, 4, 5), "topk_group=5.*num_expert_group=4"),
     ("grouped_topk", (LOGITS, 2, 4, 0), "topk_group=0"),
     ("grouped_topk", (LOGITS, 5, 4, 2), "topk=5.*2 groups of 2"),
-    (
-        "grouped_topk",
-        (LOGITS, 2, 4, 2, False, "tanh"),
-        "'sigmoid', not 'tanh'",
-    ),
-    (
-        "grouped_topk",
-        (LOGITS, 2, 8, 2, False, "sigmoid", 1.0, torch.zeros(8)),
-        "at least two",
-    ),
+    ("grouped_topk", (LOGITS, 2, 4, 2, False, "tanh"), "'sigmoid', not 'tanh'"),
+    ("grouped_topk", (LOGITS, 2, 8, 2, False, "sigmoid", 1.0, torch.zeros(8)), "at least two"),
     ("moe_sum", (LOGITS,), "x must have shape"),
 ]
 

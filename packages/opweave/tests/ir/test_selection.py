@@ -310,9 +310,7 @@ def test_what_is_held_follows_later_changes(registry: ir.Registry, hold: str) ->
     assert ran(held) == "native"
 
 
-def test_a_gradient_wanted_inside_a_list_of_optional_tensors_counts(
-    registry: ir.Registry,
-) -> None:
+def test_a_gradient_wanted_inside_a_list_of_optional_tensors_counts(registry: ir.Registry) -> None:
     def joined(xs: list[Tensor | None], y: Tensor) -> Tensor:
         return y + sum(x for x in xs if x is not None)
 

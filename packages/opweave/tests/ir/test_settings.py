@@ -248,11 +248,7 @@ def test_environment_and_file_in_fresh_processes(fresh_cases: FreshCases) -> Non
                 toml="[ir_op_priority]\nrms_norm = [3]",
             ),
             fails(
-                CHECK,
-                unknown_op,
-                "'rmsnorm'",
-                "Did you mean 'rms_norm'?",
-                env={unknown_op: "aten"},
+                CHECK, unknown_op, "'rmsnorm'", "Did you mean 'rms_norm'?", env={unknown_op: "aten"}
             ),
             fails(
                 CHECK,

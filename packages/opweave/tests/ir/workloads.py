@@ -143,12 +143,7 @@ def check(op: ir.IrOp, found: Any, expected: Any, what: object = "", values: Any
             coarsest = max([b.dtype, *floats], key=lambda d: torch.finfo(d).eps)
         atol, rtol = op.get_tolerance(coarsest)
         torch.testing.assert_close(
-            a,
-            b,
-            atol=atol,
-            rtol=rtol,
-            equal_nan=True,
-            msg=lambda m: f"{what}\n{m}",
+            a, b, atol=atol, rtol=rtol, equal_nan=True, msg=lambda m: f"{what}\n{m}"
         )
 
 

@@ -476,11 +476,7 @@ VLLM: dict[str, tuple[dict[str, Any], Callable[[int], float], float]] = {
         lambda i: 1e4 ** (-i / 32) * 4.0 ** -(((i + 1) / 32) ** 0.6),
         1.0,
     ),
-    "dynamic alpha": (
-        {"alpha": 50.0},
-        lambda i: (1e4 * 50.0 ** (64 / 62)) ** (-i / 32),
-        1.0,
-    ),
+    "dynamic alpha": ({"alpha": 50.0}, lambda i: (1e4 * 50.0 ** (64 / 62)) ** (-i / 32), 1.0),
     "dynamic trained": (
         {"factor": 2.0, "max_trained_positions": 64},
         lambda i: (1e4 * 3.0 ** (64 / 62)) ** (-i / 32),  # 2 * 128 / 64 - 1

@@ -190,10 +190,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
         {"seq_lens": torch.tensor([3, 8, 0], dtype=torch.int32)},
         f"sequence 1: position 8 needs block 2 of its table, which has 2 {ADVICE}",
     ),
-    (
-        {"seq_lens": torch.tensor([-2, 8, 0])},
-        "sequence 0: its length is -2, and it is negative",
-    ),
+    ({"seq_lens": torch.tensor([-2, 8, 0])}, "sequence 0: its length is -2, and it is negative"),
     (
         {"seq_lens": torch.tensor([0, 2**31 - 1, 0], dtype=torch.int32), "block_size": 2**40},
         "sequence 1: its length is 2147483647, and seq_lens cannot count further; use int64",

@@ -405,10 +405,7 @@ def test_transforms_of_derivatives_are_refused(module: ModuleType) -> None:
         _custom_ops.rms_norm(y, y, None, 0.0)
         return y.sum()
 
-    with (
-        torch.enable_grad(),
-        pytest.raises(RuntimeError, match=r"^rms_norm: out requires grad"),
-    ):
+    with torch.enable_grad(), pytest.raises(RuntimeError, match=r"^rms_norm: out requires grad"):
         torch.func.grad(in_place)(ones(3))
     for grad in (False, True):
         with (

@@ -136,10 +136,7 @@ sources = ["csrc/*.cpp"]
             PYPROJECT.replace("demo._C_ops", "demo"),
             "module = 'demo' does not name a package; try 'demo._",
         ),
-        (
-            PYPROJECT.replace('["csrc/*.cpp"]', '"x"'),
-            "sources must be a list of strings, f",
-        ),
+        (PYPROJECT.replace('["csrc/*.cpp"]', '"x"'), "sources must be a list of strings, f"),
         (PYPROJECT.replace("demo", "aten"), "The package 'aten' was not found in"),
         (PYPROJECT, "The package 'demo' was not found in {folder}/src, {folder}"),
         *(

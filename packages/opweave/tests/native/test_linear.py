@@ -16,14 +16,7 @@ from opweave.ir.ops.linear import linear, linear_w8a16
 from opweave.kernels.opweave_c import linear as provider
 from support.fixtures import FreshPython
 
-from .oracle import (
-    CALL_PATHS,
-    DTYPES,
-    assert_op_close,
-    call_path,
-    random,
-    using_threads,
-)
+from .oracle import CALL_PATHS, DTYPES, assert_op_close, call_path, random, using_threads
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 W8 = (INT8, FP8)
@@ -177,11 +170,7 @@ MANY_SIZES += [
     ids=["some", "all"],
 )
 def test_values_of_many_tokens(
-    module: ModuleType,
-    isa: str,
-    sizes: list[tuple[int, int, int]],
-    kind: Any,
-    dtype: torch.dtype,
+    module: ModuleType, isa: str, sizes: list[tuple[int, int, int]], kind: Any, dtype: torch.dtype
 ) -> None:
     """Sizes that are whole tiles, panels, blocks and calls, and sizes that are not."""
     for rows, columns, tokens in sizes:

@@ -481,10 +481,7 @@ def caches() -> Iterator[Refusal]:
             ({"key_cache": ones(4, 2, 8, 16).mT}, "key_cache must be contiguous"),
             ({"value_cache": ones(5, 2, 16, 8)}, "value_cache must have shape [4, 2, 16, head_siz"),
             ({"key_cache": ones(1, 2, 16, 8).expand(4, 2, 16, 8)}, "key_cache must not overlap"),
-            (
-                {"key_cache": lambda a: a["value_cache"]},
-                f"key_cache {SHARED_WITH} value_cache",
-            ),
+            ({"key_cache": lambda a: a["value_cache"]}, f"key_cache {SHARED_WITH} value_cache"),
             ({"key": within("key_cache", 7, *as_key)}, f"key_cache {SHARED_WITH} key"),
         ):
             yield op, changes, message

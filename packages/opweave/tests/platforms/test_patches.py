@@ -95,10 +95,7 @@ def test_values_that_depend_on_each_other_change_together() -> None:
     ("patch", "named"),
     [
         (ConfigPatch("cache.blok_size", 1, "r"), ("cache has no 'blok_size'", "'block_size'?")),
-        (
-            ConfigPatch("caches.block_size", 1, "r"),
-            ("EngineConfig has no", "'cache'?"),
-        ),
+        (ConfigPatch("caches.block_size", 1, "r"), ("EngineConfig has no", "'cache'?")),
         (ConfigPatch("cache", CacheConfig(), "r"), ("is a section", "'cache.block_size'")),
         (ConfigPatch("seed.value", 1, "r"), ("seed has no 'value'",)),
         (ConfigPatch("cache.origins", {}, "r"), ("cache has no 'origins'",)),

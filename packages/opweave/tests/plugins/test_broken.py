@@ -174,8 +174,7 @@ ROWS = {
     ),
     "a general plugin raises what cannot be shown": Row(
         plugin(
-            "acme",
-            "class Odd(Exception):\n    def __str__(self): 1 / 0\ndef register(): raise Odd",
+            "acme", "class Odd(Exception):\n    def __str__(self): 1 / 0\ndef register(): raise Odd"
         ),
         LOAD,
         "PluginFailedError",

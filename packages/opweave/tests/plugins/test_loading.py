@@ -493,10 +493,7 @@ def test_the_last_default_is_warned_of_and_named(installed: Install, op: ir.IrOp
         warnings.simplefilter("error")
         op.set_default(["one"])  # the program's own choice
     assert ir.policy_for(op).priority[0].origin == "twice.set_default(...)"
-    assert found.plugins[0].record.registered == (
-        "implementation twice:one",
-        "default of twice",
-    )
+    assert found.plugins[0].record.registered == ("implementation twice:one", "default of twice")
 
 
 def test_a_plugin_may_change_its_mind(installed: Install, op: ir.IrOp) -> None:

@@ -16,13 +16,7 @@ native = App(name="native", help="Build packages with native operators.")
 
 
 @native.command
-def build(
-    directory: Path,
-    /,
-    *,
-    verbose: Flag = False,
-    json: Flag = False,
-) -> None:
+def build(directory: Path, /, *, verbose: Flag = False, json: Flag = False) -> None:
     """Build a package's native module in place, so that the package can be imported.
 
     Parameters

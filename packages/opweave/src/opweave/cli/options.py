@@ -149,8 +149,7 @@ PriorityOption = Annotated[
 TuningFileOption = Annotated[
     Path | None,
     Parameter(
-        name="--tuning-file",
-        help="Tuning file of opweave tune, whose measurements choose kernels.",
+        name="--tuning-file", help="Tuning file of opweave tune, whose measurements choose kernels."
     ),
 ]
 

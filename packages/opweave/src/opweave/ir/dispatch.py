@@ -80,11 +80,7 @@ class Path:
     """
 
     def __init__(
-        self,
-        torch_ops: TorchOps,
-        kind: Kind,
-        call_site: Entries = (),
-        callee: Callee | None = None,
+        self, torch_ops: TorchOps, kind: Kind, call_site: Entries = (), callee: Callee | None = None
     ) -> None:
         self.op, self._torch_ops = torch_ops.op, torch_ops
         self.kind, self.call_site, self.callee = kind, call_site, callee

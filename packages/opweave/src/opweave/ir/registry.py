@@ -35,14 +35,7 @@ from opweave.ir.errors import (
 from opweave.ir.op import IrOpImpl, OpDefinition
 from opweave.ir.priority import Entries, parse
 from opweave.ir.schema import Function
-from opweave.ir.scope import (
-    Scope,
-    Settings,
-    current_scope,
-    default_origin,
-    entered,
-    left_to_python,
-)
+from opweave.ir.scope import Scope, Settings, current_scope, default_origin, entered, left_to_python
 from opweave.ir.selection import policy_for
 from opweave.ir.torch_ops import TorchOps, torch_ops_with
 from opweave.registration import owned_by
@@ -495,9 +488,7 @@ def register_op(
 
 @contextmanager
 def priority(
-    priorities: Mapping[str, str | Iterable[str]] | None = None,
-    /,
-    **by_op: str | Iterable[str],
+    priorities: Mapping[str, str | Iterable[str]] | None = None, /, **by_op: str | Iterable[str]
 ) -> Iterator[None]:
     """Prefer these providers inside the block, in this thread or asyncio task only.
 

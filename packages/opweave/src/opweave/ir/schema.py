@@ -15,11 +15,7 @@ import torch
 from torch import Tensor
 
 from opweave import torch_compat
-from opweave.ir.errors import (
-    InvalidNameError,
-    InvalidOpError,
-    SchemaMismatchError,
-)
+from opweave.ir.errors import InvalidNameError, InvalidOpError, SchemaMismatchError
 from opweave.ir.priority import NATIVE
 from opweave.packages import is_in_project
 

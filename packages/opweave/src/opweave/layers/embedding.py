@@ -474,10 +474,7 @@ class LogitsProcessor(PluggableLayer):
         return self._capped(lm_head.columns_of_ids(logits, self.org_vocab_size))
 
     def get_top_tokens(
-        self,
-        lm_head: ParallelLMHead,
-        hidden_states: Tensor,
-        embedding_bias: Tensor | None = None,
+        self, lm_head: ParallelLMHead, hidden_states: Tensor, embedding_bias: Tensor | None = None
     ) -> Tensor:
         """Return ``forward(…).argmax(-1)``, int64, without gathering the logits.
 

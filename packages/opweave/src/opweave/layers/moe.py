@@ -453,10 +453,7 @@ class FusedMoE(PluggableLayer):
 
     @staticmethod
     def make_expert_params_mapping(
-        ckpt_gate_proj_name: str,
-        ckpt_down_proj_name: str,
-        ckpt_up_proj_name: str,
-        num_experts: int,
+        ckpt_gate_proj_name: str, ckpt_down_proj_name: str, ckpt_up_proj_name: str, num_experts: int
     ) -> list[ParameterMapping]:
         """Return ``(parameter, part of a checkpoint's name, expert, shard)`` for every expert.
 
@@ -592,9 +589,7 @@ class ModularKernel:
     """
 
     def __init__(
-        self,
-        prepare_finalize: PrepareAndFinalize | None = None,
-        experts: Experts | None = None,
+        self, prepare_finalize: PrepareAndFinalize | None = None, experts: Experts | None = None
     ) -> None:
         self.prepare_finalize = prepare_finalize or LocalPrepareAndFinalize()
         self.experts = experts or OpExperts()

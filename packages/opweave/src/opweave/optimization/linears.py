@@ -134,10 +134,7 @@ def _gate_of(module: nn.Module) -> str:
         y = activation(x)
     except Exception:  # not a function of one tensor
         return ""
-    if not isinstance(y, Tensor) or (y.shape, y.dtype) != (
-        x.shape,
-        x.dtype,
-    ):
+    if not isinstance(y, Tensor) or (y.shape, y.dtype) != (x.shape, x.dtype):
         return ""
     for gate, function in _GATES.items():
         if torch.allclose(y, function(x), rtol=1e-9, atol=1e-9):

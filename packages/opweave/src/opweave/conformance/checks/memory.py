@@ -261,7 +261,5 @@ def _reversed(tensor: Tensor) -> Tensor:
 
 
 STALENESS = Check(
-    "staleness",
-    "after an argument changes in place, the result uses its new values",
-    _findings,
+    "staleness", "after an argument changes in place, the result uses its new values", _findings
 )

@@ -89,11 +89,7 @@ def rotary_embedding(
 
 @register_op(allow_inplace=True, native_traits={BATCH_INVARIANT}, autocast=False)
 def rotary_embedding_single(
-    x: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    head_size: int,
-    is_neox_style: bool = True,
+    x: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_size: int, is_neox_style: bool = True
 ) -> Tensor:
     """Rotate a single tensor, such as queries without keys, by the angles of its positions.
 

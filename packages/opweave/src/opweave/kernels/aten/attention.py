@@ -101,12 +101,7 @@ def _segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slic
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | None,
-    causal: bool,
-    window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool, window: int | None
 ) -> Tensor:
     """Return attention for ``(batch, length, heads, size)``; zeros for queries without a key."""
     q_len, k_len = query.shape[1], key.shape[1]

@@ -58,11 +58,7 @@ _MAX_TOKENS = {
 if not torch_compat.is_x86():
     _MAX_TOKENS.update({torch.bfloat16: 0, torch.float16: 0})
 # Measured with 512 to 4,096 columns, for int8 and float8; torch multiplies in float32.
-_MAX_TOKENS_W8 = {
-    torch.float32: 96,
-    torch.bfloat16: 48 if _BFLOAT16 else 96,
-    torch.float16: 96,
-}
+_MAX_TOKENS_W8 = {torch.float32: 96, torch.bfloat16: 48 if _BFLOAT16 else 96, torch.float16: 96}
 # The smallest number of tokens for which our kernel for many tokens is faster: panels with AVX2,
 # which also beat torch, and tiles with AMX, for 8-bit weights only. The native op chooses at run
 # time, so dynamic graphs use it too. Measured with 512 to 8,192 columns.
@@ -376,16 +372,8 @@ _widen_gguf = native_op("widen_gguf")
 
 # The largest number of tokens for which the kernel for few tokens is faster, measured with 2,048
 # columns. Graphs with a dynamic number of tokens use it too.
-_MAX_TOKENS_W4 = {
-    torch.float32: 24,
-    torch.bfloat16: 12 if _BFLOAT16 else 32,
-    torch.float16: 32,
-}
-_MAX_TOKENS_Q = {
-    torch.float32: 12,
-    torch.bfloat16: 6 if _BFLOAT16 else 12,
-    torch.float16: 12,
-}
+_MAX_TOKENS_W4 = {torch.float32: 24, torch.bfloat16: 12 if _BFLOAT16 else 32, torch.float16: 32}
+_MAX_TOKENS_Q = {torch.float32: 12, torch.bfloat16: 6 if _BFLOAT16 else 12, torch.float16: 12}
 # The smallest number of bfloat16 tokens for which AMX tiles are faster; None: the CPU has no AMX.
 # Like torch by pieces, they round the weights to bfloat16.
 _MIN_TOKENS_AMX = 7 if STATUS.isa == "amx" else None

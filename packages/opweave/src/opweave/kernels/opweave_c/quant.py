@@ -161,10 +161,7 @@ def rms_norm_dynamic_per_token_quant_int8(
     return out, scale
 
 
-@implements(
-    ops.fused_add_rms_norm_static_quant_fp8,
-    _ADD & one_float32("scale") & _IN_ONE_ORDER,
-)
+@implements(ops.fused_add_rms_norm_static_quant_fp8, _ADD & one_float32("scale") & _IN_ONE_ORDER)
 def fused_add_rms_norm_static_quant_fp8(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -194,10 +191,7 @@ def fused_add_rms_norm_dynamic_per_token_quant_fp8(
     return out, scale, residual
 
 
-@implements(
-    ops.fused_add_rms_norm_dynamic_per_token_quant_int8,
-    _ADD & _IN_ONE_ORDER,
-)
+@implements(ops.fused_add_rms_norm_dynamic_per_token_quant_int8, _ADD & _IN_ONE_ORDER)
 def fused_add_rms_norm_dynamic_per_token_quant_int8(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:

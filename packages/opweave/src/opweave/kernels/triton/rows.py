@@ -155,8 +155,7 @@ def fused_add_rms_norm(
 
 _quant_kernels = Kernels("quant")
 GROUP_SIZE = rules.custom(
-    lambda group_size: 1 <= group_size <= 8192,
-    "group_size is not between 1 and 8192",
+    lambda group_size: 1 <= group_size <= 8192, "group_size is not between 1 and 8192"
 )
 
 

@@ -239,15 +239,7 @@ def attend(
 
 
 @triton.jit
-def join(
-    out,
-    parts,
-    maxima,
-    totals,
-    value_size,
-    SPLITS: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-):
+def join(out, parts, maxima, totals, value_size, SPLITS: tl.constexpr, VALUE_SIZE: tl.constexpr):
     """Combine the splits of one query and head, one program each."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
