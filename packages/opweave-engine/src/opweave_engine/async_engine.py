@@ -93,7 +93,7 @@ class AsyncEngine(StreamingClient):
         self, prompt: Prompt, params: PoolingParams | None = None, *, request_id: str
     ) -> EmbeddingOutput:
         is_pair = params is not None and params.token_type_ids is not None
-        lacks = "scores no pairs of texts" if is_pair else "makes no embeddings"
+        lacks = "does not score pairs of texts" if is_pair else "does not make embeddings"
         raise InvalidArgumentError(f"The model {self.model_name!r} generates text; it {lacks}.")
 
     async def drain(self, timeout: float) -> None:
@@ -202,7 +202,9 @@ class AsyncEmbedder(AsyncClient):
         self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
         makes = "scores pairs of texts" if self._embedder.is_cross_encoder else "makes embeddings"
-        raise InvalidArgumentError(f"The model {self.model_name!r} {makes}; it generates no text.")
+        raise InvalidArgumentError(
+            f"The model {self.model_name!r} {makes}; it does not generate text."
+        )
         yield  # makes this an asynchronous generator
 
     generate_deltas = generate

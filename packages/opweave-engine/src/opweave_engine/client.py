@@ -286,7 +286,7 @@ class AsyncClient:
 # Base class for asyncio clients backed by a worker thread.
 
 
-_ABORTED_WITHIN = 2.0  # seconds; the current step finishes first
+_ABORT_TIMEOUT_SECONDS = 2.0  # the current step finishes first
 
 
 class _Stream:
@@ -371,7 +371,7 @@ class StreamingClient(AsyncClient, ABC):
             for request_id in list(self._unfinished):
                 self._abort_request(request_id)
             with suppress(TimeoutError):
-                async with asyncio.timeout(_ABORTED_WITHIN):
+                async with asyncio.timeout(_ABORT_TIMEOUT_SECONDS):
                     await self._wait_until_idle()
             # If the thread hangs, the readers must still be released.
             self._fail(self._unfinished, self._dead_error())

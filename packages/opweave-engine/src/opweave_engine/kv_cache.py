@@ -171,9 +171,9 @@ def plan_cache(
         if scheduler.max_model_len is not None or total < 1:
             raise CacheSizeError(_too_small(cache, sizing, length, total, memory))
         _log.warning(
-            "The cache holds %d tokens, and so much is the context: a prompt and its answer are "
-            "cut to that, though the model takes %d. Give the cache more memory "
-            "(cache.memory_bytes or cache.num_blocks; serve --kv-cache-memory) for longer ones.",
+            "The KV cache holds %d tokens, so that max_model_len is reduced to that; the model "
+            "supports %d. For longer contexts, give the cache more memory (cache.memory_bytes or "
+            "cache.num_blocks; serve --kv-cache-memory).",
             capacity,
             length,
         )

@@ -119,7 +119,7 @@ def test_wrong_requests(engine: AsyncEngine) -> None:
             await answer(engine, "a", [5] * 200)
         with pytest.raises(PromptError, match="surrogate"):
             await answer(engine, "a", "\ud800")
-        with pytest.raises(SamplingParamsError, match="None, no SamplingParams"):
+        with pytest.raises(SamplingParamsError, match="None, not SamplingParams"):
             await answer(engine, "a", "a", None)
         wrong: Any
         for wrong in (None, "1", 1.0, True, float("nan")):
@@ -132,7 +132,7 @@ def test_wrong_requests(engine: AsyncEngine) -> None:
         await stream.aclose()  # type: ignore[attr-defined]
         await settled(engine)
         assert len((await answer(engine, "b", PROMPTS[2])).outputs[0].token_ids) == 12
-        with pytest.raises(InvalidArgumentError, match="makes no embeddings"):
+        with pytest.raises(InvalidArgumentError, match="does not make embeddings"):
             await engine.embed("a", request_id="c")
 
     asyncio.run(run())
@@ -207,7 +207,7 @@ def test_drain_comes_to_an_end_where_the_engine_hangs(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr("opweave_engine.client._ABORTED_WITHIN", 0.05)
+    monkeypatch.setattr("opweave_engine.client._ABORT_TIMEOUT_SECONDS", 0.05)
     monkeypatch.setattr(engine._core.executor, "execute", lambda steps: go_on.wait())
 
     async def run() -> None:

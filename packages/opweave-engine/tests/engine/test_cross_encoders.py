@@ -194,7 +194,7 @@ def test_requests_to_an_engine(tmp_path: Path) -> None:
         for types in wrong:
             with pytest.raises(SamplingParamsError, match="integers from 0 to 1, one for each"):
                 await engine.embed(pairs[0][0], PoolingParams(token_type_ids=types), request_id="x")
-        with pytest.raises(InvalidArgumentError, match="makes no embeddings"):
+        with pytest.raises(InvalidArgumentError, match="does not make embeddings"):
             await engine.embed("x", request_id="x")
         with pytest.raises(InvalidArgumentError, match="scores pairs of texts; it generates no"):
             await anext(engine.generate("x", SamplingParams(), request_id="x"))

@@ -280,7 +280,7 @@ def test_errors_of_a_request_are_its_own(caplog: pytest.LogCaptureFixture) -> No
     async def work(engine: DataParallelEngine, group: ReplicasHere) -> None:
         with pytest.raises(PromptError):
             await answer(engine, "bad", prompt=[5, 99999])
-        with pytest.raises(InvalidArgumentError, match="makes no embeddings"):
+        with pytest.raises(InvalidArgumentError, match="does not make embeddings"):
             await engine.embed("x", request_id="v")
         for each in group.engines.values():
             each.fails_after, each.raises = 2, ZeroDivisionError("a defect")

@@ -305,7 +305,7 @@ def test_many_at_once_from_asyncio(checkpoint: Checkpoints) -> None:
     async def run() -> list[EmbeddingOutput]:
         jobs = [engine.embed(PROMPTS[i % 5], request_id=str(i)) for i in range(40)]
         found = await asyncio.gather(*jobs)
-        with pytest.raises(InvalidArgumentError, match="generates no text"):
+        with pytest.raises(InvalidArgumentError, match="does not generate text"):
             await anext(engine.generate("a", SamplingParams(), request_id="g"))
         with pytest.raises(PromptError):
             await engine.embed([-1], request_id="bad")

@@ -293,7 +293,7 @@ def test_the_context_is_cut_to_what_the_cache_holds(caplog: pytest.LogCaptureFix
     found = plan(EveryToken(), memory=11 * BYTES)
     (warning,) = caplog.records
     assert warning.levelname == "WARNING"
-    assert "holds 160 tokens, and so much is the context" in warning.getMessage()
+    assert "holds 160 tokens, so that max_model_len is reduced to that" in warning.getMessage()
     assert (found.num_blocks, found.max_model_len) == ((10,), 160)
     assert plan(EveryToken(), max_model_len=100).max_model_len == 100
 

@@ -171,7 +171,7 @@ def test_wrong_prompts(prompts: Any, message: str, llm: LLM) -> None:
 def test_a_stream_of_what_is_no_prompt(prompt: Any, llm: LLM) -> None:
     with pytest.raises(PromptError, match="must be a string or a list of token ids"):
         next(llm.stream(prompt))
-    with pytest.raises(SamplingParamsError, match="5, no SamplingParams"):
+    with pytest.raises(SamplingParamsError, match="5, not SamplingParams"):
         next(llm.stream("a", 5))  # type: ignore[arg-type]
 
 

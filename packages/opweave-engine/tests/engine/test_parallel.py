@@ -148,7 +148,7 @@ def test_an_engine_shuts_down_while_a_rank_hangs(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("opweave_engine.async_engine._STOP_SECONDS", 0.1)
-    monkeypatch.setattr("opweave_engine.client._ABORTED_WITHIN", 0.1)
+    monkeypatch.setattr("opweave_engine.client._ABORT_TIMEOUT_SECONDS", 0.1)
     engine = AsyncEngine(checkpoint("one_layer")[0], config=two_ranks())
     pid = pid_of(engine)
 

@@ -43,9 +43,9 @@ from opweave_engine.structured.grammar_compiler import (
     GrammarState,
     vocabulary_arguments,
 )
-from opweave_engine.structured.grammar_text import enforceable
 from opweave_engine.structured.grammar_worker import Vocabulary, native_vocabulary
 from opweave_engine.structured.params import MAX_DEPTH
+from opweave_engine.structured.schema_grammar import enforceable
 from server.fake_engine import CHECKPOINT, VOCABULARY
 from support import ROOT
 

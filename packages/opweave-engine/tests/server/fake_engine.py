@@ -162,7 +162,7 @@ class FakeEngine:
         self, prompt: str | Sequence[int], params: PoolingParams | None = None, *, request_id: str
     ) -> EmbeddingOutput:
         if not self.embeds:
-            raise InvalidArgumentError("The model makes no embeddings.")
+            raise InvalidArgumentError("The model does not make embeddings.")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         await asyncio.sleep(self.delay)
         self.calls.append(Call(ids, params, request_id, 0))

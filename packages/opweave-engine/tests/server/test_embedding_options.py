@@ -89,7 +89,7 @@ def test_other_endpoints_of_an_encoder(server: Running) -> None:
     assert any(each["ran"] for each in server.get("/v1/ops").json()["data"])
     refused = server.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 2})
     assert refused.status_code == 400
-    assert "generates no text" in refused.text
+    assert "does not generate text" in refused.text
 
 
 def test_texts_of_one_request_with_different_options(embedder: Embedder) -> None:

@@ -159,7 +159,7 @@ def test_a_cross_encoder_makes_no_embeddings_and_no_text(server: Running) -> Non
     error = refusal(server, "/v1/embeddings", input="x")
     assert "a cross-encoder (BertForSequenceClassification)" in error["message"]
     error = refusal(server, "/v1/completions", prompt="x", max_tokens=2)
-    assert "scores pairs of texts; it generates no text" in error["message"]
+    assert "scores pairs of texts; it does not generate text" in error["message"]
 
 
 @pytest.mark.parametrize("kind", ["generates text", "an encoder (BertModel)"])
@@ -176,7 +176,7 @@ def test_models_that_cannot_say_what_they_are(kind: str, tmp_path: Path) -> None
         ):
             message = refusal(server, path, **body)["message"]
             assert kind in message
-            assert "scores no pairs of texts" in message
+            assert "does not score pairs of texts" in message
     engine.shutdown()
 
 

@@ -21,8 +21,9 @@ from opweave import ir
 from opweave.config.sources import tuning_file
 from opweave.ir.errors import SettingError, SettingWarning
 from opweave.tuning import Cell, Machine, Measurement, Time, TuningFile
+from opweave.tuning.choice import ranges_of
 from opweave.tuning.trace import TuningFileError
-from opweave.tuning.tuning_file import apply_tuning_file, ranges_of
+from opweave.tuning.tuning_file import apply_tuning_file
 from support.warm_python import warm_python
 
 

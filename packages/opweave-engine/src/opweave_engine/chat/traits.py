@@ -254,7 +254,7 @@ class Traits:
         return any(name in (getattr(n, "attr", None), getattr(n, "value", None)) for n in below)
 
     def _use_of_arguments(self, placed: Placed) -> str | None:
-        """Return what the template takes arguments for where it reads them: text or an object."""
+        """Return how the template uses the arguments at this node: as text, an object, or None."""
         node = placed.node
         if not self._arguments.is_read(node):
             return None

@@ -258,14 +258,14 @@ class Checkpoint:
             yield [stack.enter_context(TensorFile(file)) for file in files]
 
     def check_index(self, tensors: Collection[str], *, optional: str | None = None) -> None:
-        """Check that the index, if it counts, names no other than *tensors*.
+        """Check that the files hold every tensor of the index; a single file has no index.
 
         Args:
-            tensors: the names of those that the files hold.
-            optional: a tensor that the model can do without; that it is missing is logged.
+            tensors: the names of the tensors in the files.
+            optional: a tensor whose absence is only logged.
 
         Raises:
-            CheckpointError: it does.
+            CheckpointError: the index names a missing tensor.
         """
         if self.gguf is not None or self._has(_SINGLE):
             return
@@ -390,12 +390,12 @@ class TensorFile:
 # Build models of configurations that may be damaged.
 
 
-MAX_LAYERS = 4096  # of a model that is built before tensors say how many there are
+MAX_LAYERS = 4096  # limit for models that are built before the layers in the files are counted
 # Experts and extra layers are built one by one, and a head has a table of its size.
 _MAX_SIZE = 2**16
 _LIMITED_SUFFIXES = ("experts", "predict_layers", "head_dim")
-# Parameters per number in the files. Below that, an error lists the tensors that do not fit.
-_MAX_SHARE = 8
+# Model parameters per checkpoint element; below it, an error lists the tensors that do not match.
+_MAX_PARAMETER_RATIO = 8
 # The meaning of parts of torch's error messages, which have no classes of their own.
 _TOO_LARGE = {
     "verflow": "names sizes that no tensor has",
@@ -442,7 +442,7 @@ def check_parameters(planned: nn.Module, held: int) -> None:
         held: the number of elements of the checkpoint's tensors.
     """
     count = sum(parameter.numel() for parameter in planned.parameters())
-    if count > held * _MAX_SHARE + _MAX_SIZE * _MAX_SHARE:
+    if count > held * _MAX_PARAMETER_RATIO + _MAX_SIZE * _MAX_PARAMETER_RATIO:
         raise CheckpointError(
             f"config.json describes a model of {count:,} parameters, but the files hold {held:,}. "
             "It does not belong to them, or is damaged."

@@ -104,7 +104,7 @@ REFUSED = frozenset((
 ))  # fmt: skip
 """Keys that change what a model computes, unless the value is zero or what is computed anyway."""
 
-# Sections of which the same holds for every key that is not listed above.
+# Sections whose unlisted keys are all treated as REFUSED.
 STRICT = ("attention.", "rope.", "convnext.", "kda.", "posnet.", "shortconv.", "ssm.", "wkv.")
 
 
@@ -116,7 +116,7 @@ def refused_keys(
     Args:
         architecture: of the model.
         metadata: of the file.
-        implied: the value that is computed with, for keys where zero does not stand for it.
+        implied: the value that the model assumes, for keys whose neutral value is not zero.
     """
     accepted = READ.union(HARMLESS, READ_BY.get(architecture, ()))
     listed = REFUSED.union(*READ_BY.values())
@@ -637,7 +637,7 @@ def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         types = [f"{'sliding' if slides else 'full'}_attention" for slides in pattern.tolist()]
         period = 6
     else:
-        # Without a window, all layers see everything. Where the period is 0, none does.
+        # Without a window, every layer has full attention; with one, period 0 means none has.
         period = file.size("attention.sliding_window_pattern", 6) or layers + 1 if window else 1
     magnitude = _positive(file, "rope.scaling.attn_factor", 1.0)
     theta = file.number("rope.freq_base_swa", 10_000.0)
@@ -646,7 +646,7 @@ def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         sliding = _stretched(file, sliding, np.ones(config["head_dim"] // 2), magnitude)
     return {
         "query_pre_attn_scalar": scalar,
-        "sliding_window": window or 1,  # of no layer, where the file has no window
+        "sliding_window": window or 1,  # must be positive; without a window, no layer uses it
         "layer_types": types,
         "sliding_window_pattern": period,
         "rope_parameters": {"full_attention": _rope(file, config), "sliding_attention": sliding},
@@ -758,7 +758,7 @@ def _yarn(file: GgufFile, factor: float, magnitude: float) -> dict[str, Any]:
 # The tensors of a GGUF file under the names that Hugging Face's checkpoints give them.
 
 
-_PLAIN = ("F32", "F16", "BF16", "F64")
+_UNQUANTIZED_TYPES = ("F32", "F16", "BF16", "F64")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -808,12 +808,12 @@ class GgufTensors:
     def tensor(self, name: str) -> Tensor:
         entry, data = self._entry(name), self._data(name)
         kind = entry.kind.name
-        if kind not in _PLAIN or kind == "BF16":
+        if kind not in _UNQUANTIZED_TYPES or kind == "BF16":
             data = require("gguf.quants").dequantize(data, entry.kind)
         values = torch.from_numpy(np.array(data))
         if kind == "BF16":
             values = values.bfloat16()
-        # The file has the weight of a norm as it is multiplied by; Gemma's is one less.
+        # GGUF stores Gemma's norm weights as 1 + w; the model expects w.
         is_gemma = self._contents.architecture == "gemma3"
         return values - 1 if is_gemma and name.endswith("norm.weight") else values
 
@@ -857,7 +857,7 @@ class GgufTensors:
         """Raise CheckpointError for a type that is neither floating-point nor dequantized."""
         gguf, quants = require("gguf", "gguf"), require("gguf.quants")
         names = {self._contents.tensors[p.name].kind: p.name for p in self._places.values()}
-        for kind in sorted(kind for kind in names if kind.name not in _PLAIN):
+        for kind in sorted(kind for kind in names if kind.name not in _UNQUANTIZED_TYPES):
             try:
                 quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
             except NotImplementedError as error:
@@ -874,7 +874,7 @@ class GgufTensors:
 
     def _log_formats(self) -> None:
         kinds = Counter(self._entry(name).kind.name for name in self._places)
-        readable = {*_PLAIN, *map(str.upper, GGUF_BLOCKS)}
+        readable = {*_UNQUANTIZED_TYPES, *map(str.upper, GGUF_BLOCKS)}
         if others := {k: n for k, n in kinds.items() if k not in readable}:
             _log.warning(
                 "%s: %s are dequantized while they are loaded: no kernel reads their format",

@@ -43,7 +43,7 @@ from opweave_engine.load.quantized import (
     is_cache_scale,
     opened,
     plain_weights,
-    unquantized,
+    require_unquantized,
     without_quantization,
 )
 from opweave_engine.models import (
@@ -102,14 +102,14 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor that is not filled, in huge pages where that is possible and of use.
+    """Return an uninitialized tensor, in huge pages if it is large enough and they are available.
 
-    It is on the CPU of a Linux system, from 2 MiB on. The system gives huge pages if
-    ``/sys/kernel/mm/transparent_hugepage/enabled`` says ``madvise`` or ``always``, and there are
-    some left; else ordinary ones. It begins where a page of 2 MiB does, by which kernels know it.
+    This needs Linux, the CPU and at least 2 MiB. The system gives huge pages if
+    ``/sys/kernel/mm/transparent_hugepage/enabled`` says ``madvise`` or ``always`` and some are
+    left; otherwise ordinary ones. The tensor is aligned to 2 MiB, by which kernels detect them.
     """
     size = math.prod(shape) * dtype.itemsize
-    if not _gains(size, device):
+    if not _uses_huge_pages(size, device):
         return torch.empty(*shape, dtype=dtype, device=device)
     # Not torch's allocator: it writes before the tensor, which makes a small page there.
     memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -122,11 +122,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 def move_parameters(module: nn.Module) -> None:
     """Move large parameters of *module* on the CPU to huge pages; their values are lost."""
     for parameter in module.parameters():
-        if _gains(parameter.nbytes, parameter.device):
+        if _uses_huge_pages(parameter.nbytes, parameter.device):
             parameter.data = empty(parameter.shape, parameter.dtype, parameter.device)
 
 
-def _gains(size: int, device: torch.device) -> bool:
+def _uses_huge_pages(size: int, device: torch.device) -> bool:
     return device.type == "cpu" and size >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
 
 
@@ -258,7 +258,7 @@ def load_by_transformers(
         memory = partial(check_memory, dtype=weight_dtype)
         return load(checkpoint.path, config, weight_dtype, seed=seed, check=memory)
     with checkpoint.open_files() as files:
-        plain = unquantized(config, checkpoint, files)
+        plain = require_unquantized(config, checkpoint, files)
         shapes = shapes_of(files)
         check_layers(plain, len(shapes), "the number of tensors is")
         check = partial(check_parameters, held=sum(map(math.prod, shapes.values())))
@@ -404,10 +404,9 @@ def check_dtype(dtype: str | torch.dtype) -> str:
 
 
 def planned_model(config: Mapping[str, Any], tensors: int) -> CheckpointModel:
-    """Return the model without memory for its weights, as one rank without others loads it.
+    """Return the unsharded model without memory for its weights, to compare shapes with it.
 
-    A checkpoint holds whole tensors, and a layer of several ranks would take one of a rank's size
-    for that rank's part.
+    A sharded layer would also accept a tensor of its shard's size, so a wrong shape would pass.
     """
     check_layers(config, tensors, "the number of tensors is")
     with torch.device("meta"), tensor_parallel(ALONE):

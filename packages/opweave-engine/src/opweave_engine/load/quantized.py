@@ -333,7 +333,7 @@ class StrictConfig:
     def finish(self, *harmless: str) -> None:
         """Refuse keys that were not read, but for the *harmless* ones.
 
-        The tensors tell what these say, or it means nothing to inference.
+        These follow from the tensors, or do not affect inference.
         """
         if unknown := sorted(self.config.keys() - self._read - {*harmless}):
             raise self._unsupported(f"the key {unknown[0]!r}", ())
@@ -609,8 +609,8 @@ def _by_group(module: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 _BITS = (4, 8)
 _LAYOUTS = ("gptq", "gptq_v2", None)
-# Keys of how the weights were found, and of kernels; and those that the tensors tell.
-_HARMLESS = (
+# Keys that record the quantization procedure, select a kernel, or follow from the tensors.
+_IGNORED_GPTQ_KEYS = (
     *("quant_method", "method", "group_size", "sym", "desc_act", "static_groups", "lm_head"),
     *("dynamic", "modules_in_block_to_quantize", "block_name_to_quantize", "damp_percent"),
     *("damp_auto_increment", "true_sequential", "dataset", "tokenizer", "batch_size", "mse"),
@@ -635,7 +635,7 @@ class Gptq(Format):
         self._zero_shift = 0 if "gptq_v2" in forms else 1
         config.one_of("pack_dtype", "int32", None)
         config.refuse_set("is_marlin_format", "adapter", "rotation")
-        config.finish(*_HARMLESS)
+        config.finish(*_IGNORED_GPTQ_KEYS)
         values = config.config
         self._is_reordered = bool(values.get("desc_act")) and not values.get("static_groups")
 
@@ -951,7 +951,7 @@ _TORCH_DTYPES = {
 _CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 # Files of GPTQ, AWQ and ModelOpt.
 _CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-_PLAIN = ("F64", "F32", "F16", "BF16")
+_UNQUANTIZED_DTYPES = ("F64", "F32", "F16", "BF16")
 # How names end in GPTQ and AWQ, compressed-tensors and fp8, bitsandbytes, mxfp4, and MLX.
 _QUANTIZED_SUFFIXES = (
     *(".qweight", ".qzeros", ".g_idx"),
@@ -1002,7 +1002,7 @@ def opened(
         for name, dtype in dtypes_of(files).items()
     )
     if method not in FORMATS or not is_quantized:
-        return unquantized(config, checkpoint, files), [*files]
+        return require_unquantized(config, checkpoint, files), [*files]
     form = FORMATS[method](_settings(config))
     source = QuantizedFiles(files, form)
     notes = [*form.notes]
@@ -1018,13 +1018,13 @@ def opened(
     return without_quantization(config), [source]
 
 
-def unquantized(
+def require_unquantized(
     config: Mapping[str, Any],
     checkpoint: Checkpoint,
     files: Sequence[TensorFile],
     advice: str = _SUPPORTED,
 ) -> dict[str, Any]:
-    """Return *config* without the keys of quantization; no tensor shows a format of it.
+    """Return *config* without its quantization keys, or raise if the weights are quantized.
 
     Args:
         config: the object in ``config.json``.
@@ -1053,13 +1053,13 @@ def unquantized(
 def plain_weights(
     config: Mapping[str, Any], checkpoint: Checkpoint, advice: str = _SUPPORTED
 ) -> Iterator[None]:
-    """Check that weights are not quantized: inside, tensors are compared to the plain model.
+    """In the block, where tensors are compared with the model, name the quantization in errors.
 
-    Formats differ in the names of their tensors, so that only a tensor that does not fit shows an
-    unknown one. If all fit, it is logged that the configuration of quantization is ignored.
+    An unknown format shows only as tensors that do not match the unquantized model. If all match, a
+    log message says that the quantization configuration is ignored.
 
     Args:
-        config, checkpoint, advice: as for :func:`unquantized`.
+        config, checkpoint, advice: as for :func:`require_unquantized`.
 
     Raises:
         UnsupportedModelError: tensors do not fit, and a format of quantization is named; or it
@@ -1116,7 +1116,7 @@ def _named(config: Mapping[str, Any], checkpoint: Checkpoint) -> str | None:
 
 def _is_narrow(name: str, dtype: str) -> bool:
     """Whether it is a matrix of other than floating-point numbers of 16 bits or more."""
-    return dtype not in _PLAIN and name.endswith(("weight", "_proj"))
+    return dtype not in _UNQUANTIZED_DTYPES and name.endswith(("weight", "_proj"))
 
 
 # Keeps the experts of a checkpoint quantized, where all of a layer have one format.

@@ -371,15 +371,23 @@ def read_expert_activation(fields: Fields, key: str, default: str) -> str:
 # The parameters of rotary embedding in a ``config.json``.
 
 
-_TRAINED, _SHARE = "original_max_position_embeddings", "partial_rotary_factor"
+_ORIGINAL_CONTEXT, _ROTARY_FRACTION = "original_max_position_embeddings", "partial_rotary_factor"
 _COMMON_KEYS = (
-    *("rope_type", "type", "rope_theta", _SHARE, "rope_dim", "mrope_section", "mrope_interleaved"),
-    *(_TRAINED, "finetuned"),  # the length of training, which some types do not need
+    *(
+        "rope_type",
+        "type",
+        "rope_theta",
+        _ROTARY_FRACTION,
+        "rope_dim",
+        "mrope_section",
+        "mrope_interleaved",
+    ),
+    *(_ORIGINAL_CONTEXT, "finetuned"),  # the original context length, which some types do not need
 )
 _YARN_WEIGHTS = ("mscale", "mscale_all_dim")
-# The supported types, and the parameters that they read. Above the length of training, transformers
-# changes the base of "dynamic" and the factors of "longrope" with the length of a sequence: keys in
-# a cache cannot follow. These types are therefore limited to that length.
+# The supported types, and the parameters that they read. Above the original context length,
+# transformers recomputes the base of "dynamic" and the factors of "longrope" for each sequence
+# length, which would invalidate cached keys. These types are therefore limited to that length.
 _ROPE_KEYS = {
     "default": _YARN_WEIGHTS,  # they have no effect without a factor
     "dynamic": ("factor", *_YARN_WEIGHTS),  # DeepSeek's scores follow them
@@ -412,8 +420,10 @@ def rope_parameters(fields: Fields, positions: int, theta: float = 10000.0) -> d
         InvalidConfigError: a parameter is missing or invalid.
     """
     rope = _nested(fields)
-    if _TRAINED in fields:  # some checkpoints have it outside rope_parameters
-        rope = Fields({**rope.values, _TRAINED: fields.count(_TRAINED)}, rope.name)
+    if _ORIGINAL_CONTEXT in fields:  # some checkpoints have it outside rope_parameters
+        rope = Fields(
+            {**rope.values, _ORIGINAL_CONTEXT: fields.count(_ORIGINAL_CONTEXT)}, rope.name
+        )
     return read_rope(rope, fields.number("rope_theta", theta), positions, outer=fields)
 
 
@@ -462,21 +472,21 @@ def read_rope(rope: Fields, theta: float, positions: int, *, outer: Fields) -> d
     kind = rope.text("rope_type", rope.text("type", "default"))
     rope.require("rope_type", kind, *_ROPE_KEYS)
     share = _share(rope, outer, kind)
-    if kind == "dynamic":  # up to the length of training, it is the same as "default"
+    if kind == "dynamic":  # up to the original context length, it is the same as "default"
         rope.number("factor")
         kind = "default"
     theta = rope.number("rope_theta", theta)
     rope.require_finite()
     parameters = {**rope.values, "rope_theta": theta, "rope_type": kind}
-    parameters.pop(_SHARE, None)
+    parameters.pop(_ROTARY_FRACTION, None)
     if kind == "proportional":
-        parameters[_SHARE] = share
+        parameters[_ROTARY_FRACTION] = share
     if kind == "yarn" and "factor" not in rope:
         parameters["factor"] = _implied_factor(rope, positions)
     if kind in _STRETCHED:
-        parameters.setdefault(_TRAINED, positions)
+        parameters.setdefault(_ORIGINAL_CONTEXT, positions)
     if kind == "longrope":
-        rope.count(_TRAINED, positions)
+        rope.count(_ORIGINAL_CONTEXT, positions)
     try:
         scaling = _scaling(parameters, positions)
         rows = scaling.rows(positions)
@@ -506,28 +516,30 @@ def _share(rope: Fields, outer: Fields, kind: str) -> float:
             raise UnsupportedModelError(
                 f"{fields.name} has 'rope_dim', which is not supported: heads are rotated whole."
             )
-    named = rope if _SHARE in rope else outer
-    share = named.number(_SHARE, 1.0)
+    named = rope if _ROTARY_FRACTION in rope else outer
+    share = named.number(_ROTARY_FRACTION, 1.0)
     if kind == "default" and share != 1:
         _log.warning(
             "%s has %r: %g, which is ignored, as in transformers: heads are rotated whole",
-            named.name, _SHARE, share,
+            named.name, _ROTARY_FRACTION, share,
         )  # fmt: skip
     elif kind != "proportional":
-        named.require(_SHARE, share, 1.0)
+        named.require(_ROTARY_FRACTION, share, 1.0)
     elif share > 1:
-        raise InvalidConfigError(f"{named.name} has {_SHARE!r}: {share:g}; it must be at most 1.")
+        raise InvalidConfigError(
+            f"{named.name} has {_ROTARY_FRACTION!r}: {share:g}; it must be at most 1."
+        )
     return share
 
 
 def _implied_factor(rope: Fields, positions: int) -> float:
     """Return YaRN's factor for configurations without one."""
-    if _TRAINED not in rope:
+    if _ORIGINAL_CONTEXT not in rope:
         raise InvalidConfigError(
-            f"{rope.name} of type 'yarn' has neither 'factor' nor {_TRAINED!r}; one of them must "
-            "say how far the context is stretched."
+            f"{rope.name} of type 'yarn' has neither 'factor' nor {_ORIGINAL_CONTEXT!r}; one of "
+            "them must say how far the context is stretched."
         )
-    return positions / rope.number(_TRAINED)
+    return positions / rope.number(_ORIGINAL_CONTEXT)
 
 
 def max_positions(rope: Mapping[str, Any], positions: int) -> int:
@@ -538,10 +550,12 @@ def max_positions(rope: Mapping[str, Any], positions: int) -> int:
         positions: ``max_position_embeddings``, which may be the context length in training.
     """
     longest = _scaling(rope, positions).rows(positions)
-    return min(longest, int(rope[_TRAINED])) if rope["rope_type"] == "longrope" else longest
+    return (
+        min(longest, int(rope[_ORIGINAL_CONTEXT])) if rope["rope_type"] == "longrope" else longest
+    )
 
 
 def _scaling(rope: Mapping[str, Any], positions: int) -> Scaling:
-    # Within the length of training, "longrope" takes its short factors.
-    longest = rope[_TRAINED] if rope["rope_type"] == "longrope" else positions
+    # Within the original context length, "longrope" takes its short factors.
+    longest = rope[_ORIGINAL_CONTEXT] if rope["rope_type"] == "longrope" else positions
     return read_scaling(rope, RopeContext(positions, longest))

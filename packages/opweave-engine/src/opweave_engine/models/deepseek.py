@@ -41,7 +41,7 @@ from opweave_engine.models.weights import Merged
 # The configuration of DeepSeek-V3, read from a checkpoint's ``config.json``.
 
 
-_SCORED = 2  # best experts of a group whose scores are the score of the group
+_EXPERTS_PER_GROUP_SCORE = 2  # a group's score is the sum of its two highest expert scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +104,11 @@ class DeepseekV3Config(DecoderConfig):
                 "equal, and no more can be chosen than there are."
             )
         size = self.n_routed_experts // self.n_group
-        if size < _SCORED:
+        if size < _EXPERTS_PER_GROUP_SCORE:
             raise InvalidConfigError(
                 f"{name} has {self.n_routed_experts} 'n_routed_experts' in {self.n_group} "
-                f"'n_group', {size} in each; the score of a group is that of its best {_SCORED}."
+                f"'n_group', {size} in each; a group's score is the sum of its "
+                f"best {_EXPERTS_PER_GROUP_SCORE}."
             )
         if self.num_experts_per_tok > self.topk_group * size:
             raise InvalidConfigError(

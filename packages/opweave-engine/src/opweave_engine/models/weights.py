@@ -128,7 +128,7 @@ class CheckpointModel(nn.Module):
             if module in layers:
                 continue
             if last in self.merged.get(parent.rpartition(".")[2], {}):
-                # Of a part whose weights the merged layer keeps in a child module.
+                # The merged layer keeps the weights of this part in a child module.
                 parent, dot, _ = parent.rpartition(".")
             for part, *shard in self.merged.get(last, {}).items() or [(last,)]:
                 places[f"{parent}{dot}{part}.{leaf}"] = WeightTarget(parameter, tuple(shard))
@@ -158,11 +158,13 @@ class CheckpointModel(nn.Module):
 def _expert_places(
     name: str, layer: FusedMoE, parts: tuple[str, str, str]
 ) -> dict[str, WeightTarget]:
-    """Return the targets of each expert's tensors; the experts of quantized ones have several."""
+    """Return the targets of each expert's tensors; quantized experts have scales, too."""
     places = {}
     for parameter_name, parameter in layer.named_parameters(recurse=False):
-        of_both, _, leaf = parameter_name.partition("_")
-        shards = {"w13": (("w1", parts[0]), ("w3", parts[2])), "w2": (("w2", parts[1]),)}[of_both]
+        projection, _, leaf = parameter_name.partition("_")
+        shards = {"w13": (("w1", parts[0]), ("w3", parts[2])), "w2": (("w2", parts[1]),)}[
+            projection
+        ]
         for shard, part in shards if leaf != "bias" else ():
             for expert in range(layer.num_experts):
                 places[f"{name}.{expert}.{part}.{leaf}"] = WeightTarget(parameter, (shard, expert))

@@ -283,7 +283,7 @@ class SamplingParams:
 def check_params(params: object) -> None:
     """Raise SamplingParamsError unless *params* are SamplingParams."""
     if not isinstance(params, SamplingParams):
-        raise SamplingParamsError(f"The sampling parameters are {params!r}, no SamplingParams.")
+        raise SamplingParamsError(f"The sampling parameters are {params!r}, not SamplingParams.")
 
 
 # Seeds for requests without one.

@@ -1,4 +1,8 @@
-"""Cancels work when the client disconnects, and merges streams that may end early."""
+"""Cancels work when the client disconnects, and merges streams that may end early.
+
+``Call.unless_gone`` in ``state`` does the same before the first byte of a response. Closing the
+generator of a request's outputs aborts the request in the engine; see ``client``.
+"""
 
 from __future__ import annotations
 

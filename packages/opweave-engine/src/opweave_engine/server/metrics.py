@@ -67,7 +67,7 @@ def _first_available(op: IrOp) -> tuple[str, str]:
 
 # The fields of EngineStats, with the names for dashboards and descriptions.
 _GAUGES = {
-    "running": ("num_requests_running", "Number of running answers."),
+    "running": ("num_requests_running", "Number of running outputs."),
     "waiting": ("num_requests_waiting", "Number of waiting answers."),
     "kv_usage": ("kv_cache_usage_perc", "Fraction of the KV cache in use, from 0 to 1."),
     "compile_seconds": ("compile_seconds", "Duration of compilation at startup."),

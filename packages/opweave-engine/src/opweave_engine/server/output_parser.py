@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
 from opweave_engine import CompletionOutput, StructuredOutputsParams
-from opweave_engine.structured.grammar_text import enforceable, grammar_text
+from opweave_engine.structured.schema_grammar import enforceable, grammar_text
 
 # The formats in which a model writes tool calls and reasoning.
 

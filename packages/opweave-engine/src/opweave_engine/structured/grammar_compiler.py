@@ -30,9 +30,9 @@ from opweave_engine.errors import (
     require,
 )
 from opweave_engine.structured import grammar_worker
-from opweave_engine.structured.grammar_text import grammar_text
 from opweave_engine.structured.grammar_worker import Vocabulary, native_matcher, native_vocabulary
 from opweave_engine.structured.params import NAME, StructuredOutputsParams
+from opweave_engine.structured.schema_grammar import grammar_text
 from opweave_engine.tokenizer import AbsentTokenizer, Tokenizer
 
 if TYPE_CHECKING:

@@ -1,4 +1,8 @@
-"""Digests of kernels, ops and libraries for cache keys, and what a function depends on."""
+"""Digests of kernels, ops and libraries, and what a function depends on.
+
+:meth:`opweave.compile.plan.Plan.digest` and :mod:`opweave.compile.pipeline` combine them into the
+cache keys of compiled graphs.
+"""
 
 from __future__ import annotations
 

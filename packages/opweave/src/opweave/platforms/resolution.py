@@ -1,4 +1,7 @@
-"""Resolution of the platform of this process, once, on first use, and its form for children."""
+"""Resolution of the platform of this process, once, on first use, and its form for children.
+
+:mod:`opweave.plugins.loader` collects the claims of platform plugins, and chooses between them.
+"""
 
 from __future__ import annotations
 

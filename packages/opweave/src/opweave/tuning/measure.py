@@ -199,7 +199,10 @@ class Cell:
 
     @property
     def best(self) -> str:
-        """The fastest provider, if it is faster than the default by more than the noise."""
+        """The fastest provider, if it is faster than the default by more than the noise.
+
+        For reports; :mod:`opweave.tuning.choice` chooses per range of numbers of tokens.
+        """
         usual = self.time(self.default)
         best, time = self.default, usual
         for m in self.results:

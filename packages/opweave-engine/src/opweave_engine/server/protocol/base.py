@@ -34,8 +34,8 @@ from opweave_engine.server.errors import ApiError, unsupported
 T = TypeVar("T")
 
 
-def is_text(text: str) -> str:
-    """Return *text*, unless it has half of a surrogate pair."""
+def check_unicode(text: str) -> str:
+    """Return *text*; raise ValueError if it has a lone surrogate."""
     if not text.isascii():
         try:
             text.encode("utf-8")
@@ -50,7 +50,7 @@ def _whole(value: object) -> object:
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
-Text = Annotated[str, AfterValidator(is_text)]
+Text = Annotated[str, AfterValidator(check_unicode)]
 # pydantic creates an error for every wrong item, which takes seconds and gigabytes for a long list.
 # So the lists of requests stop at their first fault.
 Items = Annotated[list[T], Field(fail_fast=True)]

@@ -33,7 +33,7 @@ _NOT_STORED = "Nothing is stored; send the whole conversation as input."
 _T = TypeVar("_T")
 
 
-def _is_json(value: _T) -> _T:
+def _check_finite(value: _T) -> _T:
     """Refuse infinities and NaN, which a response in JSON cannot repeat."""
     try:
         json.dumps(value, allow_nan=False)
@@ -43,7 +43,7 @@ def _is_json(value: _T) -> _T:
 
 
 # A field that the response repeats.
-Repeated = Annotated[_T, AfterValidator(_is_json)]
+Repeated = Annotated[_T, AfterValidator(_check_finite)]
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 

@@ -23,8 +23,8 @@ from opweave_engine.server.protocol.base import (
     Text,
     TokenIds,
     Unused,
+    check_unicode,
     harmless,
-    is_text,
     refused,
     supported,
 )
@@ -183,7 +183,7 @@ _MAX_TEMPERATURE = 2.0  # as in OpenAI's API; SamplingParams has no limit
 
 Priority = Annotated[Int, Field(ge=-(2**31), lt=2**31)]
 CacheSalt = Annotated[Text, Field(min_length=1)]
-StopString = Annotated[str, Field(max_length=_MAX_STOP_CHARACTERS), AfterValidator(is_text)]
+StopString = Annotated[str, Field(max_length=_MAX_STOP_CHARACTERS), AfterValidator(check_unicode)]
 BadWord = Annotated[Text, Field(max_length=_MAX_WORD_CHARACTERS)]
 
 

@@ -163,7 +163,7 @@ def rows(name: str) -> Rule:
 def library_rows(name: str) -> Rule:
     """Require rows that the kernels of another library can read: contiguous, and as :func:`rows`.
 
-    These kernels compute with bfloat16 numbers, of which Triton's interpreter multiplies the bits.
+    In Triton's interpreter, without bfloat16: it would multiply the bits of these kernels' values.
     """
     contiguous = rows(name) & rules.contiguous(name)
     return contiguous & rules.dtype(name, *LIBRARY_FLOATS)

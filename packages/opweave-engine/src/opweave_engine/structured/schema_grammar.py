@@ -1,4 +1,4 @@
-"""Constraints in the notation that llguidance reads."""
+"""JSON schemas and other constraints as grammars, in the notation that llguidance reads."""
 
 from __future__ import annotations
 
