@@ -46,7 +46,7 @@ from opweave.plugins import resolve_obj_by_qualname
 
 
 class Returns(NamedTuple):
-    """What a method must return."""
+    """The requirement for the return value of a method."""
 
     description: str
     fits: Callable[[Any], bool]
