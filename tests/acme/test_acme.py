@@ -58,6 +58,7 @@ def host_tokens() -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.slow
 def test_the_vendors_own_tests_pass(python: Run, site: Path) -> None:
     arguments = ("-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", "tests")
     done = python(*arguments, site=site, cwd=EXAMPLE)

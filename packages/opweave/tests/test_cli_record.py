@@ -120,6 +120,7 @@ SMALL = ("--shape", "hidden_size=32", "--rounds", "2")
 @pytest.fixture(autouse=True)
 def _quick_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("opweave.tuning.timing._COPY_BYTES", 2**20)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
 def test_bench_table(run: Run) -> None:
@@ -132,6 +133,19 @@ def test_bench_table(run: Run) -> None:
     default = next(row for row in rows if "(default)" in row)
     assert default[:2] == ["1", "opweave_c"]
     assert "rms_norm(bfloat16[1," in done.stdout
+
+
+def test_bench_on_a_busy_machine(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (12.0, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    reason = "this machine is busy (load 12 on 2 cores)"
+    lines = run("bench", "silu_and_mul", "--tokens", "4", *SMALL).stdout.splitlines()
+    providers = [line.split()[1] for line in lines[1:-1]]
+    assert providers[0] == "native"
+    assert set(providers) == set(ir.ops.silu_and_mul.impls)
+    assert lines[-1] == f"{reason}: not ranked"
+    found = json.loads(run("bench", "silu_and_mul", "--tokens", "4", *SMALL, "--json").stdout)
+    assert found["busy"] == reason
 
 
 def test_bench_json(run: Run) -> None:

@@ -198,18 +198,13 @@ def test_reasoning(start: Start, stream: bool, end: str) -> None:
     assert ask(server, stream)[0]["content"] == "Yes. </think>"
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
-    """A model that knows nothing of tools."""
-    engine = AsyncEngine(CHECKPOINT, dtype="float32")
-    yield engine
-    engine.shutdown()
-
-
 @pytest.fixture(scope="module", params=FORMATS)
-def real(request: pytest.FixtureRequest, engine: Any) -> Iterator[Running]:
+def real(request: pytest.FixtureRequest) -> Iterator[Running]:
+    """A server over a model that knows nothing of tools."""
+    engine: Any = AsyncEngine(CHECKPOINT, dtype="float32")
     with running(engine, None, template(MARKS[request.param])) as server:
         yield server
+    engine.shutdown()
 
 
 with_hermes = pytest.mark.parametrize("real", ["hermes"], indirect=True)
@@ -301,8 +296,10 @@ def test_a_required_call_without_a_format_is_refused(start: Start) -> None:
         ask(server, False, tool_choice="required")
 
 
-@pytest.mark.parametrize(("end", "stream"), [("", True), ("<think>\n", False)])
-def test_forms_hold_after_reasoning_and_beside_calls(engine: Any, end: str, stream: bool) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("end", ["", "<think>\n"])
+def test_forms_hold_after_reasoning_and_beside_calls(stream: bool, end: str) -> None:
+    engine: Any = AsyncEngine(CHECKPOINT, dtype="float32")
     bias = {"29": -100.0}
     with running(engine, None, template("<tool_call></think>", end)) as server:
         options = {
@@ -321,6 +318,7 @@ def test_forms_hold_after_reasoning_and_beside_calls(engine: Any, end: str, stre
                 assert checked(message)
             elif message["finish"] == "stop":
                 assert message["content"] in ("A", "B")
+    engine.shutdown()
 
 
 def test_special_tokens_of_a_format_are_forced_by_their_ids() -> None:

@@ -323,6 +323,8 @@ def test_features_of_the_cpu() -> None:
     if flags:
         has_float16 = "avx512_fp16" in flags or "amx_fp16" in flags
         assert torch_compat.multiplies_float16() == has_float16
+        assert torch_compat.has_avx512() == ("avx512f" in flags)
+        assert torch_compat.has_avx512_bf16() == ("avx512_bf16" in flags)
         assert torch_compat.has_amx() == ("amx_tile" in flags and has_onednn)
         assert torch_compat.has_vnni() == ("avx512_vnni" in flags and has_onednn)
 

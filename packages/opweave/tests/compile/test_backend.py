@@ -299,6 +299,7 @@ def test_control_flow_runs_what_the_passes_leave() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, of its tree specs
+@pytest.mark.slow
 def test_a_package_of_aot_inductor_loads_where_only_opweave_is_imported(
     installed: None, tmp_path: Path, fresh_python: Any
 ) -> None:

@@ -158,6 +158,7 @@ def test_operators_in_place(acts: ir.IrOp, kernel: Kernel) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_generated_code_of_operators_in_place(acts: ir.IrOp) -> None:
     for kernel in KERNELS:
         acts.register_impl(kernel.__name__, inplace=True)(kernel)

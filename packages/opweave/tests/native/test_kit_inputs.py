@@ -91,6 +91,7 @@ def test_headers_by_flags(folder: Path, flags: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "variable", ["CPATH", pytest.param("CPLUS_INCLUDE_PATH", marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_headers_by_the_environment(
     folder: Path, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +275,7 @@ def test_a_damaged_module(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["empty", "gone"])
+@pytest.mark.slow
 def test_a_damaged_kit(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setenv("OPWEAVE_CACHE_DIR", str(folder / "cache"))
     build(source('#define MARK "mark-one"'))

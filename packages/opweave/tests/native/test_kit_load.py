@@ -76,6 +76,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_a_corrected_schema_in_a_cached_graph(
     native_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,18 +131,26 @@ def checkpoint_path(model: object) -> Path:
     Raises:
         CheckpointError: *model* is not a path, or cannot be downloaded.
     """
-    if not isinstance(model, str | PathLike):
-        raise CheckpointError(
-            f"The model is {model!r}; it must be the name of a checkpoint's directory or GGUF file."
-        )
-    path = Path(model).expanduser()
+    path = _local(model)
     is_id = _HUB_ID.fullmatch(str(model)) and not is_gguf(path)
     return _downloaded(str(model)) if is_id and not path.exists() else path
 
 
-def checkpoint_name(model: str | PathLike[str]) -> str:
-    """Return the name by which clients ask for *model*: of its directory, or its id on the hub."""
-    return str(model) if not (path := Path(model).expanduser()).exists() else path.resolve().name
+def checkpoint_name(model: object) -> str:
+    """Return the name by which clients ask for *model*: of its directory, or its id on the hub.
+
+    Raises:
+        CheckpointError: *model* is not a path.
+    """
+    return path.resolve().name if (path := _local(model)).exists() else str(model)
+
+
+def _local(model: object) -> Path:
+    if not isinstance(model, str | PathLike):
+        raise CheckpointError(
+            f"The model is {model!r}; it must be the name of a checkpoint's directory or GGUF file."
+        )
+    return Path(model).expanduser()
 
 
 @cache
