@@ -210,7 +210,7 @@ $(MINDSPORE)/built.stamp: $(MINDSPORE)/env.stamp $(VENV)/native.stamp
 	cmake -S packages/opweave -B build/mindspore -G Ninja -DOPWEAVE_MINDSPORE=ON -DOPWEAVE_LEVELS=$(LEVELS) \
 	  -DOPWEAVE_KERNELS_OF="$$(echo "$(CURDIR)"/build/cp310-*)" \
 	  -DPython_EXECUTABLE="$(CURDIR)/$(MINDSPORE)/bin/python" && \
-	cmake --build build/mindspore
+	MAKEFLAGS= cmake --build build/mindspore # ninja cannot use the job slots of make 4.3
 	touch $@
 
 $(VENV)/bin/python:
@@ -219,7 +219,8 @@ $(VENV)/bin/python:
 # Compiles what has changed, and installs the package without its dependencies.
 $(VENV)/native.stamp: $(VENV)/bin/python $(NATIVE_INPUTS)
 	$(PIP) install $(BUILD_TOOLS)
-	$(INSTALL) --no-deps $(NATIVE_BUILD) --editable packages/opweave
+	@echo "compiling the C++ kernels for this machine: about 90 s on two cores"
+	MAKEFLAGS= $(INSTALL) --no-deps $(NATIVE_BUILD) --editable packages/opweave
 	touch $@
 
 $(VENV)/levels.stamp: LEVELS :=
