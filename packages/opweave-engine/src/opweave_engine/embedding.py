@@ -478,12 +478,13 @@ class Embedder:
         name = ", ".join(Fields(self._config).texts("architectures"))
         if scores:
             raise InvalidArgumentError(
-                f"The model is an encoder ({name}), which makes embeddings; it scores no pairs of "
-                "texts. Use a cross-encoder, such as BertForSequenceClassification with one label."
+                f"The model is an encoder ({name}), which makes embeddings; it does not score pairs "
+                "of texts. Use a cross-encoder, such as BertForSequenceClassification with one "
+                "label."
             )
         raise InvalidArgumentError(
-            f"The model is a cross-encoder ({name}), which scores pairs of texts; it makes no "
-            "embeddings. Use Embedder.score, or /v1/score or /v1/rerank of a server."
+            f"The model is a cross-encoder ({name}), which scores pairs of texts; it does not "
+            "make embeddings. Use Embedder.score, or /v1/score or /v1/rerank of a server."
         )
 
     def process(self, request: Any, *, io_processor: str | None = None) -> Any:
