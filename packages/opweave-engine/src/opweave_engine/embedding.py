@@ -478,9 +478,9 @@ class Embedder:
         name = ", ".join(Fields(self._config).texts("architectures"))
         if scores:
             raise InvalidArgumentError(
-                f"The model is an encoder ({name}), which makes embeddings; it does not score pairs "
-                "of texts. Use a cross-encoder, such as BertForSequenceClassification with one "
-                "label."
+                f"The model is an encoder ({name}), which makes embeddings; it does not score "
+                "pairs of texts. Use a cross-encoder, such as BertForSequenceClassification with "
+                "one label."
             )
         raise InvalidArgumentError(
             f"The model is a cross-encoder ({name}), which scores pairs of texts; it does not "
