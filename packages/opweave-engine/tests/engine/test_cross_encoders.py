@@ -162,7 +162,9 @@ def test_models_that_cannot(tmp_path: Path) -> None:
         Embedder(tmp_path / "scores").embed("x")
     model = write_cross_encoder(tmp_path / "encodes", "bert")
     model.base_model.save_pretrained(tmp_path / "encodes")
-    with pytest.raises(InvalidArgumentError, match=r"an encoder \(BertModel\), .* does not score pairs"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"an encoder \(BertModel\), .* does not score pairs"
+    ):
         Embedder(tmp_path / "encodes").score("x", "y")
     write_cross_encoder(tmp_path / "classifies", "bert", num_labels=3)
     assert engine_class(tmp_path / "classifies") is AsyncEmbedder
@@ -196,7 +198,9 @@ def test_requests_to_an_engine(tmp_path: Path) -> None:
                 await engine.embed(pairs[0][0], PoolingParams(token_type_ids=types), request_id="x")
         with pytest.raises(InvalidArgumentError, match="does not make embeddings"):
             await engine.embed("x", request_id="x")
-        with pytest.raises(InvalidArgumentError, match="scores pairs of texts; it does not generate"):
+        with pytest.raises(
+            InvalidArgumentError, match="scores pairs of texts; it does not generate"
+        ):
             await anext(engine.generate("x", SamplingParams(), request_id="x"))
         outputs = await asyncio.gather(
             *(
