@@ -12,7 +12,8 @@ WEIGHTS := build/weights
 # Kernel libraries, without their dependencies: only their kernels are called.
 LIBRARIES := build/libraries
 LARGE_LIBRARIES := build/libraries-large
-PIP := $(BIN)/pip --disable-pip-version-check --quiet
+# ninja cannot use the job slots of make 4.3, so no build is told of them.
+PIP := MAKEFLAGS= $(BIN)/pip --disable-pip-version-check --quiet
 # The torch versions of test-abi: those with small packages on a registry that has CPU builds.
 ABI_TORCH := 2.13.0
 # Of Hypothesis, see tests/support/hypothesis_profiles.py: "ci" draws a quarter of the examples.
@@ -210,7 +211,7 @@ $(MINDSPORE)/built.stamp: $(MINDSPORE)/env.stamp $(VENV)/native.stamp
 	cmake -S packages/opweave -B build/mindspore -G Ninja -DOPWEAVE_MINDSPORE=ON -DOPWEAVE_LEVELS=$(LEVELS) \
 	  -DOPWEAVE_KERNELS_OF="$$(echo "$(CURDIR)"/build/cp310-*)" \
 	  -DPython_EXECUTABLE="$(CURDIR)/$(MINDSPORE)/bin/python" && \
-	MAKEFLAGS= cmake --build build/mindspore # ninja cannot use the job slots of make 4.3
+	MAKEFLAGS= cmake --build build/mindspore
 	touch $@
 
 $(VENV)/bin/python:
@@ -220,7 +221,7 @@ $(VENV)/bin/python:
 $(VENV)/native.stamp: $(VENV)/bin/python $(NATIVE_INPUTS)
 	$(PIP) install $(BUILD_TOOLS)
 	@echo "compiling the C++ kernels for this machine: about 90 s on two cores"
-	MAKEFLAGS= $(INSTALL) --no-deps $(NATIVE_BUILD) --editable packages/opweave
+	$(INSTALL) --no-deps $(NATIVE_BUILD) --editable packages/opweave
 	touch $@
 
 $(VENV)/levels.stamp: LEVELS :=
