@@ -106,6 +106,8 @@ def verify_command(
     json
         Print JSON.
     """
+    from opweave.tuning.timing import busy
+
     check_writable("--certificate", certificate_)
     if json and certificate_ == "-":
         raise CliError("--json and --certificate - cannot both go to standard output.")
@@ -113,6 +115,7 @@ def verify_command(
         raise CliError(f"--timeout {timeout:g} should be a positive number of seconds.")
     select(CHECKS, check or ())
     import_modules(import_)
+    busy_reason = busy()  # before the load of this command itself
     with redirect_stdout(sys.stderr):  # stdout is for results only
         apply_plugins(plugin)
         selected = with_inputs(subjects(op or (), provider or (), platform), input_ or ())
@@ -128,7 +131,7 @@ def verify_command(
         rows = zip(issued["results"], results, strict=True)
         print_json({**issued, "results": [{**row, **_as_data(times, r)} for row, r in rows]})
     elif certificate_ != "-":
-        _print(results, times)
+        _print(results, times, busy_reason)
     if certificate_ is not None:
         write_json("--certificate", certificate_, issued)
     counts = summary(results)
@@ -178,12 +181,10 @@ def _progress(subjects: list[Subject], action: str = "verifying") -> Iterator[Su
             yield subject
 
 
-def _print(results: list[Result], times: Times) -> None:
-    from opweave.tuning.timing import busy
-
+def _print(results: list[Result], times: Times, busy_reason: str | None) -> None:
     out.print(_table(results, times))
-    if times and (reason := busy()):
-        out.print(f"{reason}: do not compare the times", markup=False)
+    if times and busy_reason is not None:
+        out.print(f"{busy_reason}: do not compare the times", markup=False)
     for result in results:
         _print_findings(result)
     for line in _excluded(times):
