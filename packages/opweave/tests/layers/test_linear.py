@@ -355,6 +355,9 @@ def test_weights_that_do_not_fit() -> None:
         row: Any = RowParallelLinear(8, 4)
         merged: Any = MergedColumnParallelLinear(4, [8, 4], quant_config=Int8(), bias=False)
         qkv: Any = QKVParallelLinear(4, 2, 4, 2)
+        shared: Any = QKVParallelLinear(4, 2, 4, 1)  # both ranks have the key head
+    with pytest.raises(WeightLoadError, match=r"\(16, 4\); it takes \(8, 4\)"):
+        shared.weight.weight_loader(shared.weight, torch.ones(16, 4))
     with pytest.raises(WeightLoadError, match=r"model.up: weight.*\(5, 4\).*\(8, 4\), or \(4, 4\)"):
         column.weight.weight_loader(column.weight, torch.ones(5, 4))
     with pytest.raises(WeightLoadError, match=r"bias.*\(4,\)"):

@@ -293,9 +293,10 @@ class ColumnParallelLinear(LinearBase):
                 for key, tensor in zip(self.parts, split, strict=True):
                     self._load_part(param, tensor, key)
                 return None
-        # This rank's part; or no fit, and then the error names the shapes of a layer without
-        # replicated heads, the only ones with different counts.
-        return fill(param.data, loaded_weight, label, dim, self.tp_rank, self.tp_size)
+        # Of merged outputs that are divided differently, only this rank's shard is left to accept.
+        is_even = all(part.count == self.tp_size for part in self.parts.values())
+        shards = (dim, self.tp_rank, self.tp_size) if is_even else ()
+        return fill(param.data, loaded_weight, label, *shards)
 
     def _load_part(self, param: nn.Parameter, loaded: Tensor, shard_id: ShardId) -> None:
         if shard_id not in self.parts:
