@@ -383,6 +383,7 @@ def test_raw_results_and_certificates_stay_small() -> None:
     assert sum(path.stat().st_size for path in raw) < 300_000
 
 
+@pytest.mark.slow
 def test_what_was_disturbed_is_measured_anew_whatever_comes_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -439,7 +440,8 @@ def test_dispatch_keeps_its_options_and_output() -> None:
     assert "dispatch.one_predicate" in {row["name"] for row in found["rows"]}
 
 
-@pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_any_model_compares_with_transformers(mode: str) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "any_model.py"), "--modes", mode]
     done = subprocess.run(

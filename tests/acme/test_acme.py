@@ -97,12 +97,14 @@ def test_uninstalled_it_is_gone(opweave: Run, host_tokens: list[list[int]]) -> N
     assert "acme" not in done.stdout
 
 
+@pytest.mark.slow
 def test_left_out_it_is_gone_too(opweave: Run, site: Path, host_tokens: list[list[int]]) -> None:
     done = opweave(*GENERATE, site=site, env={"OPWEAVE_PLUGINS": "-acme"})
     assert tokens(done) == host_tokens
     assert "acme" not in done.stdout
 
 
+@pytest.mark.slow
 def test_its_knobs_work(opweave: Run, site: Path, host_tokens: list[list[int]]) -> None:
     untiled = opweave(*GENERATE, "--plugin.acme.tiled-weights=false", site=site)
     assert tokens(untiled) == host_tokens
@@ -112,6 +114,7 @@ def test_its_knobs_work(opweave: Run, site: Path, host_tokens: list[list[int]]) 
     assert providers(native)["acme_tiled_linear"] == {"native"}
 
 
+@pytest.mark.slow
 def test_too_little_memory_is_one_line(opweave: Run, site: Path) -> None:
     done = opweave(*GENERATE, site=site, check=False, env={"ACME_MEMORY_GIB": "0.001"})
     assert done.returncode != 0

@@ -115,6 +115,7 @@ def test_a_model_whose_cache_is_wrong_runs_without(
     assert generated(path) == wanted
 
 
+@pytest.mark.slow
 def test_a_packed_model_compiles(family: Family) -> None:
     path, model = family("olmo2")
     found = generated(path, compilation_config={"mode": "OPWEAVE_COMPILE"})

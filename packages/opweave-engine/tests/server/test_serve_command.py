@@ -299,6 +299,7 @@ def test_every_endpoint_is_in_the_guide() -> None:
     assert documented == PATHS
 
 
+@pytest.mark.slow
 def test_threads_share_one_arena(fresh_python: FreshPython) -> None:
     code = """
     import ctypes, os, tempfile, threading

@@ -258,6 +258,7 @@ def test_a_small_constraint_does_not_wait_for_large_ones(command: Command) -> No
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_server_that_compiles(command: Command) -> None:
     """The last test of this server."""
 

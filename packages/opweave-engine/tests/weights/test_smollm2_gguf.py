@@ -44,6 +44,7 @@ def windows(llm: LLM) -> Tensor:
     return torch.tensor(ids[: 2 * WINDOW]).view(2, WINDOW)
 
 
+@pytest.mark.slow
 def test_logits_and_perplexity(theirs: Any, windows: Tensor) -> None:
     model, losses = load_model(smollm2_gguf(), dtype="float32"), torch.zeros(2)
     for window in windows:

@@ -255,6 +255,7 @@ def test_a_report_that_is_missing_says_so(tmp_path: Path, content: bytes) -> Non
     assert str(report) == "compiled earlier, its report is missing"
 
 
+@pytest.mark.slow
 def test_what_misses(process: Process) -> None:
     process("functional")
     assert process("functional")["passes"] == []

@@ -113,6 +113,7 @@ def check(kernels: Sequence[Function], *, dynamic: bool) -> None:
         torch.testing.assert_close(value, reference, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_shipped_kernels() -> None:
     check(KERNELS, dynamic=True)

@@ -360,6 +360,7 @@ CASES = {
     "parts that differ": Case("parts_that_differ", (8,)),
     "generated code": Case("one_layer", (9, 16), dynamic=True, codegen=True),
 }
+EVERY_PUSH = {"dynamic", "parts that differ"}  # make test-all runs all cases
 # The promises of docs/design/sequence-parallelism.md.
 COLLECTIVES = {
     "llama": {"all_gather": 4, "reduce_scatter": 4},
@@ -373,13 +374,21 @@ COLLECTIVES = {
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    """Return the results of each of two ranks, by case."""
-    found = run_ranks(list(CASES.values()), tmp_path_factory.mktemp("ranks"))
-    return dict(zip(CASES, map(list, zip(*found, strict=True)), strict=True))
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Outcome]]:
+    """Return the results of each of two ranks, by case, for the cases that were selected."""
+    selected = {item.name for item in request.session.items}
+    test = test_ranks_together_give_what_one_gives.__name__
+    names = [name for name in CASES if f"{test}[{name}]" in selected]
+    found = run_ranks([CASES[name] for name in names], tmp_path_factory.mktemp("ranks"))
+    return dict(zip(names, map(list, zip(*found, strict=True)), strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [n if n in EVERY_PUSH else pytest.param(n, marks=pytest.mark.slow) for n in CASES],
+)
 def test_ranks_together_give_what_one_gives(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     for outcome in outcomes[name]:
         assert outcome.difference < 1e-4

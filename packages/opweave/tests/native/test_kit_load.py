@@ -44,6 +44,7 @@ def finish(process: subprocess.Popen[str]) -> str:
     return out
 
 
+@pytest.mark.slow
 def test_two_processes_build_once(native_cache: Path, tmp_path: Path) -> None:
     source = add_source(tmp_path, "2")
     processes = [start("kit_twice", str(source)) for _ in range(2)]

@@ -77,6 +77,7 @@ def test_new_build_test(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert module.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_tag_that_an_index_accepts(run: Run, tmp_path: Path) -> None:
     create("packed", tmp_path, kernel="cpp")
     flags = ("-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", "wheels")

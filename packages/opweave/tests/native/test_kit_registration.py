@@ -177,6 +177,7 @@ def test_what_is_not_the_name_of_a_module(name: Any) -> None:
 HAS_CXX_LIBRARY = hasattr(ctypes.CDLL(None), "_ZTVN10__cxxabiv120__si_class_type_infoE")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_CXX_LIBRARY, reason="a C++ library is there")
 def test_a_c_compiler(native_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "gcc")

@@ -397,6 +397,7 @@ def test_layouts_of_many_tokens() -> None:
             assert got.stride() == native(x, weight, None, given).stride()
 
 
+@pytest.mark.slow
 def test_torch_multiplies_16_bits_on_other_architectures(fresh_python: FreshPython) -> None:
     """The machine is faked; the result of torch for one token tells which kernel ran."""
     fresh_python("""
