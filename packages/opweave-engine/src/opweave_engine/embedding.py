@@ -36,7 +36,7 @@ from opweave_engine.transformers.encoder import TransformersCrossEncoder
 _log = logging.getLogger(__name__)
 
 # The library reads the first of these that exists.
-_TEXTS = tuple(
+_CONFIG_FILES = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
@@ -75,7 +75,10 @@ class SentenceConfig:
             CheckpointError: a file is damaged, has a wrong value, or asks for something that is not
                 supported.
         """
-        name = next((name for name in _TEXTS if checkpoint.has(name)), _TEXTS[0])
+        name = next(
+            (name for name in _CONFIG_FILES if checkpoint.has(name)),
+            _CONFIG_FILES[0],
+        )
         settings, file = checkpoint.json(name) or {}, checkpoint.path / name
         check_keys(settings, file, _TEXT_KEYS, _LENGTH, "modality_config", *_HARMLESS)
         if (modalities := settings.get("modality_config")) is not None:
@@ -336,7 +339,7 @@ class Embedder:
         with compilation_config(self.config.compilation), self._device:
             loaded = load_encoder(checkpoint, self.config, dtype=dtype, progress=progress)
         platform.post_load_model(loaded.to(self._device))
-        self._model, self._names = loaded, count()
+        self._model, self._ids = loaded, count()
         self._scorer = loaded if isinstance(loaded, TransformersCrossEncoder) else None
         self.is_cross_encoder = self._scorer is not None
         self._is_sigmoid = self._scorer is not None and _is_sigmoid(self._config)
@@ -398,7 +401,7 @@ class Embedder:
         tokens = [self.tokens(prompt, **options) for prompt in as_list(prompts)]
         vectors = self.vectors(tokens, [params] * len(tokens))
         return [
-            EmbeddingOutput(str(next(self._names)), ids, vector)
+            EmbeddingOutput(str(next(self._ids)), ids, vector)
             for ids, vector in zip(tokens, vectors, strict=True)
         ]
 
@@ -432,7 +435,7 @@ class Embedder:
         ]
         scores = self.vectors(tokens, params)
         return [
-            ScoreOutput(str(next(self._names)), ids, score)
+            ScoreOutput(str(next(self._ids)), ids, score)
             for ids, (score,) in zip(tokens, scores, strict=True)
         ]
 

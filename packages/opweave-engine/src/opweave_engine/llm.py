@@ -75,8 +75,8 @@ class LLM:
         self._core, self.tokenizer, self.config = core, core.tokenizer, core.model_config
         self._checkpoint = Checkpoint(model)
         self._processors = IOProcessors(self._checkpoint, core.config)
-        self._names = count()
-        self._turns = FairLock()
+        self._ids = count()
+        self._lock = FairLock()
 
     def generate(
         self,
@@ -113,7 +113,10 @@ class LLM:
         # All prompts are checked before the first one runs.
         requests = [
             self._core.prepare(
-                str(next(self._names)), *item, streams=False, add_special_tokens=add_special_tokens
+                str(next(self._ids)),
+                *item,
+                streams=False,
+                add_special_tokens=add_special_tokens,
             )
             for item in zip(texts, params, strict=True)
         ]
@@ -126,7 +129,7 @@ class LLM:
             ):
                 is_finished = not requests
                 while not is_finished:
-                    with self._turns.take():
+                    with self._lock.take():
                         is_finished = self._step(requests, context)
                     if report is not None:
                         report(sum(request.num_done for request in requests), max_tokens)
@@ -254,14 +257,14 @@ class LLM:
         """
         params = self.default_sampling_params() if sampling_params is None else sampling_params
         request = self._core.prepare(
-            str(next(self._names)), prompt, params, add_special_tokens=add_special_tokens
+            str(next(self._ids)), prompt, params, add_special_tokens=add_special_tokens
         )
         try:
             self._add([request])
             num_done, is_finished = 0, False
             with private_context(self._priorities) as context:
                 while not is_finished:
-                    with self._turns.take():
+                    with self._lock.take():
                         is_finished = self._step([request], context)
                         is_new = is_finished or request.num_done > num_done
                         num_done, output = request.num_done, request.output()
@@ -298,11 +301,11 @@ class LLM:
         Aborts the requests of other threads; later prompts raise an error. A second call is a
         no-op.
         """
-        with self._turns.take():
+        with self._lock.take():
             self._core.shutdown()
 
     def _add(self, requests: Sequence[ActiveRequest]) -> None:
-        with self._turns.take():
+        with self._lock.take():
             for request in requests:
                 self._core.add_request(request)
 
@@ -313,4 +316,4 @@ class LLM:
         return all(request.is_finished for request in requests)
 
     def _abort(self, requests: Sequence[ActiveRequest]) -> None:
-        self._turns.soon(partial(self._core.abort, [request.request_id for request in requests]))
+        self._lock.soon(partial(self._core.abort, [request.request_id for request in requests]))

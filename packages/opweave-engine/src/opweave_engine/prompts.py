@@ -84,7 +84,7 @@ class PromptReader:
             ids = [self.tokenizer.bos_token_id]
         if not ids:
             raise PromptError(
-                f"The prompt {prompt!r} has no tokens, and the tokenizer has none to begin with."
+                f"The prompt {prompt!r} has no tokens, and the tokenizer has no BOS token to add."
             )
         for token in ids:
             if not 0 <= token < self.vocab_size:

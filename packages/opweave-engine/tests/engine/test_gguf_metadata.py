@@ -232,7 +232,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope.scaling.attn_factor": 0.0}, "attn_factor=0.0; it must be positive"),
     ({"rope.scaling.type": "linear", "rope.scaling.yarn_beta_fast": 8.0}, "type='linear'"),
     ({"rope.scaling.type": "longrope"}, "scaling.type='longrope'.*linear, yarn"),
-    ({"rope.scaling.type": ["linear"]}, "it must be a text"),
+    ({"rope.scaling.type": ["linear"]}, "it must be a string"),
     ({"rope.scaling.alpha": 1000.0}, "scaling.alpha=1000"),
     ({"rope.freq_base_swa": 5000.0}, "llama.rope.freq_base_swa=5000"),
     ({"rope.global.freq_base": 5000.0}, "llama.rope.global.freq_base=5000"),

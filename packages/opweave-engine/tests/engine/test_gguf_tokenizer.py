@@ -233,9 +233,9 @@ PIECE = {"model": "llama", **TOKENS, "scores": [0.0, 1.0]}
     ("values", "message"),
     [
         ({"model": "t5"}, "tokenizer.ggml.model='t5', which is not supp"),
-        ({"model": [1, 2]}, "tokenizer.ggml.model=.1, 2.; it must be a text"),
-        ({"model": "gpt2", "merges": ["a b"]}, "has no list of texts tokenizer.ggml.tokens"),
-        ({**BPE, "tokens": [1, 2]}, "has no list of texts tokenizer.ggml.tokens"),
+        ({"model": [1, 2]}, "tokenizer.ggml.model=.1, 2.; it must be a string"),
+        ({"model": "gpt2", "merges": ["a b"]}, "has no list of strings tokenizer.ggml.tokens"),
+        ({**BPE, "tokens": [1, 2]}, "has no list of strings tokenizer.ggml.tokens"),
         ({"model": "gpt2", **TOKENS}, "has no list tokenizer.ggml.merges"),
         ({**BPE, "merges": ["a b", "ab"]}, "has the merge 'ab', which is not a pair"),
         ({"model": "llama", **TOKENS}, "has no tokenizer.ggml.scores"),

@@ -72,7 +72,7 @@ def test_compiled_logits_are_those_of_transformers() -> None:
 def test_a_difference_of_optimized_logits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = SimpleNamespace(linear=lambda x, weight, bias: 1.1 * functional.linear(x, weight, bias))
     monkeypatch.setattr("opweave.optimization.linears.ir", SimpleNamespace(ops=ops))
-    monkeypatch.setattr("opweave.optimization.model.difference", lambda *_: "")
+    monkeypatch.setattr("opweave.optimization.replacement.difference", lambda *_: "")
     (result,) = optimize("llama")
     assert result.status == "different"
     assert "logits differ by" in result.detail

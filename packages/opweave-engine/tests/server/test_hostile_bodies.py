@@ -20,7 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from opweave_engine import Checkpoint, Tokenizer
 from opweave_engine.server import ServerConfig, create_app, listen
-from opweave_engine.server.errors import ApiError, check_size
+from opweave_engine.server.errors import ApiError
+from opweave_engine.server.middleware import check_parts
 from opweave_engine.server.protocol import base
 from opweave_engine.server.protocol.base import RequestFields
 from opweave_engine.server.protocol.chat import ChatRequest
@@ -187,9 +188,9 @@ def test_a_megabyte_of_wrong_items_delays_nobody(
 def test_the_parts_of_a_body_are_limited(content: bytes, excess: str | None) -> None:
     if excess:
         with pytest.raises(ApiError, match=f"has {excess}, but the server takes at most"):
-            check_size(content, "application/json")
+            check_parts(content, "application/json")
     else:
-        check_size(content, "application/json")
+        check_parts(content, "application/json")
 
 
 @pytest.mark.parametrize("part", [b'"{', b'"{"', b'{"', b'{"":""},', b"[{},", b'\\\\"{'])
@@ -197,7 +198,7 @@ def test_bodies_of_short_strings_are_counted_quickly(part: bytes) -> None:
     content = part * (14_000_000 // len(part))
     started = time.process_time()
     with suppress(ApiError):
-        check_size(content, "application/json")
+        check_parts(content, "application/json")
     assert time.process_time() - started < 0.3
 
 

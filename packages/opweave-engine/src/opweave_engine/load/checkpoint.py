@@ -1,4 +1,4 @@
-"""A checkpoint: a directory in Hugging Face's layout, or a GGUF file that stands for one."""
+"""A checkpoint: a directory in Hugging Face's layout, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class Checkpoint:
             )
 
     def has(self, name: str) -> bool:
-        """Return whether there is a file *name*, or a GGUF file that stands for it."""
+        """Return whether there is a file *name*, or a GGUF file that provides it."""
         if self.gguf is not None:
             return has_json(self.gguf, name)
         return (self.path / name).exists()

@@ -178,9 +178,9 @@ _NUMBER_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B
             12: "d"}  # fmt: skip
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _MAX_DIMENSIONS = 4
-_LENGTH = struct.Struct("<Q")  # of a text, before its bytes
+_LENGTH = struct.Struct("<Q")  # of a string, before its bytes
 _FLOAT_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
-_TYPE_NAMES = {int: "an integer", float: "a number", str: "a text"}
+_TYPE_NAMES = {int: "an integer", float: "a number", str: "a string"}
 
 
 def is_gguf(path: Path) -> bool:
@@ -454,7 +454,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GgufTenso
     return tensors
 
 
-# The ``config.json`` that a GGUF file's metadata stands for.
+# Builds ``config.json`` from a GGUF file's metadata.
 #
 # Source: the keys of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and what
 # llama.cpp computes from them.
@@ -690,7 +690,7 @@ def _rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
             f"{file.path} has {file.architecture}.rope.scaling.type={kind!r}, which is not "
             "supported. Supported: none, linear, yarn."
         )
-    # Before there were types, a linear scale stood alone.
+    # Older files have rope.scale_linear and no rope.scaling.type.
     scale = file.number("rope.scaling.factor", file.number("rope.scale_linear", 0.0)) or 1.0
     if scale < 0:
         raise CheckpointError(
@@ -827,13 +827,13 @@ class GgufTensors:
         """Return the values of a tensor as the file has them, rows in the model's order."""
         entry, place = self._entry(name), self._places[name]
         data = entry.data if place.expert is None else entry.data[place.expert]
-        # llama.cpp wants the rows of Llama's queries and keys in another order.
+        # llama.cpp's converter interleaves Llama's query and key rows.
         is_query, is_key = ("attn_q." in place.name), ("attn_k." in place.name)
         if self._contents.architecture == "llama" and (is_query or is_key):
             heads = self._contents.size("attention.head_count", per_layer=True)
             if is_key:
                 heads = self._contents.size("attention.head_count_kv", heads, per_layer=True)
-            return _halves(data, heads)
+            return _deinterleaved(data, heads)
         return data
 
     def _find(self, model: CheckpointModel) -> Iterator[tuple[str, _Place]]:
@@ -882,10 +882,10 @@ class GgufTensors:
             )  # fmt: skip
 
 
-def _halves(data: Any, heads: int) -> Any:
-    """Return the rows of queries or keys in the order of the two halves of a head.
+def _deinterleaved(data: Any, heads: int) -> Any:
+    """Undo llama.cpp's interleaving of query or key rows.
 
-    llama.cpp rotates neighboring values, and its converter interleaves the halves for that.
+    llama.cpp rotates adjacent pairs of values, so its converter interleaves the halves of a head.
     """
     pairs = data.reshape(heads, data.shape[0] // heads // 2, 2, *data.shape[1:])
     return pairs.swapaxes(1, 2).reshape(data.shape)
@@ -907,14 +907,14 @@ _CASED = (
 
 
 @dataclass(frozen=True)
-class Splits:
-    """The steps before BPE.
+class PreTokenization:
+    """Normalization and pre-tokenization of a BPE tokenizer.
 
     Attributes:
-        steps: pre-tokenizers, as ``tokenizer.json`` writes them.
-        normalizer: likewise.
-        ignores_merges: whether a word that is a token is taken whole.
-        adds_bos: whether a text begins with the token for that, if the file does not say.
+        steps: pre-tokenizers, in the format of ``tokenizer.json``.
+        normalizer: the normalizer, in the same format; None: no normalization.
+        ignores_merges: whether a word that is in the vocabulary skips the merges.
+        adds_bos: whether to prepend the BOS token if the file has no ``add_bos_token``.
     """
 
     steps: list[dict[str, Any]]
@@ -939,12 +939,12 @@ def _regex(*patterns: str) -> list[dict[str, Any]]:
 
 
 _DIGITS = {"type": "Digits", "individual_digits": True}
-_GPT2 = Splits([_bytes(splits=True)])
-_LLAMA3 = Splits(_regex(_WORDS + r"|\p{N}{1,3}" + _REST), None, True, True)
-_SMOLLM = Splits([_DIGITS, _bytes(splits=True)])
-_QWEN2 = Splits(_regex(_WORDS + r"|\p{N}" + _REST), {"type": "NFC"})
+_GPT2 = PreTokenization([_bytes(splits=True)])
+_LLAMA3 = PreTokenization(_regex(_WORDS + r"|\p{N}{1,3}" + _REST), None, True, True)
+_SMOLLM = PreTokenization([_DIGITS, _bytes(splits=True)])
+_QWEN2 = PreTokenization(_regex(_WORDS + r"|\p{N}" + _REST), {"type": "NFC"})
 # Source: llama.cpp's LLAMA_VOCAB_PRE_TYPE_DEFAULT, for files that name none or "default".
-_DEFAULT = Splits(
+_DEFAULT = PreTokenization(
     _regex(
         r"[\p{P}\$\+<=>\^~\|]+",
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
@@ -959,11 +959,11 @@ _SPLITS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3),
     **dict.fromkeys(("qwen2", "megrez"), _QWEN2),
     "deepseek-r1-qwen": replace(_QWEN2, adds_bos=True),
-    "tekken": Splits(_regex(_CASED), None, True, True),
+    "tekken": PreTokenization(_regex(_CASED), None, True, True),
 }
 
 
-def splits_of(file: GgufFile) -> Splits:
+def pre_tokenization_of(file: GgufFile) -> PreTokenization:
     """Return how the tokenizer of *file* splits text.
 
     Raises:
@@ -978,7 +978,7 @@ def splits_of(file: GgufFile) -> Splits:
     return _SPLITS[kind]
 
 
-# The ``tokenizer.json`` and ``tokenizer_config.json`` that a GGUF file's metadata stands for.
+# Builds ``tokenizer.json`` and ``tokenizer_config.json`` from a GGUF file's metadata.
 #
 # Source: the keys ``tokenizer.ggml.*`` of
 # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the splits that
@@ -1040,7 +1040,7 @@ def end_tokens(file: GgufFile) -> list[int]:
 def _tokens(file: GgufFile) -> list[str]:
     tokens = file.metadata.get(_TOKENS)
     if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
-        raise TokenizerError(f"{file.path} has no list of texts {_TOKENS}.")
+        raise TokenizerError(f"{file.path} has no list of strings {_TOKENS}.")
     return tokens
 
 
@@ -1097,7 +1097,7 @@ def _added(file: GgufFile) -> Iterator[dict[str, Any]]:
 
 def _post_processor(file: GgufFile) -> dict[str, Any] | None:
     """Return what adds the first and the last token, where the file asks for it."""
-    default = file.metadata.get(_MODEL) == "llama" or splits_of(file).adds_bos
+    default = file.metadata.get(_MODEL) == "llama" or pre_tokenization_of(file).adds_bos
     sequence: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
     special = {}
     for kind, place, absent in (("bos", 0, default), ("eos", 2, False)):
@@ -1122,7 +1122,7 @@ def _byte_level(file: GgufFile) -> dict[str, Any]:
     merges = file.metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list) or not merges:
         raise TokenizerError(f"{file.path} has no list tokenizer.ggml.merges.")
-    splits = splits_of(file)
+    splits = pre_tokenization_of(file)
     if splits is _DEFAULT:
         _log.warning(
             "%s does not name the model's pre-tokenizer (tokenizer.ggml.pre): text is split by "
@@ -1197,7 +1197,7 @@ def _bpe(
     }
 
 
-# The JSON files of a checkpoint directory that a GGUF file stands for.
+# The JSON files of a checkpoint directory that are built from a GGUF file's metadata.
 
 
 # Names of sampling parameters in the file, and those in generation_config.json.
@@ -1225,11 +1225,11 @@ _NO_VOCABULARY = ("none", "no_vocab")  # llama.cpp's names for files without a t
 
 
 def has_json(file: GgufFile, name: str) -> bool:
-    """Return whether *file* stands for the JSON file *name*; without a vocabulary, for few."""
+    """Return whether *file* provides the JSON *name*; without a tokenizer, only config.json."""
     kind = file.get("tokenizer.ggml.model", str, "none")
     return name == "config.json" or (name in _JSON_FILES and kind not in _NO_VOCABULARY)
 
 
 def json_of(file: GgufFile, name: str) -> dict[str, Any] | None:
-    """Return the object of the JSON file *name*, or None if *file* stands for no such file."""
+    """Return the object of the JSON file *name*, or None if *file* does not provide it."""
     return _JSON_FILES[name](file) if has_json(file, name) else None

@@ -42,7 +42,7 @@ from opweave_engine.load.quantized import (
     build_quantized,
     is_cache_scale,
     opened,
-    plain_weights,
+    quantization_errors,
     require_unquantized,
     without_quantization,
 )
@@ -265,7 +265,7 @@ def load_by_transformers(
         weight_dtype = weight_dtype or dtype_of(files)
     report = progress or (lambda *_: None)
     report(0, 1)
-    with plain_weights(config, checkpoint), fit_errors():
+    with quantization_errors(config, checkpoint), fit_errors():
         model = load(checkpoint.path, plain, weight_dtype, seed=None, check=check)
     report(1, 1)
     return model
@@ -337,7 +337,7 @@ def load_model(
             original = config
             config, sources = opened(original, checkpoint, files)
             if sources == files:
-                fit = plain_weights(original, checkpoint)
+                fit = quantization_errors(original, checkpoint)
         shapes = shapes_of(sources)
         with fit:
             planned = planned_model(config, len(shapes))

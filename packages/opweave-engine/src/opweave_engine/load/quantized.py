@@ -71,8 +71,8 @@ class QuantizedMatrix:
     parameters: Tensors
     dense: Tensor | None = None
 
-    def reordered(self, order: Tensor | None) -> QuantizedMatrix:
-        """Return a dense matrix whose columns are those of the inputs *order*, in order."""
+    def in_input_order(self, order: Tensor | None) -> QuantizedMatrix:
+        """Undo the column permutation *order* of a dense matrix; otherwise return self."""
         if order is None or self.dense is None:
             return self
         return replace(self, dense=self.dense[:, torch.argsort(order).to(self.dense.device)])
@@ -145,7 +145,7 @@ def dense_matrix(q: Tensor, scale: Tensor, zero: Tensor | None = None) -> Quanti
     return QuantizedMatrix((q.shape[0], q.shape[1]), None, {}, values)
 
 
-def rows8(
+def rowwise_8bit_matrix(
     module: str,
     tensors: Tensors,
     weight: Tensor,
@@ -187,7 +187,7 @@ def is_blocked(weight: Tensor, scale: Tensor) -> bool:
     )
 
 
-def blocks8(
+def blockwise_fp8_matrix(
     module: str, weight: Tensor, scale: Tensor, activations: ActivationScheme | None
 ) -> QuantizedMatrix:
     """Return a float8 matrix with a scale for each block of 128 rows and columns.
@@ -232,9 +232,9 @@ def require_shape(
     Args:
         module: its name, for errors.
         tensors: its tensors.
-        leaf: the name of one.
-        dtypes: the possible ones.
-        shape: that it must have; None: any size.
+        leaf: the last part of the tensor's name.
+        dtypes: the accepted dtypes.
+        shape: the expected shape; None accepts any size.
 
     Raises:
         CheckpointError: it is missing, or has another shape or dtype.
@@ -508,14 +508,14 @@ class CompressedTensors(Format):
         if scale is None or scale.dtype not in FLOATS:
             scale = require_shape(module, tensors, "weight_scale", FLOATS, weight.shape[0], None)
         if is_blocked(weight, scale):
-            return blocks8(module, weight, scale, self._activations(module))
+            return blockwise_fp8_matrix(module, weight, scale, self._activations(module))
         zero = tensors.get("weight_zero_point")
         is_grouped = scale.ndim == 2 and scale.shape[1] > 1
         if is_grouped or (zero is not None and bool((zero != 0).any())):
             scale = _by_group(module, scale, weight.shape)
             wide = None if zero is None else zero.reshape(-1, zero.shape[-1]).expand(scale.shape)
             return dense_matrix(weight, scale, wide)
-        return rows8(module, tensors, weight, scale, self._activations(module))
+        return rowwise_8bit_matrix(module, tensors, weight, scale, self._activations(module))
 
 
 def _faults(weights: Mapping[str, Any], tensors: Tensors, shape: tuple[int, int]) -> Iterator[str]:
@@ -584,9 +584,9 @@ def _packed(module: str, tensors: Tensors, activations: ActivationScheme | None)
     if bits == 4:
         return grouped_int4(module, q, scale, zero, order)
     if zero is None and groups == 1 and order is None:
-        return rows8(module, tensors, (q ^ 128).view(torch.int8), scale, activations)
+        return rowwise_8bit_matrix(module, tensors, (q ^ 128).view(torch.int8), scale, activations)
     middle = torch.full(scale.shape, 128, dtype=torch.int32) if zero is None else zero
-    return dense_matrix(q, scale, middle).reordered(order)
+    return dense_matrix(q, scale, middle).in_input_order(order)
 
 
 def _by_group(module: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -660,7 +660,7 @@ class Gptq(Format):
             q = q[:, order.to(q.device)]
         if bits == 4:
             return grouped_int4(module, q, scales.T.contiguous(), zero.contiguous(), order)
-        return dense_matrix(q, scales.T, zero).reordered(order)
+        return dense_matrix(q, scales.T, zero).in_input_order(order)
 
 
 # AWQ checkpoints, as AutoAWQ's version "gemm" writes them.
@@ -744,7 +744,7 @@ class BitsAndBytes(Format):
         _require_rows(module, tensors.get("weight_format"))
         weight = require_shape(module, tensors, "weight", (torch.int8,), None, None)
         scale = require_shape(module, tensors, "SCB", FLOATS, weight.shape[0])
-        return rows8(module, tensors, weight, scale.float() / _MAX_INT8)
+        return rowwise_8bit_matrix(module, tensors, weight, scale.float() / _MAX_INT8)
 
 
 def _require_rows(module: str, order: Tensor | None) -> None:
@@ -844,8 +844,8 @@ class Fp8(Format):
         if scale is None or scale.dtype not in FLOATS:
             scale = require_shape(module, tensors, leaf, FLOATS, 1)
         if leaf == "weight_scale_inv" or is_blocked(weight, scale):
-            return blocks8(module, weight, scale, self._activations)
-        return rows8(module, tensors, weight, scale, self._activations)
+            return blockwise_fp8_matrix(module, weight, scale, self._activations)
+        return rowwise_8bit_matrix(module, tensors, weight, scale, self._activations)
 
 
 # The tensors of a quantized checkpoint, matrix by matrix.
@@ -983,7 +983,7 @@ _SUPPORTED = (
 
 
 def is_cache_scale(name: str) -> bool:
-    """Return whether a tensor scales a quantized KV cache, and means nothing to another one."""
+    """Return whether a tensor is a scale of a quantized KV cache; other caches ignore it."""
     return name.endswith(_CACHE_SCALE_SUFFIXES)
 
 
@@ -998,7 +998,7 @@ def opened(
     """
     method = str(_settings(config).get("quant_method"))
     is_quantized = any(
-        name.endswith(_QUANTIZED_SUFFIXES) or _is_narrow(name, dtype)
+        name.endswith(_QUANTIZED_SUFFIXES) or _is_quantized(name, dtype)
         for name, dtype in dtypes_of(files).items()
     )
     if method not in FORMATS or not is_quantized:
@@ -1038,7 +1038,7 @@ def require_unquantized(
     named = _named(config, checkpoint)
     dtypes = dtypes_of(files)
     packed = next((name for name in dtypes if name.endswith(_QUANTIZED_SUFFIXES)), None)
-    narrow = next((name for name, dtype in dtypes.items() if _is_narrow(name, dtype)), None)
+    narrow = next((name for name, dtype in dtypes.items() if _is_quantized(name, dtype)), None)
     if packed is not None or (narrow is not None and named is not None):
         signs = [named, f"the tensor {shown_name(packed or narrow or '')}"]
         raise UnsupportedModelError(
@@ -1050,13 +1050,13 @@ def require_unquantized(
 
 
 @contextmanager
-def plain_weights(
+def quantization_errors(
     config: Mapping[str, Any], checkpoint: Checkpoint, advice: str = _SUPPORTED
 ) -> Iterator[None]:
-    """In the block, where tensors are compared with the model, name the quantization in errors.
+    """Name the checkpoint's quantization format in errors that the block raises.
 
-    An unknown format shows only as tensors that do not match the unquantized model. If all match, a
-    log message says that the quantization configuration is ignored.
+    An unknown format shows only as tensors that do not fit the unquantized model. If the block
+    succeeds, a log message says that the quantization configuration is ignored.
 
     Args:
         config, checkpoint, advice: as for :func:`require_unquantized`.
@@ -1114,8 +1114,8 @@ def _named(config: Mapping[str, Any], checkpoint: Checkpoint) -> str | None:
     return next((name for name in _CONFIG_FILES if (checkpoint.path / name).is_file()), None)
 
 
-def _is_narrow(name: str, dtype: str) -> bool:
-    """Whether it is a matrix of other than floating-point numbers of 16 bits or more."""
+def _is_quantized(name: str, dtype: str) -> bool:
+    """Return whether a tensor is a weight matrix with a dtype other than F16, BF16, F32, F64."""
     return dtype not in _UNQUANTIZED_DTYPES and name.endswith(("weight", "_proj"))
 
 

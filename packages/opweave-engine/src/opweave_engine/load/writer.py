@@ -18,7 +18,12 @@ from opweave.layers.linear import LinearBase, ReplicatedLinear
 from opweave_engine.errors import CheckpointError, InvalidArgumentError, require
 from opweave_engine.load.checkpoint import Checkpoint, Progress, Shapes, shapes_of
 from opweave_engine.load.loader import as_language_model, check_shapes, planned_model
-from opweave_engine.load.quantized import FLOATS, part_names, plain_weights, require_unquantized
+from opweave_engine.load.quantized import (
+    FLOATS,
+    part_names,
+    quantization_errors,
+    require_unquantized,
+)
 from opweave_engine.models import CausalLM, LanguageModel
 from opweave_engine.models.weights import shown_name
 
@@ -183,7 +188,7 @@ def _write(checkpoint: Checkpoint, into: Path, group: int, progress: Progress) -
     with checkpoint.open_files() as files:
         config = require_unquantized(original, checkpoint, files, _ADVICE)
         shapes = shapes_of(files)
-        with plain_weights(original, checkpoint, _ADVICE):
+        with quantization_errors(original, checkpoint, _ADVICE):
             model = as_language_model(planned_model(config, len(shapes)))
             check_shapes(model, shapes)
         chosen = _chosen(model, shapes, group)

@@ -184,9 +184,7 @@ class Launch:
 
 
 def launch_of(tensor_parallel_size: int) -> Launch | None:
-    """Return how a launcher, such as ``torchrun``, has started this rank of such an engine.
-
-    None: an engine of that size starts its ranks itself.
+    """Return the launch by ``torchrun``, or None if the engine must start its ranks itself.
 
     Raises:
         InvalidArgumentError: the number of launched processes differs.

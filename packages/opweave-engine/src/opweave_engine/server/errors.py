@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 
-import numpy as np
 from fastapi.exceptions import RequestValidationError
 from starlette.requests import Request
 
@@ -183,15 +182,6 @@ def http_error(status: int, detail: str, headers: Mapping[str, str] | None) -> A
 
 
 _MAX_PROBLEMS = 3  # problems in one message
-# Limits of one body, and the characters that are counted. Each array, object, name or value takes
-# few bytes in the body, but up to 200 bytes of memory. Parsing blocks all other requests, for less
-# than 0.2 s within these limits.
-_MAX_PARTS = {
-    "arrays and objects": (b"[{", 1 << 17),
-    "names": (b":", 1 << 18),
-    "values": (b",", 1 << 21),
-}
-_OTHER_BYTES = bytes(set(range(256)) - set(b'"[{:,'))
 _PYDANTIC_NAMES = {"str", "int", "float", "bool", "constrained"}  # types, in paths of fields
 
 
@@ -208,7 +198,7 @@ def validation_error(error: RequestValidationError, content_type: str) -> ApiErr
             problems[path].append(message)
     if all(fault["loc"] == ("body",) and fault["type"] == "missing" for fault in error.errors()):
         return ApiError("The body is empty; a JSON object is required.", code="invalid_request")
-    if not _is_json(content_type):
+    if not is_json(content_type):
         return ApiError(
             f"Content-Type {content_type!a} is not supported. Send JSON with Content-Type: "
             "application/json.",
@@ -226,28 +216,7 @@ def validation_error(error: RequestValidationError, content_type: str) -> ApiErr
     )
 
 
-def check_size(body: bytes, content_type: str) -> None:
-    """Raise ApiError if a body of JSON has too many arrays and objects, names, or values."""
-    if not _is_json(content_type):
-        return
-    if all(sum(map(body.count, marks)) <= limit for marks, limit in _MAX_PARTS.values()):
-        return
-    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    # A regular expression would take a second for a body of many short strings.
-    characters = np.frombuffer(unescaped.translate(None, _OTHER_BYTES), np.uint8)
-    is_quote = characters == ord('"')
-    characters = characters[~(np.logical_xor.accumulate(is_quote) | is_quote)]
-    for name, (marks, limit) in _MAX_PARTS.items():
-        count = int(np.isin(characters, list(marks)).sum())
-        if count > limit:
-            raise ApiError(
-                f"The body has {count} {name}, but the server takes at most {limit}. Send several "
-                "requests.",
-                code="invalid_request",
-            )
-
-
-def _is_json(content_type: str) -> bool:
+def is_json(content_type: str) -> bool:
     """Whether FastAPI parses a body of this content type as JSON."""
     kind, _, sub = content_type.partition(";")[0].strip().lower().partition("/")
     return kind == "application" and (sub == "json" or sub.endswith("+json"))

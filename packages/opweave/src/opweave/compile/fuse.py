@@ -1,5 +1,7 @@
 """Fusion: replace chains of ops with the composite that is defined as that chain.
 
+For example, an addition and a norm become ``fused_add_rms_norm`` of :mod:`opweave.ir.ops.norm`.
+
 A composite is formed only if an implementation other than native supports the arguments. Patterns
 are derived from the composites (:mod:`opweave.compile.match`). Larger patterns are tried first
 in the whole graph, so that a chain of two ops does not break up a chain of three.

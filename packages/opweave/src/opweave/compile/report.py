@@ -1,4 +1,7 @@
-"""The compilation report of a graph, as plain data."""
+"""The compilation report of a graph, as plain data.
+
+Near misses come from :mod:`opweave.compile.fuse`, their reasons from :mod:`opweave.compile.match`.
+"""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ class Generator:
         if not self.donates:
             return self._bind_run(impl, copying(impl), f"_copying_{_word(impl)}")
         # Autograd may have saved an activation even if none requires a gradient.
-        noting = self._bind_run(impl, noting_writes(impl, function), f"_noting_{_word(impl)}")
+        noting = self._bind_run(impl, bumping_versions(impl, function), f"_bumping_{_word(impl)}")
         run = f"{direct} if _is_inference_mode() else {noting}"
         if ALIAS_SAFE in impl.traits:
             return run
@@ -369,10 +369,10 @@ def copying(impl: IrOpImpl, names: Sequence[str] | None = None) -> Function:
     return op.schema.function(body, _impl_fn=impl.impl_fn, _copy=clone_in_layout)
 
 
-def noting_writes(impl: IrOpImpl, function: Function) -> Function:
-    """Return *function*, in-place, so that it increments the version of its activations.
+def bumping_versions(impl: IrOpImpl, function: Function) -> Function:
+    """Wrap the in-place *function* so that it increments the versions of its activations.
 
-    A foreign kernel does not. If autograd has saved an activation, the backward pass then raises
+    Kernels outside torch do not. If autograd has saved an activation, the backward pass then raises
     torch's error instead of using the overwritten values.
     """
     schema = impl.op.schema
@@ -390,5 +390,5 @@ def run_donating(impl: IrOpImpl, *args: Any, **kwargs: Any) -> Any:
         return copying(impl, names)(*args, **kwargs)
     run = impl.impl_fn
     if not torch.is_inference_mode_enabled():
-        run = noting_writes(impl, run)
+        run = bumping_versions(impl, run)
     return run(*args, **kwargs)

@@ -1,4 +1,7 @@
-"""Errors of the IR, and those of :mod:`opweave.errors`."""
+"""Errors of the IR, and those of :mod:`opweave.errors`.
+
+The messages of a call that no implementation fits are written in :mod:`opweave.ir.selection`.
+"""
 
 from __future__ import annotations
 

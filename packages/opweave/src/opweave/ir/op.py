@@ -54,9 +54,8 @@ from opweave.registration import Owner, Site, caller_site, current_owner, way_ou
 # Spellings: plain PyTorch code that computes the same as an op.
 
 
-# Inductor fuses row-wise code with its neighbors, and a call of a kernel takes about 3 us more. On
-# a Xeon, kernels were faster with 512 x 4,096 elements, by 1.2 to 1.5, and not always with
-# 64 x 2,048.
+# Below this size, Inductor's fused row-wise code is often as fast as a kernel, because a call of a
+# kernel costs about 3 us.
 ROWWISE_ELEMENTS = 1 << 20
 
 
@@ -101,7 +100,8 @@ class IrOpImpl:
 
     Attributes:
         op: the op it implements.
-        provider: who wrote the kernel (``"opweave_c"``, ``"triton"``), regardless of the device.
+        provider: name of the kernel's library or backend (``"opweave_c"``, ``"triton"``), the same
+            on all devices.
         impl_fn: the function; same signature as the op's native implementation.
         supported: whether it can run on this system, decided once at registration.
         unsupported_reason: why it cannot.
@@ -434,7 +434,8 @@ class OpDefinition:
         """Register the decorated function as an implementation of this op.
 
         Args:
-            provider: who wrote the kernel; unique for the op, ``[a-z_][a-z0-9_]*``.
+            provider: name of the kernel's library or backend; unique for the op,
+                ``[a-z_][a-z0-9_]*``.
             supported: whether it can run on this system (library installed, device present).
             unsupported_reason: why it cannot, for error messages and ``explain``.
             supports_args: the supported arguments: a rule of :mod:`opweave.ir.rules`, or a

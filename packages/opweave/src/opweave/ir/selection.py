@@ -1,4 +1,4 @@
-"""Selection of an implementation."""
+"""Selection of an implementation, and the errors of a call that none fits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from opweave.ir.scope import Requirements, current_scope
 # Selection of an implementation.
 #
 # Eager calls, graph lowering, export and explain all use :func:`select`. The eager fast path is
-# generated from the same :func:`candidates` (see :mod:`opweave.ir.dispatch`).
+# generated from the same :func:`candidates` (see :mod:`opweave.ir.codegen`).
 
 
 UNDER_AUTOCAST = "torch.autocast is on"

@@ -11,6 +11,6 @@ Linear layers, normalization layers and gated MLPs are recognized by their struc
 replaced, its old and its new ``forward`` run on random inputs. If they differ, it is not replaced.
 """
 
-from opweave.optimization.model import ModuleOutcome, OptimizeReport, optimize, restore
+from opweave.optimization.replacement import ModuleOutcome, OptimizeReport, optimize, restore
 
 __all__ = ["OptimizeReport", "ModuleOutcome", "optimize", "restore"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from opweave import ir
-from opweave.optimization.replaced import Replacement
+from opweave.optimization.forward import Replacement
 
 SCALES = (1.0, 30.0, 1e-2)  # activations of usual size, outliers, and where an epsilon counts
 ROWS = (2, 3)

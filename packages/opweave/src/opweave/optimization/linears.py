@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opweave import ir
-from opweave.optimization.replaced import Replacement, is_covered, register
+from opweave.optimization.forward import Replacement, is_covered, register
 
 
 @register("linear", "linear")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opweave import ir
-from opweave.optimization.replaced import Replacement, is_covered, register
+from opweave.optimization.forward import Replacement, is_covered, register
 
 _EPSILONS = ("eps", "variance_epsilon", "epsilon", "norm_eps", "layer_norm_eps")
 

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from opweave.ir.explain import text_table
 from opweave.optimization import attention, linears, norms
 from opweave.optimization.check import brief, difference
-from opweave.optimization.replaced import (
+from opweave.optimization.forward import (
     Replaced,
     Replacement,
     class_of,

@@ -1,4 +1,7 @@
-"""The installed plugins of a process; each is loaded once, under one policy."""
+"""The installed plugins of a process; each is loaded once, under one policy.
+
+The rollback of a failed plugin is in :mod:`opweave.plugins.plugin`.
+"""
 
 from __future__ import annotations
 

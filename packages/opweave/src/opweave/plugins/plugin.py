@@ -1,4 +1,4 @@
-"""A plugin in this process: it is imported and called once."""
+"""A plugin in this process: imported and called once, and rolled back if that fails."""
 
 from __future__ import annotations
 

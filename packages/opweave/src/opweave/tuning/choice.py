@@ -1,5 +1,7 @@
 """The choice of implementations by number of tokens, from the measurements of a machine.
 
+It is made when a tuning file is applied (:mod:`opweave.tuning.tuning_file`).
+
 Per op, at most two thresholds divide the numbers of tokens into ranges. A range has a provider only
 if that provider is not slower than the default in any measured cell of the range, and faster in at
 least one; otherwise it has the default. A provider that was wrong or crashed in any cell of the op

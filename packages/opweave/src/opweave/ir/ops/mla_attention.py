@@ -6,7 +6,7 @@ Both ops compute the same attention. *Prefill* expands keys and values, which is
 queries share them. *Decode* uses the absorbed form: it multiplies the queries by ``W_UK`` and the
 result by ``W_UV``, and attends to the cached rows directly.
 
-Both are written in other ops and round where those round.
+Both call other ops and have the same rounding as these.
 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C.
 """
