@@ -75,10 +75,7 @@ class SentenceConfig:
             CheckpointError: a file is damaged, has a wrong value, or asks for something that is not
                 supported.
         """
-        name = next(
-            (name for name in _CONFIG_FILES if checkpoint.has(name)),
-            _CONFIG_FILES[0],
-        )
+        name = next((name for name in _CONFIG_FILES if checkpoint.has(name)), _CONFIG_FILES[0])
         settings, file = checkpoint.json(name) or {}, checkpoint.path / name
         check_keys(settings, file, _TEXT_KEYS, _LENGTH, "modality_config", *_HARMLESS)
         if (modalities := settings.get("modality_config")) is not None:

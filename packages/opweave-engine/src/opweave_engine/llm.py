@@ -113,10 +113,7 @@ class LLM:
         # All prompts are checked before the first one runs.
         requests = [
             self._core.prepare(
-                str(next(self._ids)),
-                *item,
-                streams=False,
-                add_special_tokens=add_special_tokens,
+                str(next(self._ids)), *item, streams=False, add_special_tokens=add_special_tokens
             )
             for item in zip(texts, params, strict=True)
         ]
