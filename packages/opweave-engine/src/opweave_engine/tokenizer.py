@@ -317,7 +317,7 @@ def _shrinks(normalizer: Mapping[str, Any]) -> int | None:
 
 
 def _covers(pre_tokenizer: Mapping[str, Any], model: Any, vocabulary: AbstractSet[str]) -> bool:
-    """Whether every character becomes a part of a token that has it in its text, or more."""
+    """Whether every character is kept, and no token has fewer characters than it represents."""
     if type(model).__name__ != "BPE" or not _keeps(pre_tokenizer):
         return False
     if model.byte_fallback and vocabulary >= _BYTES:
@@ -526,7 +526,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int | None:
-        """How many characters of a text a token stands for at most; None: that is not known."""
+        """Maximum number of characters that one token represents; None: unbounded."""
         return longest_token(self._backend)
 
     def to_json(self) -> str:

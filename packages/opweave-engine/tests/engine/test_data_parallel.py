@@ -46,8 +46,8 @@ from opweave_engine.parallel.rank import Agreement
 from opweave_engine.parallel.ray import (
     Method,
     RayGroup,
-    alone,
     portable,
+    replica_config,
     replica_resources,
     resource_name,
 )
@@ -199,7 +199,7 @@ def test_answers_are_those_of_one_engine() -> None:
         assert (engine.model_name, engine.max_model_len) == ("tiny-pydoc", 256)
         assert engine.is_running
         assert engine.dead_with is None
-        assert [order.neighbors for _, order in group.orders] == [2, 2]
+        assert [order.replicas_on_node for _, order in group.orders] == [2, 2]
         assert group.orders[0][1].model == CHECKPOINT
         assert loaded == [(1, 2)]  # of the first one
         run(work(engine, group))
@@ -398,7 +398,7 @@ def test_what_comes_to_a_replica_that_has_not_loaded_is_refused(
         await until(lambda: engine._replicas.members[1].place and not group_is_able(engine))
         monkeypatch.setattr(Replicas, "able", property(lambda self: [1]))
         for wanted in (answer(engine, "a"), engine.embed("x", request_id="v")):
-            with pytest.raises(EngineDeadError, match=r"died before the request came .*Ask again"):
+            with pytest.raises(EngineDeadError, match=r"died before it received .*Retry it"):
                 await wanted
         monkeypatch.undo()
         go_on.set()
@@ -546,13 +546,13 @@ def test_machines_are_divided(
 
 def test_replicas_on_one_machine_share_its_memory() -> None:
     config = parallel(data_parallel_address="auto", tensor_parallel_size=2)
-    one, several = (alone(config, count).cache.memory_bytes for count in (1, 4))
+    one, several = (replica_config(config, count).cache.memory_bytes for count in (1, 4))
     assert one is not None
     assert several is not None
     assert one // 5 < several < one // 3  # what is free changes in between
-    assert alone(config, 4).parallel == ParallelConfig(tensor_parallel_size=2)
+    assert replica_config(config, 4).parallel == ParallelConfig(tensor_parallel_size=2)
     told = replace(config, cache=CacheConfig(memory_bytes=1000))
-    assert alone(told, 4).cache == told.cache
+    assert replica_config(told, 4).cache == told.cache
 
 
 # Invalid configurations

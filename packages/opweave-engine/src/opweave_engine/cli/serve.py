@@ -122,7 +122,6 @@ def _check_names(values: Mapping[str, Any], arguments: ArgumentCollection, path:
 
 _NO_CODE = "opweave does not run code from checkpoints."
 _OWN_TOKENIZER = "The tokenizer is the checkpoint's: put its files into that directory."
-_LOCAL = "opweave loads local directories; download the checkpoint first."
 _ALWAYS = "It is always on; leave the option out."
 _NO_LORA = "LoRA adapters are not supported; merge them into the checkpoint."
 _NO_MEDIA = "The server takes text only."
@@ -150,7 +149,7 @@ REPLACEMENTS = {
     "--disable-log-stats": "Leave it out: statistics are at /metrics, not in the log.",
     "--disable-uvicorn-access-log": "Use --log-level WARNING.",
     "--distributed-executor-backend": "Ranks are processes on this machine, or torchrun's.",
-    "--download-dir": _LOCAL,
+    "--download-dir": "Set the environment variable HF_HUB_CACHE.",
     "--enable-auto-tool-choice": "Leave it out: tool calls are parsed where the request has tools.",
     "--enable-chunked-prefill": _ALWAYS,
     "--no-enable-chunked-prefill": "Use --max-num-batched-tokens with the length of the context.",
@@ -164,9 +163,9 @@ REPLACEMENTS = {
     "--enable-server-load-tracking": "The load is at /metrics.",
     "--enable-ssl-refresh": "Restart the server when the certificate changes.",
     "--guided-decoding-backend": "There is one implementation; leave it out.",
-    "--hf-config-path": _LOCAL,
+    "--hf-config-path": "config.json is read from the checkpoint.",
     "--hf-overrides": "Edit config.json in the checkpoint.",
-    "--hf-token": _LOCAL,
+    "--hf-token": "Set the environment variable HF_TOKEN.",
     "--kv-cache-dtype": "The cache has the dtype of the model; use --dtype.",
     "--kv-cache-memory-bytes": "Use --kv-cache-memory BYTES.",
     "--limit-mm-per-prompt": _NO_MEDIA,
@@ -188,7 +187,7 @@ REPLACEMENTS = {
     "--quantization": _QUANTIZED,
     "--response-role": "Answers have the role assistant.",
     "--return-tokens-as-token-ids": "Requests have the field return_tokens_as_token_ids.",
-    "--revision": _LOCAL,
+    "--revision": "hf download REPO --revision REV --local-dir DIR, then serve DIR.",
     "--rope-scaling": "Edit rope_scaling in the checkpoint's config.json.",
     "--rope-theta": "Edit rope_theta in the checkpoint's config.json.",
     "--runner": "It follows from the model: encoders embed, others generate.",

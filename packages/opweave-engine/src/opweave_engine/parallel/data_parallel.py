@@ -281,7 +281,7 @@ class Replicas:
         for member, place in zip(alive, places, strict=True):
             if not member.is_ordered:
                 member.is_ordered = True
-                order = replace(self._order, neighbors=nodes[place.node])
+                order = replace(self._order, replicas_on_node=nodes[place.node])
                 self._group.send(member.number, "start", order)
 
     def _replace(self, member: ReplicaHandle, failure: ReplicaFailedError) -> None:
@@ -363,7 +363,7 @@ class DataParallelEngine(StreamingClient):
             model=checkpoint.path.resolve(),
             config=config,
             model_name=self.model_name,
-            neighbors=1,
+            replicas_on_node=1,
             log_level=logging.getLogger("opweave_engine").getEffectiveLevel(),
         )
         size = config.parallel.data_parallel_size

@@ -54,7 +54,7 @@ class LoadOrder:
         model: the directory of a checkpoint; the same on every machine.
         config: the engine's configuration.
         model_name: the model's name in requests.
-        neighbors: the number of replicas on its machine, including itself.
+        replicas_on_node: the number of replicas on its machine, including itself.
         log_level: the lowest level of log records that it reports.
     """
 
@@ -62,7 +62,7 @@ class LoadOrder:
     model: Path
     config: EngineConfig
     model_name: str
-    neighbors: int
+    replicas_on_node: int
     log_level: int
 
 
@@ -204,7 +204,7 @@ class Replica:
     async def submit(self, submission: Submission) -> None:
         """Run a request."""
         if self._engine is None:  # it was sent to the previous replica of this number
-            gone = EngineDeadError("The replica died before the request came to it. Ask again.")
+            gone = EngineDeadError("The replica died before it received the request. Retry it.")
             self._refuse(submission.request_id, gone)
             return
         task = asyncio.create_task(self._answer(self._engine, submission))
@@ -281,7 +281,7 @@ class Replica:
                 self._others.append(await engine.embed(submission.prompt, params, request_id=name))
                 self._news.set()
         except asyncio.CancelledError:  # an encoder cancels an aborted request
-            self._refuse(name, EngineError("The request was given up."))
+            self._refuse(name, EngineError("The request was aborted."))
         except Exception as error:  # the engine must receive any error
             self._refuse(name, error)
         finally:
@@ -306,20 +306,20 @@ def load_engine(order: LoadOrder, progress: Progress) -> EngineClient:
     agreement = Agreement.from_json(order.agreement)
     agreement.impose()
     agreement.settle()
-    config = alone(order.config, order.neighbors)
+    config = replica_config(order.config, order.replicas_on_node)
     return engine_class(order.model)(
         order.model, config=config, model_name=order.model_name, progress=progress
     )
 
 
-def alone(config: EngineConfig, neighbors: int) -> EngineConfig:
-    """Return the configuration of a replica that shares its machine with *neighbors* in total."""
+def replica_config(config: EngineConfig, replicas_on_node: int) -> EngineConfig:
+    """Return the configuration of one of *replicas_on_node* replicas on a machine."""
     parallel = replace(config.parallel, data_parallel_size=1, data_parallel_address=None)
     platform, cache = platforms.current_platform, config.cache
     is_sized = cache.memory_bytes is not None or cache.num_blocks is not None
     if platform.capabilities.unified_memory and not is_sized:
         free, _ = platform.memory_info()
-        cache = replace(cache, memory_bytes=max(1, share_of_host(free) // neighbors))
+        cache = replace(cache, memory_bytes=max(1, share_of_host(free) // replicas_on_node))
     return replace(config, parallel=parallel, cache=cache)
 
 

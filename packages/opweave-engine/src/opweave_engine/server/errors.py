@@ -123,7 +123,10 @@ def not_arrived(seconds: float) -> ApiError:
 
 
 def api_error(error: Exception, request: Request) -> ApiError:
-    """Return the error response for *error*. Errors in the server itself are only logged."""
+    """Return the error response for *error*.
+
+    Internal errors are logged; the client gets a generic 500 with the request id.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDeadError):

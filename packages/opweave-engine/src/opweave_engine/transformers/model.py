@@ -227,10 +227,10 @@ class CachedSequences(RecomputedSequences):
         self._may_be_outdated = bool(ropes_by_length(config))
 
     def _still_valid(self, tokens: Tensor, cache: Any) -> Any:
-        """Return *cache*, or None if the model does without it for the last of *tokens*.
+        """Return *cache*, or None if the model discards it for the last of *tokens*.
 
-        Some models whose rope depends on the length do so at the token at which it changes, in the
-        method by which transformers' ``generate`` prepares each step.
+        Models whose rope depends on the length discard it where the rope changes: in
+        ``prepare_inputs_for_generation``, which transformers' ``generate`` calls before each step.
         """
         prepared = self.halves.causal_lm.prepare_inputs_for_generation(
             tokens[None], next_sequence_length=1, use_cache=True, **{self._name: cache}

@@ -420,9 +420,9 @@ class FusedMoE(PluggableLayer):
         if loaded_weight.ndim != dims:
             whose = "all experts" if expert_id is None else "one expert"
             raise WeightLoadError(
-                f"{target} of {whose} is loaded with a tensor of shape "
-                f"{tuple(loaded_weight.shape)}; it takes {dims} dimensions. expert_id says whether "
-                "it is that of one expert."
+                f"{target} of {whose} must have {dims} dimensions; found shape "
+                f"{tuple(loaded_weight.shape)}. Pass expert_id if, and only if, the tensor is that "
+                "of a single expert."
             )
         loaded = loaded_weight.mT if is_transposed and "weight" in target else loaded_weight
         local = self.placement.local_experts
@@ -557,8 +557,8 @@ class LocalPrepareAndFinalize:
 
     def prepare(self, layer: FusedMoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Routed:
         on_input = layer.apply_router_weight_on_input
-        count = layer.placement.local_experts
-        return route(x, topk_weights, topk_ids, len(count), layer.expert_map, on_input)
+        count = len(layer.placement.local_experts)
+        return route(x, topk_weights, topk_ids, count, layer.expert_map, on_input)
 
     def finalize(self, outputs: Tensor, routed: Routed) -> Tensor:
         wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
