@@ -256,25 +256,26 @@ class ModelRunner:
             hidden = self._graphs.run(steps) if self._graphs is not None else None
             if hidden is None:
                 hidden = self._run(steps)
-            ends = accumulate(len(step.token_ids) for step in steps)
-            asking = [(end, step) for end, step in zip(ends, steps, strict=True) if step.sampling]
-            if not asking:
+            requests = [step.sampling for step in steps if step.sampling is not None]
+            if not requests:
                 return []
+            ends = accumulate([len(step.token_ids) for step in steps])
+            asking = [(end, step) for end, step in zip(ends, steps, strict=True) if step.sampling]
             # If every sequence has one new token, nothing need be copied.
             last = hidden
             if len(asking) < len(hidden):
                 last = hidden[self._tensor([end - 1 for end, _ in asking])]
-            requests = [step.sampling for _, step in asking if step.sampling]
             sampled = self._sampler(self.model.compute_logits(last), requests)
-            complete, broken = [], []
-            for row, (token, (end, step)) in enumerate(zip(sampled, asking, strict=True)):
-                scores = self._prompt_logprobs(hidden[end - len(step.token_ids) : end], step)
-                complete.append(token._replace(prompt_logprobs=scores))
-                if any(isnan(place[0].logprob) for place in scores):
-                    broken.append(row)
+            broken = []
+            for row, (end, step) in enumerate(asking):
+                if step.targets:
+                    scores = self._prompt_logprobs(hidden[end - len(step.token_ids) : end], step)
+                    sampled[row] = sampled[row]._replace(prompt_logprobs=scores)
+                    if any(isnan(place[0].logprob) for place in scores):
+                        broken.append(row)
             if broken:
                 raise non_finite("NaN", broken)
-            return complete
+            return sampled
 
     def _prompt_logprobs(
         self, hidden: Tensor, step: SequenceStep
