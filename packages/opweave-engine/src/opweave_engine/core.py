@@ -219,9 +219,10 @@ class EngineCore:
         scheduled = self.scheduler.schedule()
         if not scheduled:
             return []
-        # Sequences with one new token come first, and those with cached tokens before new ones.
-        scheduled.sort(key=_place)
         num_tokens = sum([item.num_tokens for item in scheduled])
+        if num_tokens > len(scheduled):
+            # Sequences with one new token come first, and those with cached tokens before new ones.
+            scheduled.sort(key=lambda s: (s.num_tokens > 1, s.request.num_computed_tokens == 0))
         owners = [self._outputs[item.request.request_id] for item in scheduled]
         steps = []
         for item, (request, output) in zip(scheduled, owners, strict=True):
@@ -350,10 +351,6 @@ class EngineCore:
         del self._outputs[output.request.request_id]
         self.scheduler.remove(output.request.request_id)
         self._counter.finish(output.finish_reason or "error", output.timings())
-
-
-def _place(item: Scheduled) -> tuple[bool, bool]:
-    return item.num_tokens > 1, item.request.num_computed_tokens == 0
 
 
 def _step_of(item: Scheduled, request: ActiveRequest, output: DetokenizedOutput) -> SequenceStep:

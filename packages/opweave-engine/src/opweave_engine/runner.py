@@ -220,11 +220,13 @@ class ModelRunner:
         The first run selects every op, and the selection is logged. Then the decode steps are
         recorded, on devices that record graphs.
         """
-        with ir.record() as record:
-            self._run(self._blank(1), keeps=False)
-        _log.info("kernels of the first forward:%s", _selections(record))
-        for size in graph_sizes(self.config)[1:]:
-            self._run(self._blank(size), keeps=False)
+        # As execute() does: Dynamo recompiles for tensors from outside of inference mode.
+        with self.platform.inference_mode():
+            with ir.record() as record:
+                self._run(self._blank(1), keeps=False)
+            _log.info("kernels of the first forward:%s", _selections(record))
+            for size in graph_sizes(self.config)[1:]:
+                self._run(self._blank(size), keeps=False)
         assert self._caches is not None, "allocate() comes first"
         self._graphs = record_decode_graphs(
             self._forward,
@@ -262,7 +264,7 @@ class ModelRunner:
             requests = [step.sampling for step in steps if step.sampling is not None]
             if not requests:
                 return []
-            if len(requests) == len(hidden) and not any(step.targets for step in steps):
+            if len(requests) == hidden.shape[0] and not any(step.targets for step in steps):
                 return self._sampler(self.model.compute_logits(hidden), requests)
             ends = accumulate([len(step.token_ids) for step in steps])
             asking = [(end, step) for end, step in zip(ends, steps, strict=True) if step.sampling]
@@ -294,11 +296,9 @@ class ModelRunner:
         """Return the hidden states; if *keeps* is False, do not write to the caches."""
         counts, starts = [len(step.token_ids) for step in steps], [step.start for step in steps]
         lengths = list(map(add, starts, counts))
-        context = self._context(steps, counts, lengths, keeps)
-        with self.platform.inference_mode(), forward_context(context):
-            # Made here: Dynamo recompiles for tensors from outside of inference mode.
-            ids = self._tensor(chain.from_iterable([step.token_ids for step in steps]))
-            positions = self._tensor(chain.from_iterable(map(range, starts, lengths)))
+        ids = self._tensor(chain.from_iterable([step.token_ids for step in steps]))
+        positions = self._tensor(chain.from_iterable(map(range, starts, lengths)))
+        with forward_context(self._context(steps, counts, lengths, keeps)):
             return self._forward(ids, positions)
 
     def _context(
