@@ -28,6 +28,8 @@ the folder for temporary files.
 prefill``: a prompt of 512. ``….llama_cpp``: baseline: llama.cpp with the same file; for w4a16, with
 that of q4_0. Without ``--llama-cpp`` a line says how it is installed: into an
 environment of its own, where it is compiled in ten minutes or so (200 MB).
+``engine.host.batch64`` and so on: microseconds of a decode step besides the model's forward and LM
+head; ``….streaming``: with an output after every token.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from engine_cells import low_bit, mixed, plot, single, structured
+from engine_cells import host, low_bit, mixed, plot, single, structured
 from engine_cells.llama_cpp_contender import HOW_TO_GET, LlamaCppError, check_python
 from engine_cells.models import MIXED
 from harness import Parser, describe_machine, out, print_json, run
 
-PARTS = ("mixed", "structured", "single", "low-bit")
+PARTS = ("mixed", "structured", "single", "low-bit", "host")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -93,6 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
                 llama_cpp=options.llama_cpp,
                 quiet=options.json,
             )
+    if "host" in options.parts:
+        found += host.measure(options.rounds, quiet=options.json)
     machine = describe_machine()
     if options.plot is not None:
         options.plot.write_text(plot.draw(found, machine), encoding="utf-8")
@@ -103,8 +107,8 @@ def main(arguments: list[str] | None = None) -> int:
     for row in found:
         share = f"{row['limit_share']:.0%}" if "limit_share" in row else ""
         equal = f"{row['equal_answers']} of {row['answers']}" if "answers" in row else ""
-        fields = (row[name] for name in ("name", "value", "unit", "baseline", "against", "ratio"))
-        table.add_row(*map(str, fields), share, equal)
+        fields = ("name", "value", "unit", "baseline", "against", "ratio")
+        table.add_row(*(str(row.get(field, "")) for field in fields), share, equal)
     out.print(table)
     for case in dict.fromkeys(row["case"] for row in found):
         out.print(case, markup=False)

@@ -448,7 +448,7 @@ class LayerCaches:
             if isinstance(module, Attention | LatentAttention)
         }
         self.backends: dict[int, AttentionBackend] = {}
-        self._group_of: dict[int, int] = {}
+        self._kinds: dict[int, tuple[int, type[AttentionBackend]]] = {}
         self.states: StateCache | None = None
         self.state_group: int | None = None
         self.num_groups = len(groups)
@@ -465,7 +465,7 @@ class LayerCaches:
                 assert isinstance(layer, int), f"{layer=} attends, but has no index"
                 backend = _backend(modules[layer], spec, platform)
                 self.backends[layer] = backend(spec, count + 1, plan.block_size, device)
-                self._group_of[layer] = index
+                self._kinds[layer] = index, backend
 
     def step(self, batches: Mapping[int, SequenceBatch]) -> StepAttention:
         """Return the attention of one forward pass.
@@ -473,9 +473,9 @@ class LayerCaches:
         Args:
             batches: the sequences for each group of attention layers.
         """
-        keys = {layer: (self._group_of[layer], type(b)) for layer, b in self.backends.items()}
-        built = {key: key[1].build_metadata(batches[key[0]]) for key in set(keys.values())}
-        return StepAttention(self.backends, {layer: built[key] for layer, key in keys.items()})
+        kinds = self._kinds
+        built = {kind: kind[1].build_metadata(batches[kind[0]]) for kind in set(kinds.values())}
+        return StepAttention(self.backends, {layer: built[kind] for layer, kind in kinds.items()})
 
 
 @dataclass(frozen=True, slots=True)

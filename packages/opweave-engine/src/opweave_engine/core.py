@@ -219,49 +219,49 @@ class EngineCore:
         scheduled = self.scheduler.schedule()
         if not scheduled:
             return []
-        # Sequences with one new token come first, and those with cached tokens before new ones.
-        scheduled.sort(key=lambda s: (s.num_tokens > 1, s.request.num_computed_tokens == 0))
+        num_tokens = sum([item.num_tokens for item in scheduled])
+        if num_tokens > len(scheduled):
+            # Sequences with one new token come first, and those with cached tokens before new ones.
+            scheduled.sort(key=lambda s: (s.num_tokens > 1, s.request.num_computed_tokens == 0))
+        owners = [self._outputs[item.request.request_id] for item in scheduled]
         steps = []
-        for item in scheduled:
+        for item, (request, output) in zip(scheduled, owners, strict=True):
             try:
-                steps.append(self._step_of(item))
+                steps.append(_step_of(item, request, output))
             except Exception as error:
                 self.scheduler.undo(scheduled)
-                request = self._outputs[item.request.request_id][0]
                 self._lose(request, _failure(request, error))
                 return [request.next_output()]
-        asking = [
-            (item.request, item.request.num_computed_tokens, item.is_complete)
-            for item, step in zip(scheduled, steps, strict=True)
-            if step.sampling
-        ]
+        pairs = zip(owners, steps, strict=True)
+        asking = [(*owner, step.start) for owner, step in pairs if step.sampling is not None]
         began = time.perf_counter()
         try:
-            with self._selections.watch(sum(item.num_tokens for item in scheduled)):
+            with self._selections.watch(num_tokens):
                 sampled = self.executor.execute(steps)
         except Exception as error:
             self.scheduler.undo(scheduled)
             if isinstance(error, NonFiniteLogitsError) and error.rows:
-                return self._fail([asking[row][0] for row in error.rows], error)
+                return self._fail([asking[row][1].request for row in error.rows], error)
             raise  # NonFiniteLogitsError, too, if its rows are unknown
         self.scheduler.update(scheduled)
-        results = [
-            (*self._outputs[sequence.request_id], start, is_complete, token)
-            for (sequence, start, is_complete), token in zip(asking, sampled, strict=True)
-        ]
         self.grammars.advance(
             (output.grammar, token.token_id)
-            for _, output, _, is_complete, token in results
-            if is_complete and not output.ends_at(token.token_id)
+            for (_, output, _), token in zip(asking, sampled, strict=True)
+            if output.grammar is not None
+            and output.request.is_computed
+            and not output.ends_at(token.token_id)
         )
         changed: dict[str, ActiveRequest] = {}
         failures: dict[str, EngineError] = {}
-        for request, output, start, is_complete, token in results:
+        for (request, output, start), token in zip(asking, sampled, strict=True):
+            is_complete = output.request.is_computed
             try:
-                scores = [named(logprobs, self.tokenizer) for logprobs in token.prompt_logprobs]
-                request.score_prompt(start, scores)
+                if token.prompt_logprobs:
+                    scores = [named(scores, self.tokenizer) for scores in token.prompt_logprobs]
+                    request.score_prompt(start, scores)
                 if is_complete:
-                    output.append(token.token_id, named(token.logprobs, self.tokenizer))
+                    logprobs = named(token.logprobs, self.tokenizer) if token.logprobs else {}
+                    output.append(token.token_id, logprobs)
             except Exception as error:
                 failures[request.request_id] = _failure(request, error)
                 changed[request.request_id] = request
@@ -273,10 +273,11 @@ class EngineCore:
             failure = failures.get(request.request_id) or request.grammar_failure
             if failure is not None:
                 self._lose(request, failure)
-        self._counter.step(time.perf_counter() - began, sum(s.num_tokens for s in scheduled))
+        self._counter.step(time.perf_counter() - began, num_tokens)
         for logger in self._loggers:
             logger.record(self.stats())
-        return [r.next_output() for r in changed.values() if r.streams or r.is_finished]
+        requests = self._requests  # unfinished ones
+        return [r.next_output() for n, r in changed.items() if r.streams or n not in requests]
 
     def stats(self) -> EngineStats:
         """Return the statistics since the engine started."""
@@ -314,20 +315,10 @@ class EngineCore:
         for logger in self._loggers:
             logger.shutdown()
 
-    def _step_of(self, item: Scheduled) -> SequenceStep:
-        sequence = item.request
-        request, output = self._outputs[sequence.request_id]
-        output.schedule()
-        start = sequence.num_computed_tokens
-        tokens = sequence.token_ids[start : start + item.num_tokens]
-        targets = request.prompt_targets(output, start, item.num_tokens)
-        sampling = output.sampling if item.is_complete or targets else None
-        return SequenceStep(sequence.request_id, tokens, start, item.tables, sampling, targets)
-
     def _count(self, request: ActiveRequest, output: DetokenizedOutput) -> None:
         """Account for a new token: start the other outputs, or end this one."""
-        is_first = output.num_tokens == 1
         computes_prompt = output is request.outputs[0]
+        is_first = output.num_tokens == 1
         prompt_tokens = output.request.num_prompt_tokens if computes_prompt else 0
         self._counter.token(output.since_last, is_first=is_first, num_prompt_tokens=prompt_tokens)
         if is_first and computes_prompt:
@@ -335,8 +326,8 @@ class EngineCore:
                 self.scheduler.add(other.request)
         if output.is_finished:
             self._forget(output)
-        if request.is_finished:
-            del self._requests[request.request_id]
+            if request.is_finished:
+                del self._requests[request.request_id]
 
     def _fail(self, sequences: Sequence[Request], error: EngineError) -> list[RequestOutput]:
         requests = list(dict.fromkeys(self._outputs[s.request_id][0] for s in sequences))
@@ -360,6 +351,17 @@ class EngineCore:
         del self._outputs[output.request.request_id]
         self.scheduler.remove(output.request.request_id)
         self._counter.finish(output.finish_reason or "error", output.timings())
+
+
+def _step_of(item: Scheduled, request: ActiveRequest, output: DetokenizedOutput) -> SequenceStep:
+    output.schedule()
+    sequence, count, tables = item
+    start = sequence.num_computed_tokens
+    tokens = sequence.token_ids[start : start + count]
+    targets = request.prompt_targets(output, start, count)
+    is_complete = start + count == len(sequence.token_ids)
+    sampling = output.sampling if is_complete or targets else None
+    return SequenceStep(sequence.request_id, tokens, start, tables, sampling, targets)
 
 
 def _failure(request: ActiveRequest, error: Exception) -> EngineError:

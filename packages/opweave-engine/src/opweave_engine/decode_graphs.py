@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +29,7 @@ Forward = Callable[[Tensor, Tensor], Tensor]
 # The input of a worker for one step: plain data that any process can read.
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceStep:
+class SequenceStep(NamedTuple):
     """The part of one sequence that a forward pass computes.
 
     Attributes:
@@ -44,20 +45,33 @@ class SequenceStep:
     request_id: str
     token_ids: list[int]
     start: int
-    tables: tuple[tuple[int, ...], ...]
+    tables: tuple[Sequence[int], ...]
     sampling: SamplingRequest | None
     targets: Sequence[int] = ()
 
-    def slot(self, group: int, position: int, block_size: int) -> int:
-        """Return the cache slot of the token at *position* in a group of layers."""
-        return self.tables[group][position // block_size] * block_size + position % block_size
 
+def padded_tables(steps: Sequence[SequenceStep], group: int) -> Tensor:
+    """Return the block tables of a group of layers, padded with the null block to one length.
 
-def padded_tables(steps: Sequence[SequenceStep], group: int) -> list[list[int]]:
-    """Return the block tables of a group of layers, padded with the null block to one length."""
-    tables = [step.tables[group] for step in steps]
+    Returns:
+        ``(sequences, blocks)``, int32, on the CPU.
+    """
+    tables, blocks = [step.tables[group] for step in steps], array("i")
     width = max(map(len, tables))
-    return [[*table, *[NULL_BLOCK] * (width - len(table))] for table in tables]
+    for table in tables:
+        blocks.extend(table)
+        blocks.extend([NULL_BLOCK] * (width - len(table)))
+    return torch.frombuffer(blocks, dtype=torch.int32).view(-1, width)
+
+
+def cache_slots(steps: Sequence[SequenceStep], group: int, block_size: int) -> list[int]:
+    """Return the cache slot of each new token in a group of layers."""
+    return [
+        table[position // block_size] * block_size + position % block_size
+        for _, token_ids, start, tables, *_ in steps
+        for table in (tables[group],)
+        for position in range(start, start + len(token_ids))
+    ]
 
 
 # Recorded forwards of decode batches, which replace the launches of a step by one.
@@ -185,15 +199,15 @@ class DecodeGraphs:
         padding = size - len(steps)
         positions = [step.start for step in steps]
         lengths = [*(position + 1 for position in positions), *[1] * padding]
-        rows = [[step.token_ids[0] for step in steps], positions]
-        rows = [[*row, *[0] * padding] for row in rows]
+        rows = array("q")
+        for row in ([step.token_ids[0] for step in steps], positions):
+            rows.extend([*row, *[0] * padding])
         for group, table in enumerate(self._tables):
-            tables = torch.tensor(padded_tables(steps, group), dtype=torch.int32)
+            tables = padded_tables(steps, group)
             table[: len(steps), : tables.shape[1]].copy_(tables)
             table[len(steps) : size, 0] = NULL_BLOCK
-            slots = [step.slot(group, step.start, self._block_size) for step in steps]
-            rows.append([*slots, *[_NO_SLOT] * padding])
-        self._tokens[:, :size].copy_(torch.tensor(rows, dtype=torch.int64))
+            rows.extend([*cache_slots(steps, group, self._block_size), *[_NO_SLOT] * padding])
+        self._tokens[:, :size].copy_(torch.frombuffer(rows, dtype=torch.int64).view(-1, size))
         self._lengths[:size].copy_(torch.tensor(lengths, dtype=torch.int32))
         ends = [0, *accumulate(lengths)]
         self._key_starts[: size + 1].copy_(torch.tensor(ends, dtype=torch.int32))

@@ -68,6 +68,11 @@ class IncrementalDecoder:
 
     def push(self, token_id: int) -> str:
         """Return the text that *token_id* completes; empty while a character is incomplete."""
+        fixed = self._tokenizer.fixed_text(token_id)
+        if fixed and self._seen and not (self._pending or self._begun):  # nothing to decode
+            self._context, self._is_behind_special = [token_id], False
+            self._seen = self._whole = fixed[1]
+            return fixed[0]
         is_special = token_id in self._tokenizer.special_ids
         if token_id in self._skipped:
             return ""
@@ -242,7 +247,11 @@ class Detokenizer:
     def push(self, token_id: int) -> None:
         """Add a token's text."""
         self._tokens += 1
-        self._add(self._decoder.push(token_id))
+        piece = self._decoder.push(token_id)
+        if self._matchers:
+            self._add(piece)
+        elif piece:  # without stop strings, nothing is held back
+            self._pieces.append(piece)
 
     def finish(self) -> None:
         """Release the text that was held back, and U+FFFD for an incomplete character."""

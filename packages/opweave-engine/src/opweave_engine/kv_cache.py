@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from array import array
 from bisect import bisect_right
 from collections import Counter, OrderedDict
@@ -72,6 +73,10 @@ class Retention:
         """Return the number of blocks that *num_tokens* tokens need, counted from the start."""
         return -(-num_tokens // block_size)
 
+    def unchanged_up_to(self, num_blocks: int, num_dropped: int, block_size: int) -> int:
+        """Return the number of tokens up to which a table of these blocks stays as it is."""
+        return num_blocks * block_size
+
 
 class EveryToken(Retention):
     """Keeps every token: full attention."""
@@ -88,6 +93,9 @@ class Window(Retention):
     def first_block(self, num_computed: int, block_size: int) -> int:
         return max(0, num_computed + 1 - self.size) // block_size
 
+    def unchanged_up_to(self, num_blocks: int, num_dropped: int, block_size: int) -> int:
+        return min(num_blocks * block_size, (num_dropped + 1) * block_size + self.size - 1)
+
 
 class SequenceState(Retention):
     """One state per sequence, regardless of its length: a state-space layer.
@@ -100,6 +108,9 @@ class SequenceState(Retention):
 
     def end_block(self, num_tokens: int, block_size: int) -> int:
         return 1
+
+    def unchanged_up_to(self, num_blocks: int, num_dropped: int, block_size: int) -> int:
+        return sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,6 +392,9 @@ def _uses(tables: Iterable[Sequence[int]]) -> Counter[int]:
 # Allocates cache blocks to requests, and finds cached prefixes.
 
 
+_NULL_BLOCKS = array("i", [NULL_BLOCK])
+
+
 class CacheGroup(NamedTuple):
     """Layers with the same retention, which share a block table.
 
@@ -398,14 +412,27 @@ class _Table:
     """The blocks of one request in one group.
 
     Attributes:
-        blocks: in the order of the tokens.
-        named: the number of leading blocks with a hash.
+        blocks: in the order of the tokens; int32.
         dropped: the number of leading blocks that were released.
     """
 
-    blocks: list[int]
-    named: int
+    blocks: array[int]
     dropped: int = 0
+
+
+@dataclass(slots=True)
+class _Tables:
+    """The blocks of one request.
+
+    Attributes:
+        groups: the table of each group.
+        named: the number of leading blocks with a hash.
+        unchanged_up_to: the number of tokens for which the tables need not change.
+    """
+
+    groups: list[_Table]
+    named: int
+    unchanged_up_to: int = 0
 
 
 class KVCacheManager:
@@ -424,7 +451,7 @@ class KVCacheManager:
     ) -> None:
         self.block_size = block_size
         self._groups = [(group.retention, BlockPool(group.num_blocks)) for group in groups]
-        self._tables: dict[str, list[_Table]] = {}
+        self._tables: dict[str, _Tables] = {}
         self.shares_prefixes = enable_prefix_caching and all(
             group.retention.shares_prefixes for group in groups
         )
@@ -472,7 +499,7 @@ class KVCacheManager:
             first = retention.first_block(prefix, self.block_size)
             needed = retention.end_block(end, self.block_size) - first
             shared = self._shared(request, prefix, retention, pool)
-            freed = pool.freed_by(self._tables[r.request_id][group].blocks for r in without)
+            freed = pool.freed_by(self._tables[r.request_id].groups[group].blocks for r in without)
             held = sum(not pool.is_free(block) and block not in freed for block in shared)
             if needed - held > pool.num_free + len(freed):
                 return False
@@ -489,18 +516,20 @@ class KVCacheManager:
         Returns:
             Whether there were enough free blocks.
         """
-        if request.request_id not in self._tables:
+        tables = self._tables.get(request.request_id)
+        if tables is None:
             if not self.fits(request, num_new, prefix):
                 return False
-            self._begin(request, prefix)
+            tables = self._begin(request, prefix)
         end = max(prefix, request.num_computed_tokens) + num_new
+        if end <= tables.unchanged_up_to:
+            return True
         missing: list[tuple[BlockPool, _Table, int]] = []
-        tables = self._tables[request.request_id]
-        for (retention, pool), table in zip(self._groups, tables, strict=True):
+        for (retention, pool), table in zip(self._groups, tables.groups, strict=True):
             first = retention.first_block(request.num_computed_tokens, self.block_size)
             if table.dropped < first:
                 pool.release(table.blocks[table.dropped : first])
-                table.blocks[table.dropped : first] = [NULL_BLOCK] * (first - table.dropped)
+                table.blocks[table.dropped : first] = _NULL_BLOCKS * (first - table.dropped)
                 table.dropped = first
             needed = retention.end_block(end, self.block_size)
             missing.append((pool, table, max(0, needed - len(table.blocks))))
@@ -508,18 +537,25 @@ class KVCacheManager:
             return False
         for pool, table, count in missing:
             table.blocks.extend(pool.allocate(count))
+        tables.unchanged_up_to = min(
+            retention.unchanged_up_to(len(table.blocks), table.dropped, self.block_size)
+            for (retention, _), table in zip(self._groups, tables.groups, strict=True)
+        )
         return True
 
     def commit(self, request: Request) -> None:
         """Make the request's full computed blocks available to other requests."""
         if not self.shares_prefixes:
             return
-        full, hashes = request.num_computed_tokens // self.block_size, request.block_hashes
+        tables, hashes = self._tables[request.request_id], request.block_hashes
+        full = request.num_computed_tokens // self.block_size
+        if full == tables.named:
+            return
         extend_hashes(hashes, request.token_ids, self.block_size, request.cache_salt)
-        for (_, pool), table in zip(self._groups, self._tables[request.request_id], strict=True):
-            for index in range(table.named, full):
+        for (_, pool), table in zip(self._groups, tables.groups, strict=True):
+            for index in range(tables.named, full):
                 pool.name(table.blocks[index], hashes[index])
-            table.named = full
+        tables.named = full
 
     def forget(self, request: Request) -> None:
         """Remove the blocks of a request's tokens from the prefix cache.
@@ -534,13 +570,13 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Free all blocks of a request, if it holds any."""
         if (tables := self._tables.pop(request.request_id, None)) is not None:
-            for (_, pool), table in zip(self._groups, tables, strict=True):
+            for (_, pool), table in zip(self._groups, tables.groups, strict=True):
                 # The end of a sequence is the least likely to be a prefix of another.
                 pool.release(reversed(table.blocks))
 
-    def tables(self, request: Request) -> tuple[tuple[int, ...], ...]:
-        """Return the block table of each group, in the order of the tokens."""
-        return tuple(tuple(table.blocks) for table in self._tables[request.request_id])
+    def tables(self, request: Request) -> tuple[Sequence[int], ...]:
+        """Return a copy of the block table of each group, in the order of the tokens."""
+        return tuple([table.blocks[:] for table in self._tables[request.request_id].groups])
 
     def check_integrity(self) -> None:
         """Check the block counts.
@@ -549,7 +585,7 @@ class KVCacheManager:
             CacheIntegrityError: a block is lost, owned twice, or counted wrongly.
         """
         for group, (_, pool) in enumerate(self._groups):
-            pool.check(tables[group].blocks for tables in self._tables.values())
+            pool.check(tables.groups[group].blocks for tables in self._tables.values())
 
     def check_empty(self) -> None:
         """Check the block counts, and that no request holds a block.
@@ -576,10 +612,11 @@ class KVCacheManager:
         hashes = request.block_hashes[first : prefix // self.block_size]
         return [block for h in hashes if (block := pool.find(h)) is not None]
 
-    def _begin(self, request: Request, prefix: int) -> None:
-        count, tables = prefix // self.block_size, []
+    def _begin(self, request: Request, prefix: int) -> _Tables:
+        count, groups = prefix // self.block_size, []
         for retention, pool in self._groups:
             shared = self._shared(request, prefix, retention, pool)
             pool.hold(shared)
-            tables.append(_Table([NULL_BLOCK] * (count - len(shared)) + shared, count))
-        self._tables[request.request_id] = tables
+            groups.append(_Table(_NULL_BLOCKS * (count - len(shared)) + array("i", shared)))
+        tables = self._tables[request.request_id] = _Tables(groups, count)
+        return tables

@@ -76,8 +76,13 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """The number of tokens that are not in the KV cache; at least one."""
+        """The number of tokens that are not in the KV cache; at least one between steps."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether all tokens are in the KV cache, so that the next one can be added."""
+        return len(self.token_ids) == self.num_computed_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -125,7 +130,7 @@ class DetokenizedOutput:
     ) -> None:
         self.index, self.request, self._detokenizer = index, request, detokenizer
         self.grammar = grammar
-        self._allowed, self._bad_words = allowed, bad_words
+        self._allowed, self._bad_words = allowed, bad_words or None
         self.params, self.seed, self.max_tokens = params, seed, max_tokens
         self.finish_reason: FinishReason | None = None
         self._num_sent, self._has_sent_end = 0, False
@@ -145,7 +150,7 @@ class DetokenizedOutput:
     @property
     def num_tokens(self) -> int:
         """The number of generated tokens."""
-        return self.request.num_tokens - self.request.num_prompt_tokens
+        return len(self.request.token_ids) - self.request.num_prompt_tokens
 
     @property
     def sampling(self) -> SamplingRequest:
@@ -157,7 +162,7 @@ class DetokenizedOutput:
             allowed = intersection(allowed, self.grammar.mask.allowed)
             if not self.grammar.leaves_any(forbidden):
                 forbidden = ()
-        if self._bad_words:
+        if self._bad_words is not None:
             words = self._bad_words.forbidden(self.request.output_token_ids)
             forbidden = tuple(sorted(words.union(forbidden)))
         return SamplingRequest(self._sampling, self.seed, place, forbidden, self._history, allowed)
@@ -180,9 +185,6 @@ class DetokenizedOutput:
         now = self._elapsed()
         self.since_last, self._last_token = now - self._last_token, now
         self._first_token = self._first_token or now
-        self._finish_if_last(token_id)
-
-    def _finish_if_last(self, token_id: int) -> None:
         if self.ends_at(token_id):
             if token_id not in self._eos_token_ids:
                 self._stop_token = token_id
@@ -367,6 +369,8 @@ class ActiveRequest:
     @property
     def grammar_failure(self) -> EngineError | None:
         """Why an unfinished output cannot follow its grammar any further, or None."""
+        if self.outputs[0].grammar is None:  # then no output has one
+            return None
         grammars = [output.grammar for output in self.outputs if not output.is_finished]
         return next((g.error for g in grammars if g is not None and g.error is not None), None)
 
@@ -418,15 +422,17 @@ class ActiveRequest:
 
     def _output(self, outputs: list[CompletionOutput], *, shows_prompt: bool) -> RequestOutput:
         logprobs = self._prompt_logprobs if shows_prompt else None
-        first, *_ = timings = [output.timings() for output in self.outputs]
-        finished = max(times.finished for times in timings) if self.is_finished else 0.0
+        is_finished, timings = self.is_finished, self.outputs[0].timings()
+        if len(self.outputs) > 1:
+            last = max(output.timings().finished for output in self.outputs)
+            timings = replace(timings, finished=last if is_finished else 0.0)
         return RequestOutput(
             self.request_id,
             self.prompt if shows_prompt else None,
             self._prompt_token_ids if shows_prompt else [],
             outputs,
-            self.is_finished,
-            RequestTimings(first.scheduled, first.first_token, finished),
+            is_finished,
+            timings,
             self.outputs[0].request.num_cached_tokens or 0,
             None if logprobs is None else list(logprobs),
             self.error,

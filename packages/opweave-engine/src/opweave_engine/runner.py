@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from math import isnan
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from opweave_engine.decode_graphs import (
     DecodeGraphs,
     Forward,
     SequenceStep,
+    cache_slots,
     padded_tables,
     record_decode_graphs,
 )
@@ -217,11 +220,13 @@ class ModelRunner:
         The first run selects every op, and the selection is logged. Then the decode steps are
         recorded, on devices that record graphs.
         """
-        with ir.record() as record:
-            self._run(self._blank(1), keeps=False)
-        _log.info("kernels of the first forward:%s", _selections(record))
-        for size in graph_sizes(self.config)[1:]:
-            self._run(self._blank(size), keeps=False)
+        # As execute() does: Dynamo recompiles for tensors from outside of inference mode.
+        with self.platform.inference_mode():
+            with ir.record() as record:
+                self._run(self._blank(1), keeps=False)
+            _log.info("kernels of the first forward:%s", _selections(record))
+            for size in graph_sizes(self.config)[1:]:
+                self._run(self._blank(size), keeps=False)
         assert self._caches is not None, "allocate() comes first"
         self._graphs = record_decode_graphs(
             self._forward,
@@ -256,25 +261,24 @@ class ModelRunner:
             hidden = self._graphs.run(steps) if self._graphs is not None else None
             if hidden is None:
                 hidden = self._run(steps)
-            ends = accumulate(len(step.token_ids) for step in steps)
-            asking = [(end, step) for end, step in zip(ends, steps, strict=True) if step.sampling]
-            if not asking:
+            requests = [step.sampling for step in steps if step.sampling is not None]
+            if not requests:
                 return []
-            # If every sequence has one new token, nothing need be copied.
-            last = hidden
-            if len(asking) < len(hidden):
-                last = hidden[self._tensor([end - 1 for end, _ in asking])]
-            requests = [step.sampling for _, step in asking if step.sampling]
-            sampled = self._sampler(self.model.compute_logits(last), requests)
-            complete, broken = [], []
-            for row, (token, (end, step)) in enumerate(zip(sampled, asking, strict=True)):
-                scores = self._prompt_logprobs(hidden[end - len(step.token_ids) : end], step)
-                complete.append(token._replace(prompt_logprobs=scores))
-                if any(isnan(place[0].logprob) for place in scores):
-                    broken.append(row)
+            if len(requests) == hidden.shape[0] and not any(step.targets for step in steps):
+                return self._sampler(self.model.compute_logits(hidden), requests)
+            ends = accumulate([len(step.token_ids) for step in steps])
+            asking = [(end, step) for end, step in zip(ends, steps, strict=True) if step.sampling]
+            last = hidden[self._tensor([end - 1 for end, _ in asking])]
+            sampled, broken = self._sampler(self.model.compute_logits(last), requests), []
+            for row, (end, step) in enumerate(asking):
+                if step.targets:
+                    scores = self._prompt_logprobs(hidden[end - len(step.token_ids) : end], step)
+                    sampled[row] = sampled[row]._replace(prompt_logprobs=scores)
+                    if any(isnan(place[0].logprob) for place in scores):
+                        broken.append(row)
             if broken:
                 raise non_finite("NaN", broken)
-            return complete
+            return sampled
 
     def _prompt_logprobs(
         self, hidden: Tensor, step: SequenceStep
@@ -290,41 +294,32 @@ class ModelRunner:
 
     def _run(self, steps: Sequence[SequenceStep], *, keeps: bool = True) -> Tensor:
         """Return the hidden states; if *keeps* is False, do not write to the caches."""
-        assert self._caches is not None, "allocate() comes first"
-        spans = [range(step.start, step.start + len(step.token_ids)) for step in steps]
-        ids = [token for step in steps for token in step.token_ids]
-        positions = [position for span in spans for position in span]
-        context = self._context(self._caches, steps, spans, keeps)
-        with self.platform.inference_mode(), forward_context(context):
-            # Made here: Dynamo recompiles for tensors from outside of inference mode.
-            return self._forward(self._tensor(ids), self._tensor(positions))
+        counts, starts = [len(step.token_ids) for step in steps], [step.start for step in steps]
+        lengths = list(map(add, starts, counts))
+        ids = self._tensor(chain.from_iterable([step.token_ids for step in steps]))
+        positions = self._tensor(chain.from_iterable(map(range, starts, lengths)))
+        with forward_context(self._context(steps, counts, lengths, keeps)):
+            return self._forward(ids, positions)
 
     def _context(
-        self, caches: LayerCaches, steps: Sequence[SequenceStep], spans: list[range], keeps: bool
+        self, steps: Sequence[SequenceStep], counts: list[int], lengths: list[int], keeps: bool
     ) -> ForwardContext:
-        counts, lengths = [len(span) for span in spans], [span.stop for span in spans]
-        starts, key_starts = ([0, *accumulate(sizes)] for sizes in (counts, lengths))
-        shared = {
-            "query_starts": self._tensor(starts, torch.int32),
+        caches = self._caches
+        assert caches is not None, "allocate() comes first"
+        shared: dict[str, Any] = {
+            "query_starts": self._tensor(accumulate(counts, initial=0), torch.int32),
             "seq_lens": self._tensor(lengths, torch.int32),
-            "key_starts": self._tensor(key_starts, torch.int32),
+            "key_starts": self._tensor(accumulate(lengths, initial=0), torch.int32),
+            "num_decodes": next((i for i, count in enumerate(counts) if count > 1), len(counts)),
         }
-        decodes = [*(count == 1 for count in counts), False].index(False)
         size, batches = self.config.cache.block_size, {}
         for group in range(len(self.groups)):
-            if group == caches.state_group:
-                continue
-            slots = [
-                step.slot(group, position, size) if keeps else -1
-                for step, span in zip(steps, spans, strict=True)
-                for position in span
-            ]
-            batches[group] = SequenceBatch(
-                **shared,
-                block_tables=self._tensor(padded_tables(steps, group), torch.int32),
-                slot_mapping=self._tensor(slots),
-                num_decodes=decodes,
-            )
+            if group != caches.state_group:
+                slots = cache_slots(steps, group, size) if keeps else repeat(-1, sum(counts))
+                tables = padded_tables(steps, group).to(self.device)
+                batches[group] = SequenceBatch(
+                    **shared, block_tables=tables, slot_mapping=self._tensor(slots)
+                )
         states = None
         if caches.states is not None and caches.state_group is not None:
             slots = [step.tables[caches.state_group][0] if keeps else -1 for step in steps]
@@ -332,8 +327,10 @@ class ModelRunner:
             states = SequenceStates.of(counts, first, slots, caches.states, self.device)
         return ForwardContext(caches.step(batches), states)
 
-    def _tensor(self, values: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+    def _tensor(self, values: Iterable[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        # Several times as fast as torch.tensor(), which looks at the type of every value.
+        numbers = array("q" if dtype is torch.int64 else "i", values)
+        return torch.frombuffer(numbers, dtype=dtype).to(self.device)
 
 
 def _selections(record: ir.Record) -> str:

@@ -22,7 +22,7 @@ class Scheduled(NamedTuple):
 
     request: Request
     num_tokens: int
-    tables: tuple[tuple[int, ...], ...]
+    tables: tuple[Sequence[int], ...]
 
     @property
     def is_complete(self) -> bool:
@@ -108,10 +108,10 @@ class Scheduler:
     def schedule(self) -> list[Scheduled]:
         """Return the next step, which is not empty if there are requests."""
         plan = _StepPlan(self.config.max_num_batched_tokens)
-        prompts = [r for r in self._running if r.num_uncomputed_tokens > 1]
-        for request in [r for r in self._running if r.num_uncomputed_tokens == 1]:
+        running = [(request, request.num_uncomputed_tokens) for request in self._running]
+        for request in [request for request, count in running if count == 1]:
             self._continue(request, plan)
-        for request in prompts:
+        for request in [request for request, count in running if count > 1]:
             self._admit(plan, before=request)
             self._continue(request, plan)
         self._admit(plan)
@@ -144,7 +144,7 @@ class Scheduler:
 
     def _continue(self, request: Request, plan: _StepPlan) -> None:
         """Plan the next tokens of a running request; preempt the last requests if necessary."""
-        while plan.budget and request in self._running:  # it may have lost its blocks meanwhile
+        while plan.budget and request not in plan.dropped:  # it may have lost its blocks meanwhile
             count = min(request.num_uncomputed_tokens, plan.budget)
             if self.cache.allocate(request, count):
                 plan.add(request, count)

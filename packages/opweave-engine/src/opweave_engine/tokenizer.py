@@ -376,6 +376,7 @@ class Tokenizer:
         tokens = SpecialTokens.of(checkpoint)
         tokens.add_to(self._backend)
         self._pieces: dict[int, str] = {}
+        self._fixed: dict[int, tuple[str, str] | None] = {}
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
         named = {name: self._backend.token_to_id(text) for name, text in tokens.named.items()}
@@ -483,6 +484,19 @@ class Tokenizer:
             piece = self._pieces[token_id] = text[start:]
         return piece
 
+    def fixed_text(self, token_id: int) -> tuple[str, str] | None:
+        """Return what a token adds to a text, and its text alone; None: other tokens matter.
+
+        The text before it must not be empty, and must end with a whole character.
+        """
+        if token_id not in self._fixed:
+            is_fixed = self._adds_up and token_id not in self.special_ids
+            piece = self.piece(token_id) if is_fixed else ""
+            if REPLACEMENT in piece or _ONE_BYTE.fullmatch(self.token(token_id) or ""):
+                piece = ""
+            self._fixed[token_id] = (piece, self.decode([token_id])) if piece else None
+        return self._fixed[token_id]
+
     def bytes_of(self, token_id: int) -> bytes | None:
         """Return the bytes of one token; None if they are not known."""
         text = self.piece(token_id)
@@ -519,6 +533,15 @@ class Tokenizer:
     @cached_property
     def _is_byte_level(self) -> bool:
         return is_byte_level(self._decoder)
+
+    @cached_property
+    def _adds_up(self) -> bool:
+        """Whether a text is that of its tokens, but for parts of characters and its beginning."""
+        steps = self._decoder.get("decoders", [self._decoder])
+        kinds = [step.get("type") for step in steps]
+        if kinds[3:] == ["Strip"] and steps[3]["stop"] == 0:
+            kinds.pop()
+        return kinds in (["ByteLevel"], ["Metaspace"], ["Replace", "ByteFallback", "Fuse"])
 
     @cached_property
     def _decoder(self) -> dict[str, Any]:
@@ -567,6 +590,9 @@ class AbsentTokenizer(Tokenizer):
 
     def piece(self, token_id: int) -> str:
         return f"<{token_id}>"
+
+    def fixed_text(self, token_id: int) -> tuple[str, str]:
+        return (self.piece(token_id),) * 2
 
     def incomplete_bytes(self, ids: Sequence[int]) -> bytes:
         return b""

@@ -220,7 +220,7 @@ def test_what_a_failed_request_computed_is_not_found(checkpoint: Checkpoints) ->
     core.check_idle()
 
 
-@pytest.mark.parametrize("part", ["detokenizer", "logprobs", "bad_words"])
+@pytest.mark.parametrize("part", ["detokenizer", "output", "bad_words"])
 def test_an_exception_in_one_request_leaves_the_others(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
@@ -240,7 +240,7 @@ def test_an_exception_in_one_request_leaves_the_others(
     broken = bad.outputs[1]
     target = {
         "detokenizer": (broken._detokenizer._decoder, "push"),
-        "logprobs": (bad, "score_prompt"),
+        "output": (broken, "append"),
         "bad_words": (broken._bad_words, "forbidden"),
     }[part]
     monkeypatch.setattr(*target, fail)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given
@@ -240,6 +241,32 @@ def test_replacement_characters_and_tokens_of_one_byte(
         pieces = [decoder.push(token) for token in ids[count:]]
         assert "".join(pieces) + decoder.finish() == text[complete:]
         assert decoder.finish() == ""
+
+
+@examples(50)
+@given(st.lists(st.sampled_from([65, *range(256, 263)]), max_size=20))
+def test_tokens_of_whole_characters_are_decoded_once(
+    tmp_path_factory: pytest.TempPathFactory, ids: list[int]
+) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    words = ["a", "\u2581", "\u2581a", "\u2581\u2581b", "\u6f22", "\ufffd", "c\u2581"]
+    tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    backend = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    path = tmp_path_factory.mktemp("bytes")
+    backend.save(str(path / "tokenizer.json"))
+    tokenizer = Tokenizer(Checkpoint(path))
+    for prompt in ([256], [257], [258, 262]):
+        decoder = IncrementalDecoder(tokenizer, prompt)
+        text = "".join(map(decoder.push, [*ids, 258])) + decoder.finish()
+        assert tokenizer.decode(prompt) + text == tokenizer.decode([*prompt, *ids, 258])
+    decoder = IncrementalDecoder(tokenizer, [256])
+    with patch.object(tokenizer, "decode") as decode:
+        assert decoder.push(258) == " a"  # it was decoded before
+        assert not decode.called
 
 
 def test_a_space_between_special_tokens(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def adjusted(logits: Tensor, requests: Sequence[SamplingRequest]) -> Tensor:
     Returns:
         *logits* themselves if no request changes them; else new float32 logits.
     """
-    if not any(_is_adjusted(request) for request in requests):
+    if not any(map(_is_adjusted, requests)):
         return logits
     scores = logits.to(torch.float32, copy=True)
     rows, tokens, numbers = _columns(requests, _repetition_penalties, scores.device)
@@ -203,11 +203,8 @@ def adjusted(logits: Tensor, requests: Sequence[SamplingRequest]) -> Tensor:
 
 
 def _is_adjusted(request: SamplingRequest) -> bool:
-    return (
-        request.history is not None
-        or request.allowed is not None
-        or bool(request.params.logit_bias or request.forbidden)
-    )
+    has_rules = request.history is not None or request.allowed is not None
+    return has_rules or bool(request.params.logit_bias or request.forbidden)
 
 
 def _apply_masks(scores: Tensor, requests: Sequence[SamplingRequest]) -> None:
@@ -427,13 +424,22 @@ class Sampler:
 def sample(logits: Tensor, requests: Sequence[SamplingRequest]) -> list[int]:
     """Return a token for each row of *logits*; arguments and errors are those of a sampler."""
     scores = adjusted(logits, requests)
-    best = scores.float().argmax(dim=-1, keepdim=True)  # on the CPU, faster than in 16 bits
+    best = _argmax(scores.float())  # on the CPU, faster than in 16 bits
     _check_finite(scores.gather(-1, best).flatten().tolist(), logits)  # NaN is the maximum
     tokens: list[int] = best.flatten().tolist()
     drawn = [row for row, request in enumerate(requests) if not request.params.is_greedy]
-    for row, token in _draw(scores, requests, drawn):
-        tokens[row] = token
+    if drawn:
+        for row, token in _draw(scores, requests, drawn):
+            tokens[row] = token
     return tokens
+
+
+def _argmax(scores: Tensor) -> Tensor:
+    """Return the first largest score of each row, or a NaN: ``(rows, 1)`` int64."""
+    if scores.device.type != "cpu":
+        return scores.argmax(dim=-1, keepdim=True)
+    # NumPy's kernel is vectorized: 10 to 50 times as fast as torch's.
+    return torch.from_numpy(scores.detach().numpy().argmax(-1, keepdims=True))
 
 
 def non_finite(kind: str, rows: Sequence[int]) -> NonFiniteLogitsError:
@@ -447,9 +453,9 @@ def non_finite(kind: str, rows: Sequence[int]) -> NonFiniteLogitsError:
 
 
 def _check_finite(best: Sequence[float], logits: Tensor) -> None:
-    rows = [row for row, score in enumerate(best) if not math.isfinite(score)]
-    if not rows:
+    if all(map(math.isfinite, best)):
         return
+    rows = [row for row, score in enumerate(best) if not math.isfinite(score)]
     raw = logits[rows].float()
     is_bad = raw.isnan().any(-1) | ~raw.amax(-1).isfinite()
     if broken := [row for row, bad in zip(rows, is_bad.tolist(), strict=True) if bad]:

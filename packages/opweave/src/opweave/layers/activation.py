@@ -34,7 +34,8 @@ class Activation(CustomOp):
 
     @property
     def options(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self.option_names)
+        names = self.option_names
+        return tuple([getattr(self, name) for name in names]) if names else ()
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in self.option_names)

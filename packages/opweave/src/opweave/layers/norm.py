@@ -39,7 +39,12 @@ class _ResidualNorm(CustomOp):
         Returns:
             The result in the shape and dtype of *x*; with a residual, the result and the sum.
         """
-        return self._run(x, residual, ir.ops.rms_norm.native, ir.ops.fused_add_rms_norm.native)
+        if residual is None:
+            normed: Tensor = ir.ops.rms_norm.native(x, *self._options())
+            return normed
+        both: tuple[Tensor, Tensor]
+        both = ir.ops.fused_add_rms_norm.native(x, residual, *self._options())
+        return both
 
     def forward_cuda(
         self, x: Tensor, residual: Tensor | None = None
@@ -48,22 +53,14 @@ class _ResidualNorm(CustomOp):
 
         Do not use donated tensors afterwards.
         """
+        if residual is None:
+            normed: Tensor = ir.ops.rms_norm(x, *self._options())
+            return normed
         op = ir.ops.fused_add_rms_norm
-        fused = op.maybe_inplace if self.donates else op
-        return self._run(x, residual, ir.ops.rms_norm, fused)
+        fused: Callable[..., tuple[Tensor, Tensor]] = op.maybe_inplace if self.donates else op
+        return fused(x, residual, *self._options())
 
     forward_cpu = forward_xpu = forward_tpu = forward_oot = forward_cuda
-
-    def _run(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        norm: Callable[..., Tensor],
-        fused: Callable[..., tuple[Tensor, Tensor]],
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        if residual is None:
-            return norm(x, *self._options())
-        return fused(x, residual, *self._options())
 
 
 @CustomOp.register("rms_norm")
