@@ -94,7 +94,7 @@ class Worker:
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], timeout)[0]:
             self._process.kill()
-            raise WorkerError(f"{self._what} did not answer within {timeout:.0f} s")
+            raise WorkerError(f"{self._what} did not answer within {timeout:g} s")
         line = self._process.stdout.readline()
         if not line:
             status = self._process.wait()

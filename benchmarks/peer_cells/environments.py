@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness import WorkerError, last_error
+from harness import WorkerError
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "peers"
 _VLLM = ROOT / "packages" / "opweave-vllm"
 _STAMP = "installed.txt"
+_LONGEST_ERROR = 200  # characters
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What is installed for an engine.
+    """The packages of an engine.
 
     Attributes:
         folder: its name in build/peers.
@@ -108,4 +110,6 @@ def _run(*command: str, variables: Mapping[str, str] | None = None) -> None:
     except OSError as error:
         raise WorkerError(f"{command[0]} cannot be run: {error.strerror}") from error
     if done.returncode:
-        raise WorkerError(f"installation failed: {last_error(done.stderr)}")
+        # uv writes the cause first, and a long log of the build after it.
+        why = textwrap.shorten(done.stderr, _LONGEST_ERROR, placeholder=" …")
+        raise WorkerError(f"installation failed: {why}")

@@ -162,7 +162,7 @@ def measure(
     Args:
         group: what to measure.
         models: the files.
-        pythons: a Python of each engine, or why there is none.
+        pythons: a Python of each engine, or the reason why it is missing.
         rounds: the number of rounds, fewer if a load takes longer than a minute.
         bar: shows the progress.
 
