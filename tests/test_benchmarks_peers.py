@@ -89,14 +89,23 @@ def test_only_the_requested_part_runs(
 # The figures
 
 
-def test_decoding_leaves_out_the_prompt() -> None:
+@pytest.mark.parametrize(("first", "seconds"), [
+    (3.0, 17.0),
+    (25.0, 10.0),  # disturbed: 16 tokens of a prompt take as long as 16 steps at most
+    (0.1, 20 * 16 / 17),  # the other answer was disturbed, as a prompt takes one step at least
+])  # fmt: skip
+def test_decoding_leaves_out_the_prompt(first: float, seconds: float) -> None:
+    speed = table.decode_speed(16, Answer([[1]], first), Answer([[1] * 17], 20.0))
+    assert speed == pytest.approx(16 / seconds)
+
+
+def test_decoding_draws_its_prompt_from_the_seed() -> None:
     engine = FakeEngine("fake", seconds=0.25)
-    speed, tokens = table.speed(engine, "decode", SMALL, 320, seed=3)
-    assert speed == pytest.approx(4.0)
+    _, tokens = table.speed(engine, "decode", SMALL, 320, seed=3)
     assert len(tokens[0]) == 65
     other = FakeEngine("other", seconds=0.5)
     table.speed(other, "decode", SMALL, 320, seed=3)
-    assert other.prompts == engine.prompts  # drawn from the seed
+    assert other.prompts == engine.prompts
 
 
 def test_prompts_and_requests_count_their_tokens() -> None:

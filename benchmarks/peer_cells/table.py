@@ -150,8 +150,13 @@ def speed(
 
 
 def decode_speed(steps: int, first: Answer, answer: Answer) -> float:
-    """Return the tokens per second after the first one, of *answer* with ``steps + 1`` tokens."""
-    return steps / (answer.seconds - first.seconds)
+    """Return the tokens per second after the first one, of *answer* with ``steps + 1`` tokens.
+
+    A prompt takes as long as one step at least, and as one for each of its tokens at most. These
+    limits matter where a disturbance is longer than the steps of a small model.
+    """
+    least, most = (answer.seconds * steps / (steps + n) for n in (_DECODE_PROMPT, 1))
+    return steps / min(max(answer.seconds - first.seconds, least), most)
 
 
 def measure(
