@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import AutoConfig
 
 from engine_cells.llama_cpp_file import write_gguf, write_random_blocks
@@ -47,6 +48,7 @@ class Models:
         self, size: str, report: Callable[[str], object], folder: Path = FOLDER / "models"
     ) -> None:
         self.size, self._report, self._folder = size, report, folder
+        transformers.utils.logging.disable_progress_bar()
 
     def vocabulary(self, model: str) -> int:
         return int(CONFIGS[model, self.size]["vocab_size"])

@@ -17,7 +17,7 @@ from opweave import __version__
 from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
 from opweave_engine import LLM, SamplingParams
 
-_CACHE_BYTES = 1 << 30
+_CACHE_BYTES = 512 << 20
 
 
 def main(options: dict[str, Any]) -> None:

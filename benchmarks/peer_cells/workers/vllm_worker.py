@@ -14,7 +14,7 @@ import vllm
 from serving import Tokens, serve, take_stdout
 from vllm import LLM, SamplingParams
 
-_CACHE_BYTES = 1 << 30
+_CACHE_BYTES = 512 << 20
 
 
 def main(options: dict[str, Any]) -> None:
