@@ -48,7 +48,7 @@ export NO_MKDOCS_2_WARNING := 1
 DEV := $(VENV)/dev.stamp $(VENV)/native.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-aarch64 test-sanitizers test-hostile wheels test-mindspore test-triton test-triton-aot test-libraries test-libraries-large test-vllm test-vllm-own check fix bench bench-all bench-engine docs clean
+.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-aarch64 test-sanitizers test-hostile wheels test-mindspore test-triton test-triton-aot test-libraries test-libraries-large test-vllm test-vllm-own check fix bench bench-all bench-engine bench-peers docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -90,6 +90,9 @@ bench-all: $(DEV) ## measure every kernel, and write benchmarks/results/kernels.
 
 bench-engine: $(DEV) ## measure the engine against transformers and memory bandwidth (10 GB, 10 minutes)
 	$(BIN)/python benchmarks/engine.py
+
+bench-peers: $(DEV) ## install vLLM, OpenVINO, transformers and llama.cpp, and compare the engine with them (15 GB, PEERS_OPTIONS=--help)
+	$(BIN)/python benchmarks/peers.py --save $(PEERS_OPTIONS)
 
 gpu: ## run the tests that need a GPU, then its benchmark for 10 minutes (GPU_OPTIONS=--help)
 	$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS)

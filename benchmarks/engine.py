@@ -42,9 +42,9 @@ import torch
 from rich.table import Table
 
 from engine_cells import host, low_bit, mixed, plot, single, structured
-from engine_cells.llama_cpp_contender import HOW_TO_GET, LlamaCppError, check_python
+from engine_cells.llama_cpp_contender import HOW_TO_GET, check_python
 from engine_cells.models import MIXED
-from harness import Parser, describe_machine, out, print_json, run
+from harness import Parser, WorkerError, describe_machine, out, print_json, run
 
 PARTS = ("mixed", "structured", "single", "low-bit", "host")
 
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.llama_cpp is not None:
         try:
             check_python(options.llama_cpp)
-        except LlamaCppError as error:
+        except WorkerError as error:
             parser.error(f"--llama-cpp: {error}")
     elif {"single", "low-bit"} & {*options.parts}:
         print(HOW_TO_GET, file=sys.stderr)

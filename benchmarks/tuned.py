@@ -47,7 +47,7 @@ WORKLOADS = {
 
 
 def serve(path: str, dtype: str) -> None:
-    """Read names of workloads from standard input, and write the seconds that each takes."""
+    """Read names of workloads from standard input, as JSON, and write the seconds of each."""
     config = EngineConfig(
         dtype=dtype,
         load_format="dummy",
@@ -56,9 +56,9 @@ def serve(path: str, dtype: str) -> None:
     )
     llm = LLM(path, config=config, progress=False)
     torch.manual_seed(0)
-    print("ready", flush=True)
+    print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
-        requests, length, new = WORKLOADS[line.strip()]
+        requests, length, new = WORKLOADS[json.loads(line)]
         prompts = torch.randint(llm.config.vocab_size, (requests, length)).tolist()
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
         start = time.perf_counter()
@@ -92,8 +92,7 @@ def measure(
                 continue
             tokens = requests * (answer if answer > 1 else prompt)
             measures = {
-                who: lambda each=each, name=name: each.seconds(name)
-                for who, each in contenders.items()
+                who: lambda each=each, name=name: each.ask(name) for who, each in contenders.items()
             }
             for warm_up in measures.values():
                 warm_up()

@@ -26,11 +26,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 
 from harness import Parser, Worker, describe_machine, out, print_json, run, significant
 
-WORKER = Path(__file__).parent / "engine_cells" / "vllm_worker.py"
+WORKER = Path(__file__).parent / "peer_cells" / "workers" / "vllm_worker.py"
 SIZES: dict[str, dict[str, int]] = {
     # The Llama of the figures that the defaults come from.
     "small": {
@@ -55,7 +56,7 @@ DEFAULT = "linear,attention"
 
 
 def started(seams: str, options: dict[str, Any], cache: str) -> Worker:
-    """Return a process with vLLM and a choice of seams; requests are their number."""
+    """Return a process with vLLM and a choice of seams."""
     env = {
         "OMP_NUM_THREADS": "1",
         **os.environ,
@@ -78,9 +79,19 @@ def checkpoint(folder: Path, size: str) -> str:
 
 
 def measure(
-    options: dict[str, Any], seams: list[str], counts: list[int], rounds: int, cache: str
+    options: dict[str, Any],
+    dtype: str,
+    mode: str,
+    *,
+    seams: list[str],
+    prompts: list[list[int]],
+    tokens: int,
+    counts: list[int],
+    rounds: int,
+    cache: str,
 ) -> list[dict[str, Any]]:
-    """Return the rows for one dtype and mode."""
+    """Return the rows for one dtype and mode; *tokens* answer each of the *prompts*."""
+    options = {**options, "dtype": dtype, "eager": mode == "eager"}
     with ExitStack() as stack:
         engines = []
         for each in [ALONE, *seams]:
@@ -88,24 +99,24 @@ def measure(
             stack.callback(engines[-1].close)
         rows = []
         for count in counts:
+            load = {"prompts": prompts[:count], "counts": [tokens] * count}
             for engine in engines:
-                engine.seconds(count)  # a first round compiles, and fills caches
+                engine.ask(load)  # a first round compiles, and fills caches
             taken: list[list[float]] = [[] for _ in engines]
             for i in range(rounds):
                 order = range(len(engines)) if i % 2 == 0 else reversed(range(len(engines)))
                 for j in order:
-                    taken[j].append(engines[j].seconds(count))
-            tokens = count * options["tokens"]
-            shared = f"{options['dtype']}, {options['mode']}, {count} requests"
+                    taken[j].append(engines[j].ask(load)["seconds"])
+            shared = f"{dtype}, {mode}, {count} requests"
             for each, times in zip(seams, taken[1:], strict=True):
                 ratio = statistics.median(a / b for a, b in zip(taken[0], times, strict=True))
                 rows.append(
                     {
                         "name": "vllm_plugin.throughput",
                         "case": f"{shared}, {each}",
-                        "value": significant(tokens / statistics.median(times)),
+                        "value": significant(count * tokens / statistics.median(times)),
                         "unit": "tokens/s",
-                        "baseline": significant(tokens / statistics.median(taken[0])),
+                        "baseline": significant(count * tokens / statistics.median(taken[0])),
                         "ratio": significant(ratio),
                     }
                 )
@@ -125,18 +136,31 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one object")
     args = parser.parse_args()
     rows = []
+    length, tokens = (128, 64) if args.size == "small" else (16, 8)
+    torch.manual_seed(0)
+    shape = (max(args.requests), length)
+    prompts = torch.randint(10, SIZES[args.size]["vocab_size"], shape).tolist()
     with tempfile.TemporaryDirectory() as folder:
         options = {
-            "checkpoint": checkpoint(Path(folder), args.size),
-            "vocabulary": SIZES[args.size]["vocab_size"],
+            "model": checkpoint(Path(folder), args.size),
+            "dummy": True,
+            "context": length + tokens,
             "requests": max(args.requests),
-            "prompt": 128 if args.size == "small" else 16,
-            "tokens": 64 if args.size == "small" else 8,
+            "batch": max(512, length),
         }
         for dtype in args.dtypes:
             for mode in args.modes:
-                here = {**options, "dtype": dtype, "mode": mode}
-                rows += measure(here, args.seams, args.requests, args.rounds, folder)
+                rows += measure(
+                    options,
+                    dtype,
+                    mode,
+                    seams=args.seams,
+                    prompts=prompts,
+                    tokens=tokens,
+                    counts=args.requests,
+                    rounds=args.rounds,
+                    cache=folder,
+                )
     if args.json:
         print_json(describe_machine(), rows)
         return 0

@@ -26,7 +26,7 @@ from opweave_engine import LLM, SamplingParams
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))  # at the end: its engine.py is not the tests' engine
 
-from engine_cells.llama_cpp_contender import LlamaCppError, check_python, running  # noqa: E402
+from engine_cells.llama_cpp_contender import check_python, running  # noqa: E402
 from engine_cells.llama_cpp_file import write_gguf, write_random_blocks  # noqa: E402
 from engine_cells.models import (  # noqa: E402
     LOW_BIT,
@@ -36,6 +36,7 @@ from engine_cells.models import (  # noqa: E402
     their_model,
     write_config,
 )
+from harness import WorkerError  # noqa: E402
 
 PYTHON = os.environ.get("LLAMA_CPP_PYTHON") or sys.executable
 needs_llama_cpp = pytest.mark.skipif(
@@ -100,7 +101,7 @@ def test_llama_cpp_that_stops_says_why(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", model)
     with (
         running(PYTHON, path, threads=1, context=256) as process,
-        pytest.raises(LlamaCppError, match=r"status 1: .*llama_decode of 1 tokens gave"),
+        pytest.raises(WorkerError, match=r"status 1: .*llama_decode of 1 tokens gave"),
     ):
         process.answer([model.config.vocab_size], 1)
 
@@ -180,5 +181,5 @@ def test_a_file_of_blocks_has_the_formats_of_quantized_models(tmp_path: Path) ->
     [("no/such/python", "No such file"), (sys.executable, "No module named 'llama_cpp'")],
 )
 def test_a_python_without_it_is_an_error(python: str, named: str) -> None:
-    with pytest.raises(LlamaCppError, match=named):
+    with pytest.raises(WorkerError, match=named):
         check_python(python)

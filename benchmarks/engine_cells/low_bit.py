@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AutoConfig
 
 from engine_cells.llama_cpp_contender import running
@@ -31,10 +32,15 @@ _READ = 1 << 30  # bytes
 def int4(path: Path, steps: int) -> Ours:
     """Return the engine with random int4 weights, those of the head included."""
     ours = Ours(path, steps)
-    for layer in ours.model.modules():
+    make_int4(ours.model)
+    return ours
+
+
+def make_int4(model: nn.Module) -> None:
+    """Give the linear layers and the head of *model* random int4 weights."""
+    for layer in model.modules():
         if isinstance(layer, LinearBase | ParallelLMHead):
             _make_int4(layer)
-    return ours
 
 
 def _make_int4(layer: LinearBase | ParallelLMHead) -> None:

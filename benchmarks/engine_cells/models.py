@@ -80,13 +80,15 @@ def write_config(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
-def write_checkpoint(path: Path, config: dict[str, Any]) -> Path:
-    """Write a checkpoint with random float32 weights, and a tokenizer of numbers."""
+def write_checkpoint(
+    path: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> Path:
+    """Write a checkpoint with random weights, and a tokenizer of numbers."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     write_config(path, config)
     torch.manual_seed(0)
-    their_model(path, torch.float32).save_pretrained(path)
+    their_model(path, dtype).save_pretrained(path)
     words = {str(token): token for token in range(config["vocab_size"])}
     Tokenizer(WordLevel(words, unk_token="0")).save(str(path / "tokenizer.json"))
     return path

@@ -7,12 +7,13 @@ from harness.output import as_json, out, print_json, progress, significant
 from harness.program import run
 from harness.timing import interleaved, microseconds, within
 from harness.watch import Watch
-from harness.worker import Worker
+from harness.worker import Worker, WorkerError, last_error
 
 __all__ = [
     "Parser",
     "Watch",
     "Worker",
+    "WorkerError",
     "as_json",
     "cache_bytes",
     "copy_speed",
@@ -20,6 +21,7 @@ __all__ = [
     "device_time",
     "host_time",
     "interleaved",
+    "last_error",
     "microseconds",
     "out",
     "print_json",

@@ -1,0 +1,1 @@
+"""The engines that benchmarks/peers.py compares with: environments, models and measurements."""
