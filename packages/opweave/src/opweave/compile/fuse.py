@@ -94,12 +94,8 @@ def replace_matches(
             inside |= {*inner, *error.inner} - {anchor}
             if skip_parts:
                 parts |= {(pattern.op, node) for node in error.inner if node is not anchor}
-
-    def is_near(miss: Miss) -> bool:
-        is_part = miss.anchor in inside and miss.error.matched != WHOLE
-        return miss.anchor not in used and not is_part
-
-    return [miss for miss in misses if is_near(miss)]
+    misses = [miss for miss in misses if miss.anchor not in used]
+    return [miss for miss in misses if miss.anchor not in inside or miss.error.matched == WHOLE]
 
 
 def nearest(
