@@ -22,7 +22,8 @@ CHECKPOINT := examples/models/tiny-pydoc
 # Without build isolation, CMake's build folder is kept: an isolated environment is a new one for each
 # build, and scikit-build-core would compile everything again for it.
 INSTALL := $(PIP) install --no-build-isolation --constraint constraints.txt
-# The instruction sets of the native kernels: the base level and this machine's; all of them for test-all.
+# The instruction sets of the native kernels: this machine's for run, the base level too for tests, and
+# all of them for test-all.
 LEVELS := native
 # Keeps the build folder, so that only what has changed is compiled.
 NATIVE_BUILD = --config-settings build-dir=$(CURDIR)/build/{wheel_tag} \
@@ -31,6 +32,10 @@ BUILD_TOOLS := "scikit-build-core>=0.10" "cmake>=3.25" ninja "hatchling>=1.27" "
 NATIVE_INPUTS := packages/opweave/CMakeLists.txt packages/opweave/pyproject.toml \
   $(shell find packages/opweave/csrc -type f)
 PROJECTS := $(wildcard packages/*/pyproject.toml)
+# Prints what the packages need besides each other.
+REQUIREMENTS := import sys, tomllib; print(*(requirement for path in sys.argv[1:] \
+  for requirement in tomllib.load(open(path, "rb"))["project"]["dependencies"] \
+  if not requirement.startswith("opweave==")), sep="\n")
 # For make gpu: a Python whose torch finds a GPU, else the environment's.
 FINDS_GPU := import sys, torch; sys.exit(not torch.cuda.is_available())
 GPU_PYTHON = PYTHONPATH=packages/opweave/src:packages/opweave-engine/src $(shell \
@@ -46,6 +51,12 @@ export NO_MKDOCS_2_WARNING := 1
 
 # The environment of every target but run, and the native module as its sources are now.
 DEV := $(VENV)/dev.stamp $(VENV)/native.stamp
+# The native module of run: that of the tests, if there is one.
+RUN_NATIVE := $(firstword $(wildcard $(VENV)/native.stamp) $(VENV)/machine.stamp)
+# Packages are downloaded while the kernels are compiled.
+ifeq ($(MAKECMDGOALS),run)
+MAKEFLAGS += --jobs=2
+endif
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-aarch64 test-sanitizers test-hostile wheels test-mindspore test-triton test-triton-aot test-libraries test-libraries-large test-vllm test-vllm-own check fix bench bench-all bench-engine bench-peers docs clean
@@ -53,7 +64,7 @@ DEV := $(VENV)/dev.stamp $(VENV)/native.stamp
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-run: $(VENV)/run.stamp $(VENV)/native.stamp ## install, then write a paragraph with the small checkpoint
+run: $(RUN_NATIVE) $(VENV)/run.stamp ## install, then write a paragraph with the small checkpoint
 	$(BIN)/opweave generate $(CHECKPOINT) --prompt "Return a list of" --max-tokens 96 \
 	  --temperature 0.7 --seed 1 --explain
 
@@ -220,11 +231,29 @@ $(MINDSPORE)/built.stamp: $(MINDSPORE)/env.stamp $(VENV)/native.stamp
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# Compiles what has changed, and installs the package without its dependencies.
-$(VENV)/native.stamp: $(VENV)/bin/python $(NATIVE_INPUTS)
+$(VENV)/tools.stamp: $(VENV)/bin/python
+	@echo "installing the build tools"
 	$(PIP) install $(BUILD_TOOLS)
-	@echo "compiling the C++ kernels for this machine: about 90 s on two cores"
-	$(INSTALL) --no-deps $(NATIVE_BUILD) --editable packages/opweave
+	touch $@
+
+# Compiles what has changed, and installs the package without its dependencies. The log is printed
+# if that fails.
+$(VENV)/native.stamp $(VENV)/machine.stamp: $(NATIVE_INPUTS) | $(VENV)/tools.stamp
+	@echo "compiling the C++ kernels for this machine: about a minute on two cores"
+	mkdir -p build
+	$(INSTALL) --verbose --verbose --no-deps $(NATIVE_BUILD) --editable packages/opweave 2>&1 \
+	  | tee build/native.log | sed -un 's/^ *\(\[[0-9]*\/[0-9]*\]\).*\/\(.*\.cpp\)\.o$$/\1 \2/p' \
+	  || { cat build/native.log; false; }
+	touch $@
+$(VENV)/machine.stamp: LEVELS := machine
+$(VENV)/native.stamp $(VENV)/machine.stamp: SHELL := bash
+$(VENV)/native.stamp $(VENV)/machine.stamp: .SHELLFLAGS := -o pipefail -c
+
+# Python compiles the bytecode of what it imports; all of it would take longer than the download.
+$(VENV)/packages.stamp: $(PROJECTS) constraints.txt | $(VENV)/tools.stamp
+	@echo "installing PyTorch and the other packages that opweave needs"
+	$(BIN)/python -c '$(REQUIREMENTS)' $(PROJECTS) > $(VENV)/requirements.txt
+	$(INSTALL) --no-compile --requirement $(VENV)/requirements.txt
 	touch $@
 
 $(VENV)/levels.stamp: LEVELS :=
@@ -232,11 +261,11 @@ $(VENV)/levels.stamp: $(VENV)/native.stamp $(NATIVE_INPUTS)
 	$(INSTALL) --no-deps $(NATIVE_BUILD) --editable packages/opweave
 	touch $@
 
-$(VENV)/run.stamp: $(PROJECTS) constraints.txt | $(VENV)/native.stamp
-	$(INSTALL) --editable packages/opweave-engine --editable packages/opweave-vllm
+$(VENV)/run.stamp: $(VENV)/packages.stamp
+	$(INSTALL) --no-deps --editable packages/opweave-engine --editable packages/opweave-vllm
 	touch $@
 
 $(VENV)/dev.stamp: $(PROJECTS) constraints.txt requirements-dev.txt | $(VENV)/native.stamp
 	$(INSTALL) --editable "packages/opweave-engine[bench,gguf,ray]" \
 	  --editable "packages/opweave-vllm[migrate]" --requirement requirements-dev.txt
-	touch $(VENV)/run.stamp $@
+	touch $(VENV)/packages.stamp $(VENV)/run.stamp $@

@@ -73,6 +73,14 @@ def test_files_that_pages_name_exist() -> None:
     assert [(page, file) for page, file in named if not (ROOT / file).exists()] == []
 
 
+def test_pages_say_where_engine_config_is_from() -> None:
+    named = re.compile(r"(?<!opweave\.config\.)EngineConfig\(")
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        imports = re.search(r"from opweave\.config import .*EngineConfig", text)
+        assert imports or not named.search(text), page
+
+
 def modules() -> list[str]:
     names = [
         module.name

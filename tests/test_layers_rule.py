@@ -53,8 +53,6 @@ NEEDS = {
 }
 OUTSIDE = {"__init__", "__main__", "_first_use", "_custom_ops", "_C_ops"}
 FILES = sorted(file for name, (root, _) in PACKAGES.items() for file in (root / name).rglob("*.py"))
-# Names of engine modules in strings of the kernel layer, to be taken out.
-UPWARD_NAMES = {"conformance/platform/checks.py"}
 
 
 def package_of(module: str) -> str:
@@ -141,7 +139,7 @@ def test_strings_name_no_module_of_a_package_above() -> None:
             text = node.value if isinstance(node, ast.Constant) else None
             if isinstance(text, str) and above and text.startswith(above):
                 upward.add(path.relative_to(source_of(path) / package).as_posix())
-    assert upward == UPWARD_NAMES
+    assert upward == set()
 
 
 @pytest.mark.parametrize(

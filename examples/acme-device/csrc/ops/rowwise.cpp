@@ -93,7 +93,7 @@ Tensor scaled_residual(const Tensor& given, const Tensor& given_residual, double
 
 namespace {
 
-// Rotates `x`, (tokens, heads, head_size), in place.
+// Rotates `x`, (tokens, heads, head_size), in place. Negative positions count from the end.
 void rotate(const char* name, Tensor& x, const Tensor& positions, const Tensor& table, bool neox) {
   check(name, x, x);
   check("positions", positions, x);
@@ -111,11 +111,12 @@ void rotate(const char* name, Tensor& x, const Tensor& positions, const Tensor& 
   ACME_FLOATS(x.scalar_type(), "rotate", [&] {
     const auto turn = [&](const auto* angles) {
       for (int64_t t = 0; t < x.size(0); ++t) {
-        TORCH_CHECK_INDEX(0 <= places[t] && places[t] < table.size(0), "position ", places[t],
+        const int64_t row = places[t] < 0 ? places[t] + table.size(0) : places[t];
+        TORCH_CHECK_INDEX(0 <= row && row < table.size(0), "position ", places[t],
                           " is not in the table of ", table.size(0), ".");
         for (int64_t h = 0; h < x.size(1); ++h) {
           kernels::rotate(x.mutable_data_ptr<scalar_t>() + t * x.stride(0) + h * x.stride(1),
-                          angles + places[t] * table.size(1), table.size(1) / 2, neox);
+                          angles + row * table.size(1), table.size(1) / 2, neox);
         }
       }
     };

@@ -7,6 +7,7 @@ from typing import Any
 
 from opweave.platforms import Platform
 from opweave.plugins import resolve_obj_by_qualname
+from opweave_engine.sampling.params import SamplingParams
 
 _DEFAULT_CLASSES: Mapping[str, Callable[..., str]] = {
     "get_worker_cls": lambda platform, config: "opweave_engine.runner.Worker",
@@ -49,3 +50,8 @@ def part(platform: Platform, method: str, *arguments: Any) -> Any:
 def own_part(platform: Platform, method: str, *arguments: Any) -> Any:
     """Return opweave's own class for a method that returns None."""
     return resolve_obj_by_qualname(_DEFAULT_CLASSES[method](platform, *arguments))
+
+
+def default_request() -> SamplingParams:
+    """Return the sampling parameters of a request that sets none."""
+    return SamplingParams()

@@ -9,7 +9,7 @@ from pathlib import Path
 # The version of opweave, for packages that ``opweave`` itself imports.
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 # Find installed packages without importing them.

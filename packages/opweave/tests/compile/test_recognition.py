@@ -217,6 +217,19 @@ def test_near_misses_are_left_alone_and_reported(name: str) -> None:
         assert __file__ in each.source
 
 
+def shared_layer_norm(x: Tensor) -> tuple[Tensor, Tensor]:
+    variance, mean = torch.var_mean(x, 1, correction=0, keepdim=True)
+    normed = (x - mean) * torch.rsqrt(variance + 1e-5)
+    return normed * W + B, normed.sum(-1)
+
+
+def test_a_part_of_a_near_miss_is_not_a_near_miss_of_another_op() -> None:
+    assert recognized(shared_layer_norm, torch.randn(6, H)) == {}
+    (miss,) = opweave.compile.report().unrecognized
+    assert miss.op == "layer_norm"
+    assert "is used elsewhere" in miss.reason
+
+
 def unknown(x: Tensor) -> Tensor:
     return torch.softmax(functional.softplus(x).cumsum(-1), -1)
 

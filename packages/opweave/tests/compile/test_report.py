@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import opweave.compile
 import opweave_vllm.vllm_api.ir.ops as vllm_ops
 from opweave import ir
+from opweave.compile.report import MatchReport
 from opweave.ir import selection
 from opweave.ir.errors import GradientFallbackWarning
 from opweave.layers import RMSNorm
@@ -80,6 +81,46 @@ def test_the_report_says_that_gradients_are_on() -> None:
     torch.compiler.reset()
     compiled(Block())(torch.randn(4, 8))
     assert opweave.compile.report().remarks == []
+
+
+# The text
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.norm(x)
+        return x + torch.relu(self.linear(normed))
+
+
+def test_the_calls_of_identical_layers_are_printed_once_below_the_table() -> None:
+    compiled(nn.Sequential(*(Layer() for _ in range(4))))(torch.randn(4, 8))
+    heading, table, calls = str(opweave.compile.report()).split("\n\n")
+    assert heading.startswith("8 calls of ops, ")
+    assert [line.split() for line in table.splitlines()] == [
+        ["op", "runs", "calls"],
+        ["layer_norm", "opweave_c", "4"],
+        ["linear", "opweave_c", "4"],
+    ]
+    norm, norm_source, linear, _ = calls.splitlines()
+    assert norm.startswith("layer_norm [layer_norm_3] ×4 → opweave_c  (recognized in ")
+    assert norm_source.endswith("normed: Tensor = self.norm(x)")
+    assert linear.startswith("linear [linear_3] ×4 → opweave_c")
+
+
+def test_near_misses_that_differ_in_the_numbers_of_nodes_are_printed_once() -> None:
+    def miss(node: str, reason: str) -> MatchReport:
+        return MatchReport("rms_norm", node, "rejected", reason, "/m.py:1: F")
+
+    misses = [miss("mul", "operand 0 of add is sub, not mean")]
+    misses += [miss(f"mul_{i}", f"operand 0 of add_{i} is sub_{i}, not mean") for i in (1, 2)]
+    misses += [miss("mul_3", "operand 0 of add is 16, not 8")]
+    text = str(opweave.compile.Report(complete=True, recognitions=misses))
+    assert "rms_norm at mul ×3: operand 0 of add is sub, not mean\n    /m.py:1: F" in text
+    assert "rms_norm at mul_3: operand 0 of add is 16, not 8" in text
 
 
 # Source lines

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from opweave import ir, transaction
+from opweave.config import EngineConfig
 from opweave.conformance import NonconformingError, UnknownCheckError, UnknownPlatformError
 from opweave.conformance.platform import CHECKS, PlatformSubject, find_platform, verify_platform
 from opweave.conformance.platform import checks as claim
-from opweave.conformance.platform.checks import MEMBERS
+from opweave.conformance.platform.checks import MEMBERS, kernels
 from opweave.conformance.platform.subject import ProcessFailedError, ask
 from opweave.platforms import CpuPlatform, Platform
 from opweave.platforms.base import members
@@ -73,7 +74,7 @@ def test_a_sound_platform_conforms() -> None:
     result = verify_platform(subject)
     result.raise_if_failed()
     nothing_to_check = {outcome.check for outcome in result.outcomes if not outcome.passed}
-    assert nothing_to_check == set(OF_PROCESSES)  # no plugin claims it
+    assert nothing_to_check == {*OF_PROCESSES, "kernels"}  # no plugin claims it or has kernels
     with pytest.raises(NonconformingError, match="platform sound fails:\ncontract: get_device_nam"):
         verify_platform(PlatformSubject(zoo.Nameless()), ["contract"]).raise_if_failed()
 
@@ -95,6 +96,25 @@ def test_the_zoo(check: str, broken: type[zoo.Sound], wrong_kernel: None) -> Non
 def test_no_other_check_fails(check: str, broken: type[zoo.Sound], wrong_kernel: None) -> None:
     if broken is not zoo.Elsewhere:  # tensors that hold nothing are wrong in many ways
         assert set(failed(broken(), [*QUICK, "kernels"])) == {check}
+
+
+def test_the_kernels_are_those_that_the_package_brings(wrong_kernel: None) -> None:
+    class Mixed(zoo.Sound):
+        def get_default_ir_op_priority(
+            self, config: EngineConfig | None = None
+        ) -> Mapping[str, list[str]]:
+            return {"silu_and_mul": ["zoo_wrong", "batch_invariant", "native"]}
+
+    assert [str(each) for each in kernels(PlatformSubject(Mixed()))] == ["silu_and_mul:zoo_wrong"]
+    assert "silu_and_mul:opweave_c" in map(str, kernels(find_platform("cpu")))
+
+
+def test_without_an_engine_its_parts_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for broken, check in ((zoo.Choosy, "contract"), (zoo.Inattentive, "references")):
+        monkeypatch.undo()
+        assert failed(broken(), [check])
+        monkeypatch.setattr(claim, "engine_parts", lambda: None)
+        assert not failed(broken(), [check])
 
 
 def in_forks(code: str, *environments: Mapping[str, str]) -> list[Any]:

@@ -15,8 +15,10 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional
 
 import opweave
+from opweave import ir, transaction
 from opweave.optimization.attention import attention
 
 SIZES: dict[str, Any] = {
@@ -510,6 +512,27 @@ def test_norms_take_the_widths_of_the_module() -> None:
     expected = plain(narrow)
     opweave.optimize(plain)
     assert torch.equal(plain(narrow), expected), "broadcast"
+
+
+def test_a_kernel_that_raises_for_some_modules_is_named_and_counted() -> None:
+    op, model = ir.ops.layer_norm, nn.Sequential(*(nn.LayerNorm(n) for n in (8, 4, 8, 4)))
+    with transaction.begin() as entered:
+
+        @op.register_impl("narrow_raises")
+        def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+            if x.shape[-1] == 4:
+                raise OSError("no bus")
+            return functional.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
+
+    try:
+        with ir.priority(layer_norm=["narrow_raises"]):
+            report = opweave.optimize(model)
+    finally:
+        entered.roll_back()
+    assert [*report.kept] == ["1", "3"]
+    (reason,) = set(report.kept.values())
+    assert "no bus [in layer_norm:narrow_raises (" in reason
+    assert any(line.split()[:2] == ["LayerNorm", "2"] for line in str(report).splitlines())
 
 
 def test_settings_that_are_changed_afterwards() -> None:

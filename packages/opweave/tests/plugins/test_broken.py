@@ -186,6 +186,32 @@ ROWS = {
         "PluginFailedError",
         ("general plugin 'acme'", "OSError: no bus", "OPWEAVE_PLUGINS=-acme"),
     ),
+    "a general plugin raises when a model is optimized": Row(
+        registers("acme", "of_acme", "raise OSError('no bus')"),
+        """
+        import opweave, torch
+        opweave.optimize(torch.nn.LayerNorm(8))
+        """,
+        "PluginFailedError",
+        ("general plugin 'acme'", "OSError: no bus", "OPWEAVE_PLUGINS=-acme"),
+    ),
+    "an op of a plugin that is not loaded yet": Row(
+        registers("acme", "of_acme"),
+        """
+        from opweave import ir
+        result = ir.ops.of_acme.name
+        """,
+        result="of_acme",
+    ),
+    "an op of a plugin that raises": Row(
+        registers("acme", "of_acme", "raise OSError('no bus')"),
+        """
+        from opweave import ir
+        ir.ops.of_acme
+        """,
+        "PluginFailedError",
+        ("general plugin 'acme'", "OSError: no bus", "OPWEAVE_PLUGINS=-acme"),
+    ),
     "a hook raises": Row(
         platform("acme", BROKEN_HOOK),
         USE,
@@ -196,8 +222,6 @@ ROWS = {
         registers("acme", "of_acme", "raise OSError('no bus')"),
         """
         from opweave import ir
-        from opweave.plugins import load_general_plugins
-        load_general_plugins()
         ir.ops.of_acme
         """,
         "UnknownOpError",

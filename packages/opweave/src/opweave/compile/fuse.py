@@ -69,7 +69,8 @@ def replace_matches(
         skip_parts: do not form an op from a part of a larger form of it that *replace* rejected.
 
     Returns:
-        The misses whose last op was not replaced.
+        The misses whose last op was not replaced, nor lies inside a chain that matched a whole
+        pattern.
     """
     by_kind: dict[object, list[Pattern]] = {}
     for pattern in patterns:
@@ -77,22 +78,26 @@ def replace_matches(
     chances = [(node, p) for node in reversed(nodes) for p in by_kind.get(kind(node), ())]
     used: set[Node] = set()
     parts: set[tuple[IrOp, Node]] = set()
+    inside: set[Node] = set()
     misses: list[Miss] = []
     for anchor, pattern in sorted(chances, key=lambda chance: -chance[1].size):
         if anchor in used or (pattern.op, anchor) in parts:
             continue
+        inner: list[Node] = []
         try:
             match = find(pattern, anchor, context.tracer)
-            inner = match.inner
-            if used & set(inner):
+            if used & set(match.inner):
                 raise NoMatchError("a part of it is in another op", 1)
+            inner = match.inner
             replace(match)
             used |= set(inner)
         except NoMatchError as error:
             misses.append(Miss(pattern, anchor, error))
+            inside |= {*inner, *error.inner} - {anchor}
             if skip_parts:
                 parts |= {(pattern.op, node) for node in error.inner if node is not anchor}
-    return [miss for miss in misses if miss.anchor not in used]
+    misses = [miss for miss in misses if miss.anchor not in used]
+    return [miss for miss in misses if miss.anchor not in inside or miss.error.matched == WHOLE]
 
 
 def nearest(

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, Self, TypeVar
+
+from opweave.ir.explain import text_table
 
 _Item = TypeVar("_Item")
 
@@ -93,7 +95,7 @@ class NodeReport:
     @property
     def module_pattern(self) -> str:
         """The module path with ``*`` for indices: ``model.layers.*.mlp``."""
-        return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", self.module)
+        return re.sub(r"\b\d+\b", "*", self.module)
 
 
 @dataclass
@@ -116,10 +118,14 @@ class MatchReport:
 
 
 def alike(matches: Iterable[MatchReport]) -> list[list[MatchReport]]:
-    """Return the matches, grouped by outcome, op and the reason of a rejection."""
+    """Return the matches, grouped by outcome, op and the reason of a rejection.
+
+    The numbers of nodes, such as that of ``add_12``, do not distinguish reasons.
+    """
 
     def key(match: MatchReport) -> tuple[str, ...]:
-        return match.outcome, match.op, match.reason if match.outcome == "rejected" else ""
+        reason = re.sub(r"(?<=[a-z])_\d+\b", "", match.reason)
+        return match.outcome, match.op, reason if match.outcome == "rejected" else ""
 
     return _grouped(sorted(matches, key=lambda match: match.outcome == "rejected"), key)
 
@@ -309,19 +315,28 @@ class Report:
         where = "from the cache" if self.from_cache else f"{self.seconds * 1e3:.0f} ms in passes"
         yield f"{len(self.nodes)} calls of ops, {self.traces} traces, {where}"
         yield from self.remarks
-        for node in self.nodes:
+        if self.nodes:
+            counts = Counter((node.op, node.chosen) for node in self.nodes)
+            rows = ((op, provider, str(calls)) for (op, provider), calls in counts.items())
+            yield f"\n{text_table([('op', 'runs', 'calls'), *rows])}\n"
+        for group in self.layer_groups():
+            node = group[0]
             origin = f"  (fused from {', '.join(node.fused_from)})" if node.fused_from else ""
             if node.recognized_from:
                 origin = f"  (recognized in {', '.join(node.recognized_from)})"
-            yield f"{node.op} [{node.node}] → {node.chosen}{origin}"
+            yield f"{node.op} [{node.node}]{_times(group)} → {node.chosen}{origin}"
             yield f"    {node.source}"
             for refusal in node.rejected:
                 yield f"    ✗ {refusal.provider}: {refusal.reason}  [{refusal.origin}]"
             for reuse in node.reuse:
                 reason = f": {reuse.reason}" if reuse.reason else ""
                 yield f"    {reuse.verb} {reuse.activation}{reason}"
-        for fusion in self.near_misses:
-            yield f"not fused: {fusion.op} at {fusion.node}: {fusion.reason}"
-        for miss in self.unrecognized:
-            yield f"not recognized: {miss.op} at {miss.node}: {miss.reason}"
-            yield f"    {miss.source}"
+        for kind, misses in (("fused", self.near_misses), ("recognized", self.unrecognized)):
+            for alike_misses in alike(misses):
+                miss = alike_misses[0]
+                yield f"not {kind}: {miss.op} at {miss.node}{_times(alike_misses)}: {miss.reason}"
+                yield f"    {miss.source}"
+
+
+def _times(group: Sequence[object]) -> str:
+    return f" ×{len(group)}" if len(group) > 1 else ""

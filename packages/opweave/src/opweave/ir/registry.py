@@ -227,11 +227,14 @@ class Registry:
         return MappingProxyType(self._ops.copy())
 
     def op(self, name: str) -> IrOp:
-        """Return the op called *name*.
+        """Return the op called *name*; plugins that are not loaded yet may declare it.
 
         Raises:
-            UnknownOpError: it is not declared.
+            UnknownOpError: it is not declared. PluginError: nor could every plugin be loaded.
         """
+        if str(name) not in self._ops and not (self._ready or self._preparing):
+            with torch_compat.no_transforms():
+                self._load_plugins()
         try:
             return self._ops[str(name)]
         except KeyError:
@@ -292,7 +295,8 @@ class Registry:
         """Run ``hook(self)`` once, before the first selection in this registry.
 
         The hook loads kernel libraries and settings, so that importing opweave loads nothing.
-        *load_plugins* runs before it. If one of them raises, both run again at the next use.
+        *load_plugins* runs before it, and before an op is reported as unknown. If one of them
+        raises, both run again at the next use.
         """
         self._hook, self._load_plugins, self._ready = hook, load_plugins, False
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from opweave import ir
+from opweave.errors import notes
 from opweave.optimization.forward import Replacement
 
 SCALES = (1.0, 30.0, 1e-2)  # activations of usual size, outliers, and where an epsilon counts
@@ -272,5 +273,5 @@ def _compare(result: Any, expected: Any, replacement: Replacement) -> str:
 
 
 def brief(error: Exception) -> str:
-    """Return the first line of an error, shortened."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:100]
+    """Return the first line of an error, shortened, and its notes, which name a kernel."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:100] + notes(error)

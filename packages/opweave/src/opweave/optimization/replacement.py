@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from opweave.ir import current_registry
 from opweave.ir.explain import text_table
 from opweave.optimization import attention, linears, norms
 from opweave.optimization.check import brief, difference
@@ -106,9 +107,11 @@ def optimize(model: nn.Module) -> OptimizeReport:
 
     Raises:
         TypeError: *model* is not a module.
+        PluginError: a plugin cannot be loaded; no module is replaced.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize() takes a torch.nn.Module, not {type(model).__name__}")
+    current_registry().ensure_ready()  # else its errors would be reasons not to replace a module
     outcomes = []
     for name, module, candidates, width in list(_candidates(model)):
         chosen, reason = _choose(module, candidates, width)

@@ -14,7 +14,7 @@ from opweave.config.environment import flag
 from opweave.ir.errors import did_you_mean
 from opweave.plugins.entry import (
     BUILTIN_PLATFORMS,
-    COMMAND_LINE_GROUPS,
+    COMPANION_GROUPS,
     GROUPS,
     PLATFORM_PLUGINS,
     PREFIX,
@@ -144,7 +144,7 @@ def misspelled_groups(points: Iterable[EntryPoint]) -> list[str]:
         f"{point.group!r}, which opweave does not have: it is never loaded. "
         f"{did_you_mean(point.group, GROUPS)}"
         for point in points
-        if point.group.startswith(PREFIX) and point.group not in (*GROUPS, *COMMAND_LINE_GROUPS)
+        if point.group.startswith(PREFIX) and point.group not in (*GROUPS, *COMPANION_GROUPS)
     )
 
 

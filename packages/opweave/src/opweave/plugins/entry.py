@@ -107,8 +107,12 @@ IO_PROCESSOR_PLUGINS = "opweave.io_processor_plugins"
 """Plugins that process requests with their own input and output formats."""
 STAT_LOGGER_PLUGINS = "opweave.stat_logger_plugins"
 """Plugins that log engine statistics."""
-COMMAND_LINE_GROUPS = ("opweave.commands", "opweave.model_runner", "opweave.option_hints")
-"""Groups of :mod:`opweave.cli.companions`; their entry points are not plugins."""
+ENGINE_PARTS = "opweave.conformance"
+"""The group through which an engine contributes to the checks of platforms."""
+COMPANION_GROUPS = (
+    "opweave.commands", "opweave.model_runner", "opweave.option_hints", ENGINE_PARTS,
+)  # fmt: skip
+"""Groups of packages that extend opweave; their entry points are not plugins."""
 
 
 @dataclass(frozen=True, slots=True)

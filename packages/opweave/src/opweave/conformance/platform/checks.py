@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from opweave.config import EngineConfig
 from opweave.config.patches import ConfigPatch
 from opweave.config.plugin_options import PluginOptions
 from opweave.config.values import check_kind
-from opweave.conformance.platform.subject import PlatformCheck, PlatformSubject, ask
+from opweave.conformance.platform.subject import PlatformCheck, PlatformSubject, ask, engine_parts
 from opweave.conformance.subject import (
     Findings,
     Outcome,
@@ -32,13 +32,13 @@ from opweave.conformance.subject import (
     raised,
     select,
 )
-from opweave.conformance.verify import verify
+from opweave.conformance.verify import Result, verify
 from opweave.ir import IrError, current_registry
 from opweave.ir.errors import did_you_mean
 from opweave.ir.priority import EVERY_OP, NATIVE, parse
 from opweave.ir.tolerance import DEFAULT_TOLERANCES
 from opweave.platforms import AttentionSpec, DeviceCapability, Platform, configured, resolution
-from opweave.platforms.base import check_object
+from opweave.platforms.base import check_object, members
 from opweave.platforms.resolution import VARIABLE
 from opweave.plugins import resolve_obj_by_qualname
 
@@ -99,15 +99,7 @@ _NOTHING = Returns("nothing", lambda v: v is None)
 _TEXTS = Returns("a list of strings", _is_texts)
 _PATCHES = Returns("a list of ConfigPatch", _is_patches)
 _CLASSES = dict.fromkeys(
-    (
-        "get_worker_cls",
-        "get_model_runner_cls",
-        "get_scheduler_cls",
-        "get_executor_cls",
-        "get_sampler_cls",
-        "get_attn_backend_cls",
-        "get_device_communicator_cls",
-    ),
+    (name for name in members(Platform) if name.endswith("_cls")),
     Returns("the qualified name of a class, or None", lambda v: v is None or _is_text(v)),
 )
 
@@ -140,17 +132,14 @@ MEMBERS: Mapping[str, Returns] = {
 }
 
 
-def _default_request() -> Any:
-    return resolve_obj_by_qualname("opweave_engine.SamplingParams")()
-
-
 def _arguments(platform: Platform, method: str) -> list[Any]:
     """Return arguments for a method of the contract, by the names of its parameters."""
     dtype, device = platform.supported_dtypes[0], platform.device_type
+    parts = engine_parts()
     values: dict[str, Callable[[], Any]] = {
         "options": lambda: _Options(platform.name),
         "config": EngineConfig,
-        "params": _default_request,
+        "params": lambda: parts and parts.default_request(),
         "spec": lambda: AttentionSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype=dtype),
         "model": lambda: nn.Linear(4, 4).to(device=device, dtype=dtype),
         "index": int,
@@ -164,7 +153,8 @@ def _check_contract(subject: PlatformSubject) -> Findings:
     check_object(subject.platform, Platform, subject.qualname)
     yield None
     for name in MEMBERS:
-        yield _contract_problem(subject.platform, name)
+        if name != "validate_request" or engine_parts() is not None:
+            yield _contract_problem(subject.platform, name)
     yield _contract_problem(subject.platform, "get_default_ir_op_priority", with_config=False)
 
 
@@ -454,9 +444,6 @@ PRIORITIES = PlatformCheck(
 # The names of classes and functions lead to what they should be.
 
 
-_OWN_PART = "opweave_engine.parts.own_part"
-
-
 def _check_references(subject: PlatformSubject) -> Findings:
     config, platform = EngineConfig(), subject.platform
     for member in _CLASSES:
@@ -476,7 +463,8 @@ def _class_problem(name: str, platform: Platform, member: str, *arguments: Any) 
     part = resolve_obj_by_qualname(name)
     if not isinstance(part, type):
         return f"{name!r} is {part!r}, not a class"
-    default = resolve_obj_by_qualname(_OWN_PART)(platform, member, *arguments)
+    parts = engine_parts()
+    default = object if parts is None else parts.own_part(platform, member, *arguments)
     methods = [method for method, _ in inspect.getmembers(default, callable) if method[0] != "_"]
     missing = [method for method in methods if not callable(getattr(part, method, None))]
     if not missing or issubclass(part, default):
@@ -514,19 +502,36 @@ REFERENCES = PlatformCheck(
 _CHECKS = ("values", "mutation")  # `opweave verify --platform` runs all
 
 
-def _check_kernels(subject: PlatformSubject) -> Findings:
-    ops = current_registry().ops
-    lists = subject.platform.get_default_ir_op_priority()
-    for name, op in ops.items():
+def kernels(subject: PlatformSubject) -> Iterator[Subject]:
+    """Yield the selected implementations that the platform's package brings.
+
+    Those of opweave are left out, except on opweave's own platforms.
+    """
+    current_registry().ensure_ready()
+    platform = subject.platform
+    lists = platform.get_default_ir_op_priority()
+    is_own = type(platform).__module__.startswith("opweave.")
+    for name, op in current_registry().ops.items():
         providers = lists.get(name, lists.get(EVERY_OP))
         for entry in parse(providers, "platform default") if providers else ():
             # The check of the priorities reports missing registrations.
-            if entry.provider in {*op.impls} - {NATIVE}:
-                yield from _verified(Subject(op, entry.provider, subject.platform.device_type))
+            impl = op.impls.get(entry.provider, op.impls[NATIVE])
+            if impl.provider != NATIVE and (is_own or not impl.site.is_in_opweave):
+                yield Subject(op, entry.provider, platform.device_type)
+
+
+def verify_kernel(implementation: Subject, seed: int = 0) -> Result:
+    """Verify an implementation as the check ``kernels`` does."""
+    return verify(implementation, _CHECKS, seed=seed)
+
+
+def _check_kernels(subject: PlatformSubject) -> Findings:
+    for implementation in kernels(subject):
+        yield from _verified(implementation)
 
 
 def _verified(implementation: Subject) -> Findings:
-    result = verify(implementation, _CHECKS)
+    result = verify_kernel(implementation)
     problems = [f"{result.subject} {o.check}: {p}" for o in result.outcomes for p in o.problems]
     if problems:
         yield problems[0]
@@ -536,7 +541,7 @@ def _verified(implementation: Subject) -> Findings:
 
 KERNELS = PlatformCheck(
     "kernels",
-    "each selected implementation matches the op's definition on the device",
+    "each selected implementation of the package matches the op's definition on the device",
     _check_kernels,
 )
 

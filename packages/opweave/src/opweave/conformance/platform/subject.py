@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Protocol
 
 from opweave.config.child_process import inherited_environment
 from opweave.conformance.subject import Check, UnknownPlatformError, raised
@@ -16,6 +16,7 @@ from opweave.ir.errors import OpweaveError, did_you_mean
 from opweave.platforms import Platform, resolution
 from opweave.platforms.builtin import BUILTIN
 from opweave.plugins import PLATFORM_PLUGINS, Claim, resolve_obj_by_qualname
+from opweave.plugins.entry import ENGINE_PARTS
 
 # The subject of verification: a platform, and how a process finds it.
 
@@ -113,6 +114,24 @@ def _subject(cls: object, claim: str | None, claimant: str | None) -> PlatformSu
 
 
 PlatformCheck = Check[PlatformSubject]
+
+
+# The engine that a platform's classes are for.
+
+
+class EngineParts(Protocol):
+    """What an engine contributes to the checks of platforms."""
+
+    def own_part(self, platform: Platform, method: str, *arguments: Any) -> type:
+        """Return the engine's class for a method of *platform* that returns None."""
+
+    def default_request(self) -> object:
+        """Return the sampling parameters of a request that sets none."""
+
+
+def engine_parts() -> EngineParts | None:
+    """Return the parts of the installed engine, or None without one."""
+    return next((point.load() for point in entry_points(group=ENGINE_PARTS)), None)
 
 
 # Python code that runs in new processes, several at a time.
