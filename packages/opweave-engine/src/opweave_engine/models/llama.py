@@ -29,13 +29,9 @@ from opweave_engine.models.config import (
     rope_parameters,
 )
 
-SUPPORTED_ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
-LLAMA, MISTRAL, QWEN2, QWEN3 = SUPPORTED_ARCHITECTURES
+LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
+QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+SUPPORTED_ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3)
 MIXTURES = MIXTRAL, QWEN3_MOE = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
 _QWEN = {
     "max_position_embeddings": 32768, "vocab_size": 151936, "intermediate_size": 22016,

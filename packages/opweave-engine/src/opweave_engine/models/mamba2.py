@@ -68,10 +68,8 @@ def _limits(fields: Fields) -> tuple[float | None, float | None]:
     limits = fields.values.get("time_step_limit", (0.0, math.inf))
     numbers = [_number(value) for value in limits] if isinstance(limits, list | tuple) else []
     if len(numbers) != 2 or None in numbers:
-        raise InvalidConfigError(
-            f"{fields.name} has 'time_step_limit': {limits!r}; it must be a list of two numbers, "
-            "the least and the largest time step."
-        )
+        kind = "a list of two numbers, the least and the largest time step"
+        raise fields.wrong("time_step_limit", limits, kind)
     least, largest = numbers
     return least or None, None if largest == math.inf else largest
 
