@@ -313,14 +313,10 @@ async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:
-    is_read = False
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
-        nonlocal is_read
-        if is_read:
-            return await receive()
-        is_read = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return messages.pop() if messages else await receive()
 
     return replay
 

@@ -48,9 +48,6 @@ class Reading:
         return Prompt(text, ids)
 
 
-DEFAULT_READING = Reading()
-
-
 @dataclass(frozen=True)
 class Prompt:
     """One prompt.
@@ -72,7 +69,7 @@ async def read_prompts(
     *,
     n: int = 1,
     at_once: int | None = None,
-    reading: Reading = DEFAULT_READING,
+    reading: Reading,
     cache_salt: str | None = None,
 ) -> list[Prompt]:
     """Return the prompts of a request, in order.

@@ -289,7 +289,7 @@ class ServerState:
         self.check_model(body.model)
         if not self.engine.is_running:
             raise ApiError("The engine does not run.", status=503, code="engine_dead")
-        return ServerCall(self, request, param)
+        return ServerCall(self, request, param, Deadline(self.config.request_timeout))
 
 
 @dataclass
@@ -306,10 +306,7 @@ class ServerCall:
     server: ServerState
     request: Request
     param: str
-    deadline: Deadline = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.deadline = Deadline(self.server.config.request_timeout)
+    deadline: Deadline
 
     def places(self, count: int) -> AbstractContextManager[None]:
         """Reserve *count* outputs, as :meth:`Admission.places`."""
