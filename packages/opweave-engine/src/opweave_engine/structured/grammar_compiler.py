@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,15 +29,12 @@ from opweave_engine.errors import (
     TokenizerError,
     require,
 )
+from opweave_engine.sampling.params import SamplingParams
 from opweave_engine.structured import grammar_worker
 from opweave_engine.structured.grammar_worker import Vocabulary, native_matcher, native_vocabulary
 from opweave_engine.structured.params import NAME, StructuredOutputsParams
 from opweave_engine.structured.schema_grammar import grammar_text
 from opweave_engine.tokenizer import AbsentTokenizer, Tokenizer
-
-if TYPE_CHECKING:
-    from opweave_engine.sampling.params import SamplingParams
-
 
 # A tokenizer's vocabulary for llguidance: the bytes of each token.
 
