@@ -1,7 +1,5 @@
 """The selection report of a vLLM process."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

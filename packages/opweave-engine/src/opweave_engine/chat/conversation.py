@@ -1,7 +1,5 @@
 """Validates conversations, and renders them as prompts."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

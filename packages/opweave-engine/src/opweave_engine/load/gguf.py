@@ -1,7 +1,5 @@
 """GGUF files: configuration, tokenizer, chat template and weights of a model in one file."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

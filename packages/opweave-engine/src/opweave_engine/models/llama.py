@@ -3,8 +3,6 @@
 Modules are named as in checkpoints, except the merged ``qkv_proj`` and ``gate_up_proj``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Mamba-2: only mixers, without attention (arXiv:2405.21060)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Mixtral and Qwen3-MoE: language models of Llama's form with a mixture of experts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar

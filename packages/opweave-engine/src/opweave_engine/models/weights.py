@@ -4,8 +4,6 @@ Every parameter is filled, and every tensor is used. The layers' weight loaders 
 of each tensor.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType

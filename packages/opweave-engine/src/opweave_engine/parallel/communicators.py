@@ -1,7 +1,5 @@
 """Moves tensors between the ranks of an engine."""
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os

@@ -1,7 +1,5 @@
 """The data-parallel engine: routes each request to one of several replicas."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Executors: start the workers of an engine, and call them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """Replicas of an engine: processes of their own, as Ray actors."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Prometheus metrics of the engine and of HTTP; the ops and plugins in use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from http import HTTPMethod

@@ -1,7 +1,5 @@
 """Middleware: request ids, authentication, body limits, compression and error responses."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import logging

@@ -1,7 +1,5 @@
 """Runs a server until it is told to stop."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc

@@ -4,8 +4,6 @@ A native parser can overflow its stack or run out of memory, which ends the proc
 run without its package, and imports neither opweave nor torch, so that a process starts fast.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

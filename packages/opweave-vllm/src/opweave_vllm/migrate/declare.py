@@ -1,7 +1,5 @@
 """The op that is declared from a layer: its name, arguments, types and functions."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

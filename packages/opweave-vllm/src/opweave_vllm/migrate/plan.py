@@ -1,7 +1,5 @@
 """The plan for each layer of a module: an op, its implementations, and the remaining class."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Set

@@ -9,8 +9,6 @@ differences.
 'native'
 """
 
-from __future__ import annotations
-
 from opweave_vllm.vllm_api import (
     _custom_ops,
     config,

@@ -1,7 +1,5 @@
 """Native ops as functions, and opweave's ops with the signatures of vLLM's ``_custom_ops``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """vLLM's names for the configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

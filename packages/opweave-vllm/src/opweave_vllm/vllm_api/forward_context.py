@@ -1,7 +1,5 @@
 """The context of a forward pass, which opaque ops and attention layers read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """The plugin loaders. Distributions must use opweave's entry-point groups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests to encoders: ``/v1/embeddings``, ``/v1/rerank`` and ``/v1/score``."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import math

@@ -1,7 +1,5 @@
 """``POST /v1/process``: requests in the format of a plugin's I/O processor."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

@@ -1,7 +1,5 @@
 """The tensor-parallel group of this process."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor, distributed

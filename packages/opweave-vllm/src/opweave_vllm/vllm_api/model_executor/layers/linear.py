@@ -1,7 +1,5 @@
 """Linear layers and their method."""
 
-from __future__ import annotations
-
 from opweave.layers import (
     ColumnParallelLinear,
     LinearBase,

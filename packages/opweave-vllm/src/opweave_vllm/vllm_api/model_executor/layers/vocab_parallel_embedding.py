@@ -1,7 +1,5 @@
 """Embeddings and LM heads, sharded over the vocabulary."""
 
-from __future__ import annotations
-
 from opweave.layers import ParallelLMHead, VocabParallelEmbedding, embedding
 from opweave.layers.embedding import UnquantizedEmbeddingMethod
 
