@@ -8,17 +8,9 @@ from opweave import ir
 from opweave._custom_ops import advance_step_flashattn, fused_add_rms_norm, rms_norm
 
 __all__ = [
-    "advance_step_flashattn",
-    "fused_add_rms_norm",
-    "gelu_and_mul",
-    "gelu_tanh_and_mul",
-    "moe_sum",
-    "rms_norm",
-    "rotary_embedding",
-    "scaled_fp8_quant",
-    "scaled_int8_quant",
-    "silu_and_mul",
-]
+    "advance_step_flashattn", "fused_add_rms_norm", "gelu_and_mul", "gelu_tanh_and_mul", "moe_sum",
+    "rms_norm", "rotary_embedding", "scaled_fp8_quant", "scaled_int8_quant", "silu_and_mul",
+]  # fmt: skip
 
 
 def silu_and_mul(out: Tensor, x: Tensor) -> None:

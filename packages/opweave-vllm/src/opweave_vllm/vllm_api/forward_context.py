@@ -9,12 +9,9 @@ from typing import Any
 from opweave_vllm.vllm_api.config import VllmConfig
 
 __all__ = [
-    "ForwardContext",
-    "get_forward_context",
-    "is_forward_context_available",
-    "override_forward_context",
-    "set_forward_context",
-]
+    "ForwardContext", "get_forward_context", "is_forward_context_available",
+    "override_forward_context", "set_forward_context",
+]  # fmt: skip
 
 
 @dataclass

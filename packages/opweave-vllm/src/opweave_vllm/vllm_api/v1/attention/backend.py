@@ -14,13 +14,9 @@ from typing import Any
 from torch import Tensor
 
 __all__ = [
-    "AttentionBackend",
-    "AttentionCGSupport",
-    "AttentionImpl",
-    "AttentionMetadata",
-    "AttentionType",
+    "AttentionBackend", "AttentionCGSupport", "AttentionImpl", "AttentionMetadata", "AttentionType",
     "CommonAttentionMetadata",
-]
+]  # fmt: skip
 
 
 class AttentionMetadata:
