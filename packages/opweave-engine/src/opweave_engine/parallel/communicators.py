@@ -330,11 +330,6 @@ class SharedMemoryCommunicator(TorchCommunicator):
         how = "the process group" if self._segment is None else "shared memory"
         _log.info("rank %d of %d: collectives go through %s", group.rank, group.size, how)
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether memory is shared."""
-        return self._segment is not None
-
     def all_reduce(self, x: Tensor) -> Tensor:
         if (segment := self._segment_for(x)) is None:
             return super().all_reduce(x)

@@ -425,11 +425,6 @@ class RankedExecutor(Executor):
             self.shutdown()
             raise
 
-    @property
-    def pids(self) -> dict[int, int]:
-        """The process ids of the ranks that this process has started, by rank."""
-        return {rank: process.pid for rank, process in self._peers.processes.items()}
-
     def allocate(self, plan: CachePlan) -> None:
         rank = _running(self._rank)
         with self._together():
