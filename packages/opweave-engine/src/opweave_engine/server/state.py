@@ -150,14 +150,20 @@ class ServerConfig:
 
 
 class Admission:
-    """Counts running and queued outputs, up to *limit*."""
+    """Counts running and queued outputs, up to *limit*.
+
+    Attributes:
+        active: the number of reserved outputs.
+        idle: set while no output is reserved.
+        is_closed: whether further requests are rejected.
+    """
 
     def __init__(self, limit: int) -> None:
         self.active = 0
         self.is_closed = False
         self._limit = limit
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        self.idle.set()
 
     @contextmanager
     def places(self, count: int, *, param: str) -> Iterator[None]:
@@ -168,21 +174,13 @@ class Admission:
         """
         self.check(count, param=param)
         self.active += count
-        self._idle.clear()
+        self.idle.clear()
         try:
             yield
         finally:
             self.active -= count
             if not self.active:
-                self._idle.set()
-
-    def close(self) -> None:
-        """Reject all further requests."""
-        self.is_closed = True
-
-    async def wait_idle(self) -> None:
-        """Wait until no output is reserved."""
-        await self._idle.wait()
+                self.idle.set()
 
     def check(self, count: int, *, param: str) -> None:
         """Raise the ApiError that :meth:`places` would raise now."""
