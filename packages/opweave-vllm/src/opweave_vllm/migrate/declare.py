@@ -464,12 +464,10 @@ PLATFORM_METHODS = {
 }
 
 # The words of the annotations that torch.library.infer_schema supports.
-_TYPES = frozenset(
-    {
-        *("torch", "Tensor", "dtype", "device", "int", "float", "bool", "str", "None"),
-        *("Optional", "Union", "list", "List", "Sequence", "typing", "collections", "abc"),
-    }
-)
+_TYPES = {
+    *("torch", "Tensor", "dtype", "device", "int", "float", "bool", "str", "None"),
+    *("Optional", "Union", "list", "List", "Sequence", "typing", "collections", "abc"),
+}
 
 
 @dataclass

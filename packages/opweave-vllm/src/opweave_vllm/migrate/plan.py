@@ -24,9 +24,7 @@ from opweave_vllm.migrate.trees import Function
 
 
 _DEVICES = {"torch_npu": "npu", "torch_xla": "xla", "torch_musa": "musa"}
-_NO_PROVIDER = frozenset(
-    {"torch", "typing", "math", "vllm", "os", "functools", "collections", "opweave"}
-)
+_NO_PROVIDER = {"torch", "typing", "math", "vllm", "os", "functools", "collections", "opweave"}
 
 
 def guess_provider(
