@@ -1,7 +1,5 @@
 """Configurations of models, read from a checkpoint's ``config.json``."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import sys
@@ -126,9 +124,9 @@ class Fields:
             raise self.wrong(key, value, kind)
         return [*value]
 
-    def nested(self, key: str) -> Fields:
+    def nested(self, key: str) -> Self:
         """Return a nested JSON object; empty if the key is absent."""
-        return Fields(self._value(key, {}, "an object"), f"{key!r} in {self.name}")
+        return type(self)(self._value(key, {}, "an object"), f"{key!r} in {self.name}")
 
     def is_null(self, key: str) -> bool:
         """Return whether the value of *key* is null, which an absent key is not."""
@@ -328,8 +326,7 @@ ACTIVATIONS = (
 EXPERT_ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
+    **dict.fromkeys(("silu", "swish"), "silu"),
 }
 
 

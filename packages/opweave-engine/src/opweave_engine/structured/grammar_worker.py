@@ -154,13 +154,8 @@ def _compile(vocabulary: Any, text: str) -> tuple[str, int]:
 class _MallocInfo(ctypes.Structure):
     """The result of glibc's ``mallinfo``."""
 
-    _fields_ = [
-        (name, ctypes.c_uint32)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"),
-            *("uordblks", "fordblks", "keepcost"),
-        )
-    ]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_uint32) for name in _names.split()]
 
 
 def allocated_bytes() -> int:
