@@ -1,5 +1,7 @@
 """The selection report of a vLLM process."""
 
+from __future__ import annotations
+
 import os
 import sys
 import threading
