@@ -124,7 +124,7 @@ def test_loads_without_prefixes_never_differ_by_more_than_a_request(
             router.release(*owed.pop(0))
     for each in owed:
         router.release(*each)
-    assert router.loads == (0,) * size
+    assert router.loads == [0] * size
 
 
 def test_a_prefix_draws_requests_until_the_others_have_much_less_to_do() -> None:
@@ -135,7 +135,7 @@ def test_a_prefix_draws_requests_until_the_others_have_much_less_to_do() -> None
     # Of 300 tokens, four blocks of 64 are whole; a turn of a conversation adds to them.
     assert [router.choose([*prompt, *range(i)], 1, range(2)) for i in range(4)] == [0] * 4
     assert router.choose(prompt[:70], 1, range(2)) == 0
-    assert router.loads == (6, 1)
+    assert router.loads == [6, 1]
     assert router.choose(prompt, 1, range(2)) == 1  # which knows it from now on
     router.release(0, 6)
     assert router.choose(other, 1, range(2)) == 1
@@ -190,7 +190,7 @@ def test_answers_are_those_of_one_engine() -> None:
         (call,) = (c for e in group.engines.values() for c in e.calls if c.request_id == "n")
         assert call.priority == -2
         assert [len(each.logprobs or ()) for each in several.outputs] == [6] * 3
-        assert engine._router.loads == (0, 0)
+        assert engine._router.loads == [0, 0]
         left = [engine._assignments, engine._streams, engine._unfinished]
         assert not any(left)
 
@@ -223,7 +223,7 @@ def test_outputs_come_one_by_one_and_a_reader_that_leaves_aborts() -> None:
             await answer(engine, "a")
         await until(lambda: "a" not in engine._unfinished)
         assert sum("a" in each._given_up for each in group.engines.values()) == 1
-        assert engine._router.loads == (0, 0)
+        assert engine._router.loads == [0, 0]
         told = asyncio.create_task(answer(engine, "b", params=ENDLESS))
         await until(lambda: any("b" in e.running for e in group.engines.values()))
         await engine.abort("b")
@@ -287,7 +287,7 @@ def test_errors_of_a_request_are_its_own(caplog: pytest.LogCaptureFixture) -> No
         with pytest.raises(ZeroDivisionError):
             await answer(engine, "broken")
         assert engine.is_running
-        assert engine._router.loads == (0, 0)
+        assert engine._router.loads == [0, 0]
 
     with replicated() as (engine, group):
         run(work(engine, group))
@@ -302,7 +302,7 @@ def test_vectors() -> None:
         for each in group.engines.values():
             each.delay = 60.0
         lost = [asyncio.create_task(engine.embed([5], request_id=f"l{i}")) for i in range(2)]
-        await until(lambda: engine._router.loads == (1, 1))
+        await until(lambda: engine._router.loads == [1, 1])
         group.die(0)
         group.die(1)
         for task in lost:
@@ -342,7 +342,7 @@ def test_a_dead_replica_fails_its_own_requests_and_is_replaced(
     async def work(engine: DataParallelEngine, group: ReplicasHere) -> None:
         await asyncio.gather(*(answer(engine, f"first {i}") for i in range(4)))
         tasks = [asyncio.create_task(answer(engine, f"{i}", params=ENDLESS)) for i in range(4)]
-        await until(lambda: engine._router.loads == (2, 2))
+        await until(lambda: engine._router.loads == [2, 2])
         lost = [name for name, a in engine._assignments.items() if a.member.number == 1]
         group.die(1)
         with pytest.raises(EngineDeadError, match="replica 1 died: it was told to"):
@@ -421,7 +421,7 @@ def test_a_loop_that_ends_gives_up_what_it_asked() -> None:
     async def second(engine: DataParallelEngine) -> None:
         await answer(engine, "b")
         await engine.drain(60)
-        assert engine._router.loads == (0, 0)
+        assert engine._router.loads == [0, 0]
 
     with replicated(lambda _: FakeEngine(delay=0.005)) as (engine, _):
         run(first(engine))

@@ -143,7 +143,7 @@ def test_an_engine_until_a_replica_is_killed(cluster: str) -> None:
             asyncio.create_task(answer(engine, f"{i}", text, GREEDY))
             for i, text in enumerate(PROMPTS)
         ]
-        await until(lambda: engine._router.loads == (3, 0))
+        await until(lambda: engine._router.loads == [3, 0])
         os.kill(first[0], signal.SIGKILL)
         results = await asyncio.gather(*tasks, return_exceptions=True)
         lost = [each for each in results if isinstance(each, EngineDeadError)]

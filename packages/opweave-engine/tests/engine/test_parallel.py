@@ -68,8 +68,8 @@ def executor_of(engine: LLM | AsyncEngine) -> RankedExecutor:
 
 
 def pid_of(engine: LLM | AsyncEngine) -> int:
-    (pid,) = executor_of(engine).pids.values()
-    return pid
+    (process,) = executor_of(engine)._peers.processes.values()
+    return process.pid
 
 
 def test_a_dense_model_until_a_rank_fails(checkpoint: Checkpoints) -> None:
@@ -78,7 +78,7 @@ def test_a_dense_model_until_a_rank_fails(checkpoint: Checkpoints) -> None:
     # The order of another op's providers, so that the other rank must be told.
     llm = LLM(path, config=two_ranks(), ir_op_priority={"silu_and_mul": ["native"]})
     pid = pid_of(llm)
-    assert executor_of(llm)._rank.communicator.is_shared  # type: ignore[union-attr]
+    assert executor_of(llm)._rank.communicator._segment is not None  # type: ignore[union-attr]
     assert tokens(llm) == tokens(alone)
     assert tokens(llm, DRAWN) == tokens(alone, DRAWN)
     assert llm.stats().preemptions > 0
@@ -187,7 +187,7 @@ ENDING = """
     from opweave_engine import LLM, SamplingParams
     signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may have changed it
     llm = LLM({path!r}, config=EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2)))
-    print(*llm._core.executor.pids.values(), flush=True)
+    print(*(p.pid for p in llm._core.executor._peers.processes.values()), flush=True)
     steps = 0
     def stop(done, most):
         global steps
@@ -317,7 +317,7 @@ def test_an_engine_that_does_not_start_leaves_nothing(
     pids: list[int] = []
 
     def fail(executor: RankedExecutor, *_: Any) -> None:
-        pids.extend(executor.pids.values())
+        pids.extend(process.pid for process in executor._peers.processes.values())
         raise MemoryError
 
     monkeypatch.setattr(RankedExecutor, "allocate", fail)

@@ -1,7 +1,5 @@
 """The entry point: register the chosen seams with vLLM."""
 
-from __future__ import annotations
-
 import importlib
 import os
 

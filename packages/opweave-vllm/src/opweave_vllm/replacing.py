@@ -1,7 +1,5 @@
 """Replacement of vLLM's layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

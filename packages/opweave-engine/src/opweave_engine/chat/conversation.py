@@ -1,7 +1,5 @@
 """Validates conversations, and renders them as prompts."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -85,11 +83,10 @@ def render_all(
     *,
     tools: Sequence[Mapping[str, Any]] | None,
     documents: Sequence[Mapping[str, Any]] | None,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool,
     variables: Mapping[str, Any],
+    **flags: bool | None,
 ) -> list[str]:
-    """Return the prompt of each conversation.
+    """Return the prompt of each conversation; *flags* are those of :meth:`ChatTemplate.render`.
 
     Raises:
         ChatTemplateError, PromptError, InvalidArgumentError: as :meth:`ChatTemplate.render`; or
@@ -98,14 +95,7 @@ def render_all(
     template.check_use(tools=tools, documents=documents)
     for name in sorted(variables.keys() - template.chosen(tools).traits.variables):
         _log.warning("the chat template does not read the variable %r", name)
-    render = partial(
-        template.render,
-        tools=tools,
-        documents=documents,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        **variables,
-    )
+    render = partial(template.render, tools=tools, documents=documents, **flags, **variables)
     texts = []
     for index, messages in enumerate(conversations):
         try:

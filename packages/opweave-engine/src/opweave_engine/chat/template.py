@@ -126,11 +126,8 @@ def _malformed(path: str, value: object, expected: str) -> PromptError:
 
 # The types of parts that are text, and the key that holds it.
 _TEXT_KEYS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-    "thinking": "thinking",
+    **dict.fromkeys(("text", "input_text", "output_text"), "text"),
+    **{kind: kind for kind in ("refusal", "thinking")},
 }
 
 

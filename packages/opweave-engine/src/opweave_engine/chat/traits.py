@@ -1,7 +1,5 @@
 """How a chat template reads messages, found in its syntax tree."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from os import PathLike
+from os.path import isfile  # unlike Path.is_file, for names that no file can have, too
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Protocol, runtime_checkable
 
@@ -248,7 +249,7 @@ class Checkpoint:
         if self._has(_SINGLE):
             return [self.path / _SINGLE]
         names = sorted(set(self._weight_map().values()))
-        if missing := [name for name in names if not self._is_file(name)]:
+        if missing := [name for name in names if not isfile(self.path / name)]:
             raise CheckpointError(
                 f"{self.path / _INDEX} names files that are missing: {shown_names(missing)}."
             )
@@ -322,12 +323,6 @@ class Checkpoint:
                 "directory, and correct the name."
             )
         return self.path / name
-
-    def _is_file(self, name: str) -> bool:
-        try:
-            return (self.path / name).is_file()
-        except (OSError, ValueError):  # no file can have that name: it is too long
-            return False
 
     def _has(self, name: str) -> bool:
         """Return whether *name* exists; if it exists and is not a regular file, raise an error."""

@@ -1,7 +1,5 @@
 """GGUF files: configuration, tokenizer, chat template and weights of a model in one file."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re
@@ -232,15 +230,18 @@ class GgufFile:
         name: str = self.get("general.architecture", str)
         return name
 
-    def number(self, key: str, default: float | None = None) -> Any:
+    def number(self, key: str, default: float | None = None, *, positive: bool = False) -> Any:
         """Return the number *key* of the architecture, such as ``rope.freq_base``.
 
         Raises:
-            CheckpointError: it is not a finite number, or it is missing without a default.
+            CheckpointError: it is not a finite number, or not *positive*, or it is missing without
+                a default.
         """
-        value = self.get(f"{self.architecture}.{key}", float, default)
-        if not math.isfinite(value):
-            raise CheckpointError(f"{self.path} has {self.architecture}.{key}={value}.")
+        name = f"{self.architecture}.{key}"
+        value = self.get(name, float, default)
+        if not math.isfinite(value) or (positive and value <= 0):
+            kind = "positive and finite" if positive else "finite"
+            raise CheckpointError(f"{self.path} has {name}={value}; it must be {kind}.")
         return value
 
     def size(self, key: str, default: int | None = None, *, per_layer: bool = False) -> int:
@@ -639,7 +640,7 @@ def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     else:
         # Without a window, every layer has full attention; with one, period 0 means none has.
         period = file.size("attention.sliding_window_pattern", 6) or layers + 1 if window else 1
-    magnitude = _positive(file, "rope.scaling.attn_factor", 1.0)
+    magnitude = file.number("rope.scaling.attn_factor", 1.0, positive=True)
     theta = file.number("rope.freq_base_swa", 10_000.0)
     sliding: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if magnitude != 1:
@@ -652,15 +653,6 @@ def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         "rope_parameters": {"full_attention": _rope(file, config), "sliding_attention": sliding},
         "final_logit_softcapping": file.number("final_logit_softcapping", 0.0) or None,
     }
-
-
-def _positive(file: GgufFile, key: str, default: float) -> float:
-    value: float = file.number(key, default)
-    if value <= 0:
-        raise CheckpointError(
-            f"{file.path} has {file.architecture}.{key}={value}; it must be positive."
-        )
-    return value
 
 
 def _stretched(
@@ -696,7 +688,7 @@ def _rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"{file.path} has {file.architecture}.rope.scaling.factor={scale}; it must be positive."
         )
-    magnitude = _positive(file, "rope.scaling.attn_factor", 1.0)
+    magnitude = file.number("rope.scaling.attn_factor", 1.0, positive=True)
     factors = _factors(file, config["head_dim"])
     if kind == "yarn":
         if factors is not None:
@@ -749,8 +741,8 @@ def _yarn(file: GgufFile, factor: float, magnitude: float) -> dict[str, Any]:
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": original,
-        "beta_fast": _positive(file, f"{_YARN}beta_fast", 32.0),
-        "beta_slow": _positive(file, f"{_YARN}beta_slow", 1.0),
+        "beta_fast": file.number(f"{_YARN}beta_fast", 32.0, positive=True),
+        "beta_slow": file.number(f"{_YARN}beta_slow", 1.0, positive=True),
         "attention_factor": default * magnitude,
     }
 

@@ -1,7 +1,5 @@
 """Loads any registered model, strictly: every weight is found, and nothing else."""
 
-from __future__ import annotations
-
 import logging
 import math
 import mmap

@@ -1,7 +1,5 @@
 """Quantized checkpoints: their formats, and models that keep their weights quantized."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -10,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -71,7 +69,7 @@ class QuantizedMatrix:
     parameters: Tensors
     dense: Tensor | None = None
 
-    def in_input_order(self, order: Tensor | None) -> QuantizedMatrix:
+    def in_input_order(self, order: Tensor | None) -> Self:
         """Undo the column permutation *order* of a dense matrix; otherwise return self."""
         if order is None or self.dense is None:
             return self
@@ -179,12 +177,8 @@ def rowwise_8bit_matrix(
 
 def is_blocked(weight: Tensor, scale: Tensor) -> bool:
     """Whether *scale* has a number for each block of a float8 *weight*."""
-    return (
-        weight.dtype is torch.float8_e4m3fn
-        and scale.ndim == 2
-        and scale.numel() > 1
-        and scale.shape != (weight.shape[0], 1)
-    )
+    is_float8, is_by_row = weight.dtype is torch.float8_e4m3fn, scale.shape == (len(weight), 1)
+    return is_float8 and not is_by_row and scale.ndim == 2 and scale.numel() > 1
 
 
 def blockwise_fp8_matrix(
@@ -314,14 +308,14 @@ class StrictConfig:
             raise self._unsupported(f"{key}={value!r}", supported)
         return value
 
-    def nested(self, key: str) -> StrictConfig:
+    def nested(self, key: str) -> Self:
         """Return the object *key*; absent and null are an empty one."""
         self._read.add(key)
         value = self.config.get(key)
         value = {} if value is None else value
         if not isinstance(value, Mapping):
             raise self._unsupported(f"{key}={value!r}", ("an object",))
-        return StrictConfig(value, f"{self.name}, {key}")
+        return type(self)(value, f"{self.name}, {key}")
 
     def refuse_set(self, *keys: str) -> None:
         """Refuse any value of *keys* but an empty one."""
@@ -858,6 +852,9 @@ class QuantizedFiles:
         files: open.
         form: how they store matrices.
 
+    Attributes:
+        num_dense: the number of quantized matrices that no layer keeps quantized.
+
     Raises:
         CheckpointError: tensors are missing or do not fit each other.
     """
@@ -876,14 +873,10 @@ class QuantizedFiles:
         self.methods: Mapping[str, LinearMethod] = {
             module: matrix.method for module, matrix in planned.items() if matrix.method is not None
         }
+        self.num_dense = len(planned) - len(self.methods)
         used = {name for names in self._modules.values() for name in names.values()}
         self._shapes = {name: shape for name, shape in shapes.items() if name not in used}
         self._shapes |= {f"{module}.weight": matrix.shape for module, matrix in planned.items()}
-
-    @property
-    def num_dense(self) -> int:
-        """The number of quantized matrices that no layer keeps quantized."""
-        return len(self._modules) - len(self.methods)
 
     def shapes(self) -> Shapes:
         return dict(self._shapes)

@@ -1,7 +1,5 @@
 """Writes a checkpoint with int4 weights, in the format of compressed-tensors."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """BERT: an encoder with bidirectional attention (arXiv:1810.04805)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self

@@ -1,7 +1,5 @@
 """The blocks of language models: norms, attention, MLP."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Base classes of models, and of language models: embedding, decoder layers, norm, logits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import ClassVar, Generic, TypeVar
 

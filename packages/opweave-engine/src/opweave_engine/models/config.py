@@ -1,7 +1,5 @@
 """Configurations of models, read from a checkpoint's ``config.json``."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import sys
@@ -94,14 +92,14 @@ class Fields:
     def _integer(self, key: str, default: int | None, least: int, kind: str) -> int:
         value: int = self._value(key, default, kind, int)
         if not least <= value < 2**63:
-            raise self._wrong(key, value, kind)
+            raise self.wrong(key, value, kind)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number."""
         value = self._value(key, default, _NUMBER, int, float)
         if not 0 < value <= sys.float_info.max:
-            raise self._wrong(key, value, _NUMBER)
+            raise self.wrong(key, value, _NUMBER)
         return float(value)
 
     def optional_number(self, key: str, default: None = None) -> float | None:
@@ -123,12 +121,12 @@ class Fields:
         kind = "a list of strings"
         value = self._value(key, [], kind, list)
         if not all(isinstance(item, str) for item in value):
-            raise self._wrong(key, value, kind)
+            raise self.wrong(key, value, kind)
         return [*value]
 
-    def nested(self, key: str) -> Fields:
+    def nested(self, key: str) -> Self:
         """Return a nested JSON object; empty if the key is absent."""
-        return Fields(self._value(key, {}, "an object"), f"{key!r} in {self.name}")
+        return type(self)(self._value(key, {}, "an object"), f"{key!r} in {self.name}")
 
     def is_null(self, key: str) -> bool:
         """Return whether the value of *key* is null, which an absent key is not."""
@@ -160,7 +158,7 @@ class Fields:
         for key, value in self.values.items():
             for number in value if isinstance(value, list) else [value]:
                 if isinstance(number, int | float) and not abs(number) <= sys.float_info.max:
-                    raise self._wrong(key, value, "finite")
+                    raise self.wrong(key, value, "finite")
 
     def warn_unread(self, *read: str) -> None:
         """Log the keys, other than null ones, that are not in *read*: they have no effect."""
@@ -187,10 +185,11 @@ class Fields:
             raise InvalidConfigError(f"{self.name} lacks {key!r}; it must be {kind}.")
         is_other = not isinstance(value, types) or (isinstance(value, bool) and bool not in types)
         if types and is_other:
-            raise self._wrong(key, value, kind)
+            raise self.wrong(key, value, kind)
         return value
 
-    def _wrong(self, key: str, value: object, kind: str) -> InvalidConfigError:
+    def wrong(self, key: str, value: object, kind: str) -> InvalidConfigError:
+        """Return the error for the *value* of *key*, which must be *kind*."""
         return InvalidConfigError(f"{self.name} has {key!r}: {shown(value)}; it must be {kind}.")
 
 
@@ -327,8 +326,7 @@ ACTIVATIONS = (
 EXPERT_ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
+    **dict.fromkeys(("silu", "swish"), "silu"),
 }
 
 
@@ -373,16 +371,9 @@ def read_expert_activation(fields: Fields, key: str, default: str) -> str:
 
 _ORIGINAL_CONTEXT, _ROTARY_FRACTION = "original_max_position_embeddings", "partial_rotary_factor"
 _COMMON_KEYS = (
-    *(
-        "rope_type",
-        "type",
-        "rope_theta",
-        _ROTARY_FRACTION,
-        "rope_dim",
-        "mrope_section",
-        "mrope_interleaved",
-    ),
-    *(_ORIGINAL_CONTEXT, "finetuned"),  # the original context length, which some types do not need
+    *("rope_type", "type", "rope_theta", _ROTARY_FRACTION, "rope_dim"),
+    *("mrope_section", "mrope_interleaved", "finetuned"),
+    _ORIGINAL_CONTEXT,  # some types do not need it
 )
 _YARN_WEIGHTS = ("mscale", "mscale_all_dim")
 # The supported types, and the parameters that they read. Above the original context length,
@@ -421,9 +412,8 @@ def rope_parameters(fields: Fields, positions: int, theta: float = 10000.0) -> d
     """
     rope = _nested(fields)
     if _ORIGINAL_CONTEXT in fields:  # some checkpoints have it outside rope_parameters
-        rope = Fields(
-            {**rope.values, _ORIGINAL_CONTEXT: fields.count(_ORIGINAL_CONTEXT)}, rope.name
-        )
+        length = fields.count(_ORIGINAL_CONTEXT)
+        rope = Fields({**rope.values, _ORIGINAL_CONTEXT: length}, rope.name)
     return read_rope(rope, fields.number("rope_theta", theta), positions, outer=fields)
 
 
@@ -526,9 +516,7 @@ def _share(rope: Fields, outer: Fields, kind: str) -> float:
     elif kind != "proportional":
         named.require(_ROTARY_FRACTION, share, 1.0)
     elif share > 1:
-        raise InvalidConfigError(
-            f"{named.name} has {_ROTARY_FRACTION!r}: {share:g}; it must be at most 1."
-        )
+        raise named.wrong(_ROTARY_FRACTION, share, "at most 1")
     return share
 
 

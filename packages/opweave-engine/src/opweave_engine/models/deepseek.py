@@ -1,7 +1,5 @@
 """DeepSeek-V3: latent attention and a mixture of experts (arXiv:2412.19437)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A model's forward is ``(input_ids, positions)``. Everything else that a step nee
 context, so the model's code and graph are the same for any batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

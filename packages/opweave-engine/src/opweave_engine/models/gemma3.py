@@ -1,7 +1,5 @@
 """Gemma 3's language model: windows and two ropes by layer type (arXiv:2503.19786)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial

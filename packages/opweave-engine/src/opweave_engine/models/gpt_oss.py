@@ -1,7 +1,5 @@
 """The mixture of experts of gpt-oss (arXiv:2508.10925)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Self
 

@@ -3,8 +3,6 @@
 Modules are named as in checkpoints, except the merged ``qkv_proj`` and ``gate_up_proj``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,13 +27,9 @@ from opweave_engine.models.config import (
     rope_parameters,
 )
 
-SUPPORTED_ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
-LLAMA, MISTRAL, QWEN2, QWEN3 = SUPPORTED_ARCHITECTURES
+LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
+QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+SUPPORTED_ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3)
 MIXTURES = MIXTRAL, QWEN3_MOE = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
 _QWEN = {
     "max_position_embeddings": 32768, "vocab_size": 151936, "intermediate_size": 22016,

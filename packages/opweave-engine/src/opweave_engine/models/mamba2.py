@@ -1,7 +1,5 @@
 """Mamba-2: only mixers, without attention (arXiv:2405.21060)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,10 +66,8 @@ def _limits(fields: Fields) -> tuple[float | None, float | None]:
     limits = fields.values.get("time_step_limit", (0.0, math.inf))
     numbers = [_number(value) for value in limits] if isinstance(limits, list | tuple) else []
     if len(numbers) != 2 or None in numbers:
-        raise InvalidConfigError(
-            f"{fields.name} has 'time_step_limit': {limits!r}; it must be a list of two numbers, "
-            "the least and the largest time step."
-        )
+        kind = "a list of two numbers, the least and the largest time step"
+        raise fields.wrong("time_step_limit", limits, kind)
     least, largest = numbers
     return least or None, None if largest == math.inf else largest
 

@@ -1,7 +1,5 @@
 """Mixtral and Qwen3-MoE: language models of Llama's form with a mixture of experts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -76,9 +74,7 @@ def read_experts(fields: Fields, key: str, experts: int, chosen: int) -> dict[st
 def _sparse(fields: Fields, layers: int) -> tuple[bool, ...]:
     step, dense = fields.count("decoder_sparse_step", 1), fields.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise InvalidConfigError(
-            f"{fields.name} has 'mlp_only_layers': {dense!r}; it must be a list of integers."
-        )
+        raise fields.wrong("mlp_only_layers", dense, "a list of integers")
     indices = range(fields.size("num_hidden_layers", layers))
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in indices)
 
@@ -135,24 +131,18 @@ class MixtralForCausalLM(MixtureForCausalLM):
     experts: ClassVar[tuple[str, str, str]] = ("w1", "w2", "w3")
 
     def own_name(self, name: str) -> str:
-        return _original(name)
+        """Return the name of a tensor in the original checkpoints."""
+        return name.replace(".mlp.", ".block_sparse_moe.")
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         # transformers 5 names the block "mlp" where it writes all experts into one tensor.
         super().load_weights((self.own_name(name), tensor) for name, tensor in tensors)
 
     def places(self) -> dict[str, WeightTarget]:
-        return {_original(name): place for name, place in super().places().items()}
+        return {self.own_name(name): place for name, place in super().places().items()}
 
     def fused_places(self) -> dict[str, FusedWeightTarget]:
         return {
-            _original(name): FusedWeightTarget(
-                fused.place, frozenset(map(_original, fused.replaced))
-            )
-            for name, fused in super().fused_places().items()
+            self.own_name(name): FusedWeightTarget(place, frozenset(map(self.own_name, replaced)))
+            for name, (place, replaced) in super().fused_places().items()
         }
-
-
-def _original(name: str) -> str:
-    """Return the name of a tensor in the original checkpoints."""
-    return name.replace(".mlp.", ".block_sparse_moe.")

@@ -3,8 +3,6 @@
 A model is a class, or a reference ``"package.module:Class"`` that is imported on first use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Every parameter is filled, and every tensor is used. The layers' weight loaders 
 of each tensor.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -160,12 +158,10 @@ def _expert_places(
 ) -> dict[str, WeightTarget]:
     """Return the targets of each expert's tensors; quantized experts have scales, too."""
     places = {}
+    shards = {"w13": {"w1": parts[0], "w3": parts[2]}, "w2": {"w2": parts[1]}}
     for parameter_name, parameter in layer.named_parameters(recurse=False):
         projection, _, leaf = parameter_name.partition("_")
-        shards = {"w13": (("w1", parts[0]), ("w3", parts[2])), "w2": (("w2", parts[1]),)}[
-            projection
-        ]
-        for shard, part in shards if leaf != "bias" else ():
+        for shard, part in shards[projection].items() if leaf != "bias" else ():
             for expert in range(layer.num_experts):
                 places[f"{name}.{expert}.{part}.{leaf}"] = WeightTarget(parameter, (shard, expert))
     return places

@@ -1,7 +1,5 @@
 """Moves tensors between the ranks of an engine."""
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os
@@ -331,11 +329,6 @@ class SharedMemoryCommunicator(TorchCommunicator):
         self._segment = self._meet()
         how = "the process group" if self._segment is None else "shared memory"
         _log.info("rank %d of %d: collectives go through %s", group.rank, group.size, how)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether memory is shared."""
-        return self._segment is not None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if (segment := self._segment_for(x)) is None:

@@ -1,7 +1,5 @@
 """The data-parallel engine: routes each request to one of several replicas."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
@@ -59,18 +57,16 @@ class ReplicaRouter:
     Args:
         size: the number of replicas.
         finds_prefixes: whether replicas have a prefix cache.
+
+    Attributes:
+        loads: the number of unfinished outputs of each replica.
     """
 
     def __init__(self, size: int, *, finds_prefixes: bool = True) -> None:
         self._finds_prefixes = finds_prefixes
-        self._loads = [0] * size
+        self.loads = [0] * size
         self._turns, self._last = count(1), [0] * size
         self._prefixes: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(size)]
-
-    @property
-    def loads(self) -> tuple[int, ...]:
-        """The number of unfinished outputs of each replica."""
-        return tuple(self._loads)
 
     def choose(
         self, token_ids: Sequence[int], answers: int, able: Collection[int], salt: str | None = None
@@ -87,10 +83,10 @@ class ReplicaRouter:
         if self._finds_prefixes:
             with suppress(OverflowError, TypeError):  # the replica reports invalid tokens
                 extend_hashes(hashes, token_ids, _BLOCK_TOKENS, salt)
-        least = min(self._loads[replica] for replica in able)
-        near = [r for r in able if self._loads[r] <= least + _MAX_EXTRA_LOAD]
-        chosen = max(near, key=lambda r: (self._length(r, hashes), -self._loads[r], -self._last[r]))
-        self._loads[chosen] += answers
+        least = min(self.loads[replica] for replica in able)
+        near = [r for r in able if self.loads[r] <= least + _MAX_EXTRA_LOAD]
+        chosen = max(near, key=lambda r: (self._length(r, hashes), -self.loads[r], -self._last[r]))
+        self.loads[chosen] += answers
         self._last[chosen] = next(self._turns)
         prefixes = self._prefixes[chosen]
         # The end first: as in the replica's cache, the end of a prompt is evicted first.
@@ -103,7 +99,7 @@ class ReplicaRouter:
 
     def release(self, replica: int, answers: int) -> None:
         """Subtract finished outputs from the load of a replica."""
-        self._loads[replica] -= answers
+        self.loads[replica] -= answers
 
     def forget(self, replica: int) -> None:
         """Forget the prefixes of a replica whose cache is lost."""

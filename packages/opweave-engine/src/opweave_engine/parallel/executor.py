@@ -1,7 +1,5 @@
 """Executors: start the workers of an engine, and call them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -15,7 +13,7 @@ from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -43,18 +41,21 @@ from opweave_engine.parallel.rank import (
     Agreement,
     Call,
     Failure,
-    Launch,
     Method,
     RankWorker,
     Reply,
     Start,
     follow,
+    launch_of,
 )
 from opweave_engine.parts import part
 from opweave_engine.runner import ModelFacts, Worker, cpu_threads
 from opweave_engine.sampling.sampler import Sampled
 
 # The interface of executors.
+
+
+T = TypeVar("T")
 
 
 class Executor(ABC):
@@ -104,6 +105,13 @@ class Executor(ABC):
         """Stop the workers, and free their resources. A second call is a no-op."""
 
 
+def _running(worker: T | None) -> T:
+    """Return the worker of an executor that is not shut down."""
+    if worker is None:
+        raise EngineDeadError("The engine is shut down.")
+    return worker
+
+
 # Executor with a single worker in this process.
 
 
@@ -139,21 +147,16 @@ class InProcessExecutor(Executor):
             self._threads = stack.pop_all()  # until the engine shuts down
 
     def allocate(self, plan: CachePlan) -> None:
-        worker = self._running()
+        worker = _running(self.worker)
         worker.allocate(plan)
         worker.warm_up()
 
     def execute(self, steps: Sequence[SequenceStep]) -> list[Sampled]:
-        return self._running().execute(steps)
+        return _running(self.worker).execute(steps)
 
     def shutdown(self) -> None:
         self.worker = None
         self._threads.close()
-
-    def _running(self) -> Worker:
-        if self.worker is None:
-            raise EngineDeadError("The engine is shut down.")
-        return self.worker
 
 
 # Processes of ranks that an engine starts on its own machine.
@@ -203,7 +206,7 @@ class Peers:
     def __init__(
         self, connections: Mapping[int, Connection], processes: Mapping[int, Process]
     ) -> None:
-        self._connections, self._processes = dict(connections), dict(processes)
+        self._connections, self.processes = dict(connections), dict(processes)
         self._numbers, self._changed = count(1), threading.Condition()
         self._replies: dict[int, dict[int, Any]] = {}
         self._last: dict[int, int] = dict.fromkeys(connections, 0)
@@ -211,11 +214,6 @@ class Peers:
         self._is_closed = False
         self._on_failure: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._listen, name="opweave-ranks", daemon=True)
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """The processes that were started, by rank."""
-        return {rank: process.pid for rank, process in self._processes.items()}
 
     def start(self, agreement: Agreement, starts: Mapping[int, Start]) -> None:
         """Check that all ranks agree, and start each.
@@ -292,16 +290,17 @@ class Peers:
             self._failure = failure = RankFailedError(reason)
             calls = list(self._on_failure)
             self._changed.notify_all()
-        for process in self._processes.values():
+        for process in self.processes.values():
             process.kill()
         for call in calls:
             call()
         return failure
 
-    def silent(self) -> list[int]:
-        """Return the ranks whose replies are missing."""
+    def silent(self) -> str:
+        """Return the ranks whose replies are missing, for an error."""
         newest = max(self._last.values())
-        return [rank for rank, number in self._last.items() if number < newest] or list(self._last)
+        late = [rank for rank, number in self._last.items() if number < newest]
+        return ", ".join(map(str, late or self._last))
 
     def watch(self, call: Callable[[], None]) -> None:
         """Call *call*, in another thread, when a rank fails, or at once if one has."""
@@ -320,12 +319,12 @@ class Peers:
     def kill(self) -> None:
         """End the processes that were started, at once."""
         self._is_closed = True
-        for process in self._processes.values():
+        for process in self.processes.values():
             process.kill()
 
     def close(self) -> None:
         """Wait until all ranks have ended, after :meth:`stop`."""
-        for process in self._processes.values():
+        for process in self.processes.values():
             process.end(_STOP_SECONDS)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_STOP_SECONDS)
@@ -359,7 +358,7 @@ class Peers:
             self._changed.notify_all()
 
     def _end(self, rank: int) -> str:
-        process = self._processes.get(rank)
+        process = self.processes.get(rank)
         return "closed its connection" if process is None else process.end(_STOP_SECONDS)
 
 
@@ -399,10 +398,8 @@ class RankedExecutor(Executor):
                 f"platform {platform.name!r} was given, but the current one is {current.name!r}, "
                 "on which the processes of the other ranks are. Choose it with OPWEAVE_PLATFORM."
             )
-        launch, timeout = Launch.from_environment(), config.parallel.timeout
         local = size = config.parallel.tensor_parallel_size
-        if launch is not None:
-            launch.check_size(size)
+        launch, timeout = launch_of(size), config.parallel.timeout
         check_ranks(model, size, config.model_impl)
         store: Store
         if launch is None:
@@ -428,19 +425,14 @@ class RankedExecutor(Executor):
             self.shutdown()
             raise
 
-    @property
-    def pids(self) -> dict[int, int]:
-        """The process ids of the ranks that this process has started, by rank."""
-        return self._peers.pids
-
     def allocate(self, plan: CachePlan) -> None:
-        rank = self._running()
+        rank = _running(self._rank)
         with self._together():
             self._call(rank, "allocate", plan)
             self._call(rank, "warm_up")
 
     def execute(self, steps: Sequence[SequenceStep]) -> list[Sampled]:
-        rank = self._running()
+        rank = _running(self._rank)
         with self._together():
             self._peers.call("execute", steps)
             return rank.worker.execute(steps)
@@ -452,7 +444,7 @@ class RankedExecutor(Executor):
         self._peers.watch(call)
 
     def interrupt(self) -> None:
-        silent = ", ".join(map(str, self._peers.silent()))
+        silent = self._peers.silent()
         self._peers.fail(f"the engine shuts down, and ranks have not finished the step: {silent}.")
 
     def shutdown(self) -> None:
@@ -499,15 +491,10 @@ class RankedExecutor(Executor):
         if failure is not None:
             return failure
         if isinstance(error, CommunicatorError | distributed.DistError):
-            silent = ", ".join(map(str, self._peers.silent()))
+            silent = self._peers.silent()
             return self._peers.fail(f"{error} Ranks that have not finished the step: {silent}.")
         self._peers.fail(f"rank 0 failed: {described(error)}")
         return error
-
-    def _running(self) -> RankWorker:
-        if self._rank is None:
-            raise EngineDeadError("The engine is shut down.")
-        return self._rank
 
 
 def _own_store() -> TCPStore:

@@ -1,7 +1,5 @@
 """One rank: how processes become ranks, agree, and execute the calls of the first rank."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import logging

@@ -1,7 +1,5 @@
 """Replicas of an engine: processes of their own, as Ray actors."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -239,13 +237,6 @@ class Replica:
         if self._engine is not None:
             await asyncio.to_thread(self._engine.shutdown)
 
-    def take_log(self, level: int) -> None:
-        """Report the log records of this process from now on, from *level* up."""
-        for name in PROJECT:
-            logger = logging.getLogger(name)
-            logger.setLevel(level)
-            logger.addHandler(QueueHandler(self._records))
-
     # In the thread that loads
 
     def _start(self, order: LoadOrder) -> None:
@@ -394,10 +385,13 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 class RayReplica(Replica):
-    """A replica in a process of its own."""
+    """A replica in a process of its own, whose log records it reports."""
 
     async def start(self, order: LoadOrder) -> None:
-        self.take_log(order.log_level)
+        for name in PROJECT:
+            logger = logging.getLogger(name)
+            logger.setLevel(order.log_level)
+            logger.addHandler(QueueHandler(self._records))
         await super().start(order)
 
     async def place(self) -> ReplicaLocation:

@@ -4,8 +4,6 @@ The engine runs ``python -m opweave_engine.parallel.spawned_rank``.
 Its arguments are the number of the socket to the engine, and the port of the store.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from multiprocessing.connection import Connection

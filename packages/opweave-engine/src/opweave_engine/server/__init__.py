@@ -6,14 +6,6 @@ from opweave_engine.server.run import AddressError, listen, listen_unix, run
 from opweave_engine.server.state import ServerConfig
 
 __all__ = [
-    "AddressError",
-    "ApiError",
-    "PluginRouteError",
-    "ServerConfig",
-    "ServerConfigError",
-    "ServerError",
-    "create_app",
-    "listen",
-    "listen_unix",
-    "run",
-]
+    "AddressError", "ApiError", "PluginRouteError", "ServerConfig", "ServerConfigError",
+    "ServerError", "create_app", "listen", "listen_unix", "run",
+]  # fmt: skip

@@ -1,7 +1,5 @@
 """The application: OpenAI's API and opweave's own endpoints, over an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

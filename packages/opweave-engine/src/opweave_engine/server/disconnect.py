@@ -4,8 +4,6 @@
 generator of a request's outputs aborts the request in the engine; see ``client``.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar

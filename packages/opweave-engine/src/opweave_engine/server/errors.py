@@ -1,7 +1,5 @@
 """Errors: exceptions, and error objects of OpenAI's API."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Generates the outputs of one HTTP request, until it ends or the client disconnects."""
 
-from __future__ import annotations
-
 import logging
 import time
 import uuid

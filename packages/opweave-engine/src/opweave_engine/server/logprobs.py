@@ -1,7 +1,5 @@
 """Log-probabilities in the formats of OpenAI's APIs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from opweave_engine import CompletionOutput, Logprob

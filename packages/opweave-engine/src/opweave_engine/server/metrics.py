@@ -1,7 +1,5 @@
 """Prometheus metrics of the engine and of HTTP; the ops and plugins in use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from http import HTTPMethod
@@ -88,10 +86,7 @@ _HISTOGRAMS = {
     "prefill_time": ("request_prefill_time_seconds", "Time from scheduling to the first token."),
     "decode_time": ("request_decode_time_seconds", "Time from the first token to the last."),
     "inference_time": ("request_inference_time_seconds", "Time of prefill and decode."),
-    "e2e_latency": (
-        "e2e_request_latency_seconds",
-        "Time from the arrival of the request to the last token of the answer.",
-    ),
+    "e2e_latency": ("e2e_request_latency_seconds", "Time from arrival to the last token."),
     "step_time": ("engine_step_seconds", "Duration of an engine step."),
     "iteration_tokens": ("iteration_tokens", "Tokens in an engine step."),
 }

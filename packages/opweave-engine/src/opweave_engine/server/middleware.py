@@ -1,7 +1,5 @@
 """Middleware: request ids, authentication, body limits, compression and error responses."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import logging
@@ -313,14 +311,10 @@ async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:
-    is_read = False
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
-        nonlocal is_read
-        if is_read:
-            return await receive()
-        is_read = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return messages.pop() if messages else await receive()
 
     return replay
 

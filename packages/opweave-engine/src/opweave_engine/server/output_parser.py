@@ -1,7 +1,5 @@
 """Parses a model's output while it arrives: reasoning, tool calls and text."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -9,7 +7,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from opweave_engine import CompletionOutput, StructuredOutputsParams
 from opweave_engine.structured.schema_grammar import enforceable, grammar_text
@@ -26,18 +24,21 @@ ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1"]
 # Events of an output: deltas of content, reasoning and tool calls.
 
 
-@dataclass(frozen=True, slots=True)
-class ContentDelta:
+@dataclass(frozen=True)
+class _TextDelta:
+    text: str
+
+
+class ContentDelta(_TextDelta):
     """Text for the user."""
 
-    text: str
 
-
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(_TextDelta):
     """Text that the model thinks before it answers."""
 
-    text: str
+
+class ArgumentsDelta(_TextDelta):
+    """More of the arguments of the call that began last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,6 @@ class CallStart:
 
     name: str
     id: str
-
-
-@dataclass(frozen=True, slots=True)
-class ArgumentsDelta:
-    """More of the arguments of the call that began last."""
-
-    text: str
 
 
 Event = ContentDelta | ReasoningDelta | CallStart | ArgumentsDelta
@@ -621,9 +615,7 @@ _FORMATS: dict[str, type[CallFormat] | None] = {
     "hermes": Hermes,
     "llama3_json": LlamaJson,
     "mistral": Mistral,
-    "deepseek": DeepSeek,
-    "deepseek_v3": DeepSeek,
-    "deepseek_v31": DeepSeek,
+    **dict.fromkeys(("deepseek", "deepseek_v3", "deepseek_v31"), DeepSeek),
 }
 # By text in the source of a chat template; the first match counts.
 _FORMATS_BY_TEXT = {
@@ -653,7 +645,7 @@ class OutputStyle:
     @classmethod
     def of(
         cls, template: str, tool_call_parser: ToolCallParser, reasoning_parser: ReasoningParser
-    ) -> OutputStyle:
+    ) -> Self:
         """Return the configured style, or the one detected from the template."""
         is_auto = tool_call_parser == "auto"
         calls = _detected_format(template) if is_auto else _FORMATS[tool_call_parser]

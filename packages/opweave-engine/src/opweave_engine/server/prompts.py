@@ -1,7 +1,5 @@
 """The prompts of a request, as tokens."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +25,21 @@ _MAX_SIZE_PER_TOKEN = 32  # for each token of the context; few tokens have more 
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        text: its text; None if the client sent tokens.
+        ids: its tokens.
+        cache_salt: shares cached prefixes only with prompts of the same salt.
+    """
+
+    text: str | None
+    ids: list[int]
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True)
 class Reading:
     """How to tokenize and truncate prompts.
 
@@ -48,31 +61,13 @@ class Reading:
         return Prompt(text, ids)
 
 
-DEFAULT_READING = Reading()
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt.
-
-    Attributes:
-        text: its text; None if the client sent tokens.
-        ids: its tokens.
-        cache_salt: shares cached prefixes only with prompts of the same salt.
-    """
-
-    text: str | None
-    ids: list[int]
-    cache_salt: str | None = None
-
-
 async def read_prompts(
     content: Input,
     call: ServerCall,
     *,
     n: int = 1,
     at_once: int | None = None,
-    reading: Reading = DEFAULT_READING,
+    reading: Reading,
     cache_salt: str | None = None,
 ) -> list[Prompt]:
     """Return the prompts of a request, in order.

@@ -1,7 +1,5 @@
 """Runs a server until it is told to stop."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc
@@ -234,14 +232,14 @@ class _SignalHandlers:
             return
         count = self._server.admission.active
         _log.warning("%s: finishing %d answers, taking no more requests", reason, count)
-        self._server.admission.close()
+        self._server.admission.is_closed = True
         self._draining = self._loop.create_task(self._drain())
 
     async def _drain(self) -> None:
         timeout = self._server.config.drain_timeout
         try:
             async with asyncio.timeout(timeout):
-                await self._server.admission.wait_idle()
+                await self._server.admission.idle.wait()
         except TimeoutError:
             count = self._server.admission.active
             _log.warning("%d answers have not finished within %g s", count, timeout)

@@ -150,14 +150,20 @@ class ServerConfig:
 
 
 class Admission:
-    """Counts running and queued outputs, up to *limit*."""
+    """Counts running and queued outputs, up to *limit*.
+
+    Attributes:
+        active: the number of reserved outputs.
+        idle: set while no output is reserved.
+        is_closed: whether further requests are rejected.
+    """
 
     def __init__(self, limit: int) -> None:
         self.active = 0
         self.is_closed = False
         self._limit = limit
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        self.idle.set()
 
     @contextmanager
     def places(self, count: int, *, param: str) -> Iterator[None]:
@@ -168,21 +174,13 @@ class Admission:
         """
         self.check(count, param=param)
         self.active += count
-        self._idle.clear()
+        self.idle.clear()
         try:
             yield
         finally:
             self.active -= count
             if not self.active:
-                self._idle.set()
-
-    def close(self) -> None:
-        """Reject all further requests."""
-        self.is_closed = True
-
-    async def wait_idle(self) -> None:
-        """Wait until no output is reserved."""
-        await self._idle.wait()
+                self.idle.set()
 
     def check(self, count: int, *, param: str) -> None:
         """Raise the ApiError that :meth:`places` would raise now."""
@@ -289,7 +287,7 @@ class ServerState:
         self.check_model(body.model)
         if not self.engine.is_running:
             raise ApiError("The engine does not run.", status=503, code="engine_dead")
-        return ServerCall(self, request, param)
+        return ServerCall(self, request, param, Deadline(self.config.request_timeout))
 
 
 @dataclass
@@ -306,10 +304,7 @@ class ServerCall:
     server: ServerState
     request: Request
     param: str
-    deadline: Deadline = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.deadline = Deadline(self.server.config.request_timeout)
+    deadline: Deadline
 
     def places(self, count: int) -> AbstractContextManager[None]:
         """Reserve *count* outputs, as :meth:`Admission.places`."""

@@ -1,7 +1,5 @@
 """JSON responses, and responses streamed as server-sent events."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compiles grammars, first in a process of their own, and caches them."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
@@ -14,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,15 +27,12 @@ from opweave_engine.errors import (
     TokenizerError,
     require,
 )
+from opweave_engine.sampling.params import SamplingParams
 from opweave_engine.structured import grammar_worker
 from opweave_engine.structured.grammar_worker import Vocabulary, native_matcher, native_vocabulary
 from opweave_engine.structured.params import NAME, StructuredOutputsParams
 from opweave_engine.structured.schema_grammar import grammar_text
 from opweave_engine.tokenizer import AbsentTokenizer, Tokenizer
-
-if TYPE_CHECKING:
-    from opweave_engine.sampling.params import SamplingParams
-
 
 # A tokenizer's vocabulary for llguidance: the bytes of each token.
 
@@ -188,7 +183,7 @@ class TokenMask(NamedTuple):
     is_last: bool
 
     @classmethod
-    def of(cls, words: NDArray[np.uint8], eos: NDArray[np.uint8], *, ignore_eos: bool) -> TokenMask:
+    def of(cls, words: NDArray[np.uint8], eos: NDArray[np.uint8], *, ignore_eos: bool) -> Self:
         """Return the mask of a row that llguidance has filled.
 
         Args:
@@ -199,6 +194,21 @@ class TokenMask(NamedTuple):
         text = words & ~eos
         is_last = not text.any()
         return cls((text if ignore_eos and not is_last else words).tobytes(), is_last)
+
+
+@dataclass(frozen=True, eq=False)
+class _Compiled:
+    """A grammar in its initial state; each answer starts with a copy of *matcher*.
+
+    Attributes:
+        matcher: llguidance's matcher. Its copies share most of its memory.
+        words: the first mask.
+        size: the bytes that *matcher* and the text of the grammar take.
+    """
+
+    matcher: Any
+    words: NDArray[np.uint8]
+    size: int
 
 
 class GrammarState:
@@ -243,21 +253,6 @@ _SMALL_BYTES = 2**20  # grammars up to this size are compiled even beyond that l
 _QUICK_CHARACTERS, _QUICK_SECONDS = 2**16, 0.25
 _MAX_SECONDS = 10.0
 _MAX_WAITING_SECONDS = 30.0
-
-
-@dataclass(frozen=True, eq=False)
-class _Compiled:
-    """A grammar in its initial state; each answer starts with a copy of *matcher*.
-
-    Attributes:
-        matcher: llguidance's matcher. Its copies share most of its memory.
-        words: the first mask.
-        size: the bytes that *matcher* and the text of the grammar take.
-    """
-
-    matcher: Any
-    words: NDArray[np.uint8]
-    size: int
 
 
 class GrammarCompiler:

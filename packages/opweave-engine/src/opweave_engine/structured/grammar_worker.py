@@ -4,8 +4,6 @@ A native parser can overflow its stack or run out of memory, which ends the proc
 run without its package, and imports neither opweave nor torch, so that a process starts fast.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource
@@ -156,13 +154,8 @@ def _compile(vocabulary: Any, text: str) -> tuple[str, int]:
 class _MallocInfo(ctypes.Structure):
     """The result of glibc's ``mallinfo``."""
 
-    _fields_ = [
-        (name, ctypes.c_uint32)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"),
-            *("uordblks", "fordblks", "keepcost"),
-        )
-    ]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_uint32) for name in _names.split()]
 
 
 def allocated_bytes() -> int:

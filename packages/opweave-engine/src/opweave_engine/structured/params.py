@@ -1,7 +1,5 @@
 """Parameters of structured output, and their limits."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence, Set

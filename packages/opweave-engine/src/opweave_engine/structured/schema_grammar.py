@@ -1,7 +1,5 @@
 """JSON schemas and other constraints as grammars, in the notation that llguidance reads."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Attention of transformers models over the sequences of a forward context."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

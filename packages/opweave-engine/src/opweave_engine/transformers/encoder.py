@@ -1,7 +1,5 @@
 """Transformers encoders and cross-encoders with the engine's interface of encoders."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -3,8 +3,6 @@
 transformers is imported only when such a model is loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

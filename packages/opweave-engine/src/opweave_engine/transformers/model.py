@@ -1,7 +1,5 @@
 """Transformers models with the engine's interface of models and encoders."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import re
@@ -567,17 +565,12 @@ class TransformersModel(LanguageModel):
         else:
             _log.info("%s", outcome)
 
-    @property
-    def halves(self) -> Halves:
-        """The model of transformers."""
-        return self.sequences.halves
-
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         hidden: Tensor = self.sequences(input_ids, positions)
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self.halves.logits(hidden)
+        return self.sequences.halves.logits(hidden)
 
 
 Sequences = PackedSequences | RecomputedSequences

@@ -1,7 +1,5 @@
 """The codemod: replaces each layer by its op, its implementations and the layer."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set

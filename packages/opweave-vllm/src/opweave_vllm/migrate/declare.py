@@ -1,7 +1,5 @@
 """The op that is declared from a layer: its name, arguments, types and functions."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re
@@ -466,12 +464,10 @@ PLATFORM_METHODS = {
 }
 
 # The words of the annotations that torch.library.infer_schema supports.
-_TYPES = frozenset(
-    {
-        *("torch", "Tensor", "dtype", "device", "int", "float", "bool", "str", "None"),
-        *("Optional", "Union", "list", "List", "Sequence", "typing", "collections", "abc"),
-    }
-)
+_TYPES = {
+    *("torch", "Tensor", "dtype", "device", "int", "float", "bool", "str", "None"),
+    *("Optional", "Union", "list", "List", "Sequence", "typing", "collections", "abc"),
+}
 
 
 @dataclass

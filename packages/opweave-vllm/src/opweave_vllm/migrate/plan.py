@@ -1,7 +1,5 @@
 """The plan for each layer of a module: an op, its implementations, and the remaining class."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Set
@@ -26,9 +24,7 @@ from opweave_vllm.migrate.trees import Function
 
 
 _DEVICES = {"torch_npu": "npu", "torch_xla": "xla", "torch_musa": "musa"}
-_NO_PROVIDER = frozenset(
-    {"torch", "typing", "math", "vllm", "os", "functools", "collections", "opweave"}
-)
+_NO_PROVIDER = {"torch", "typing", "math", "vllm", "os", "functools", "collections", "opweave"}
 
 
 def guess_provider(

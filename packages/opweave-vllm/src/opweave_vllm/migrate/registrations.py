@@ -1,7 +1,5 @@
 """Calls of ``register_oot`` in a module and in the other modules of its package."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set

@@ -1,7 +1,5 @@
 """Reads the layers of a module from its syntax tree, without importing it."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Syntax trees, abstract and concrete, and the imports of a module."""
 
-from __future__ import annotations
-
 import ast
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set

@@ -9,8 +9,6 @@ differences.
 'native'
 """
 
-from __future__ import annotations
-
 from opweave_vllm.vllm_api import (
     _custom_ops,
     config,
@@ -29,20 +27,7 @@ from opweave_vllm.vllm_api.platforms import current_platform
 from opweave_vllm.vllm_api.plugins import load_general_plugins, load_plugins_by_group
 
 __all__ = [
-    "CustomOp",
-    "PluggableLayer",
-    "_custom_ops",
-    "config",
-    "current_platform",
-    "distributed",
-    "envs",
-    "forward_context",
-    "ir",
-    "load_general_plugins",
-    "load_plugins_by_group",
-    "logger",
-    "platforms",
-    "plugins",
-    "triton_utils",
-    "utils",
-]
+    "CustomOp", "PluggableLayer", "_custom_ops", "config", "current_platform", "distributed",
+    "envs", "forward_context", "ir", "load_general_plugins", "load_plugins_by_group", "logger",
+    "platforms", "plugins", "triton_utils", "utils",
+]  # fmt: skip

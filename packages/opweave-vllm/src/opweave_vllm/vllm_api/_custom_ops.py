@@ -1,7 +1,5 @@
 """Native ops as functions, and opweave's ops with the signatures of vLLM's ``_custom_ops``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor
@@ -10,17 +8,9 @@ from opweave import ir
 from opweave._custom_ops import advance_step_flashattn, fused_add_rms_norm, rms_norm
 
 __all__ = [
-    "advance_step_flashattn",
-    "fused_add_rms_norm",
-    "gelu_and_mul",
-    "gelu_tanh_and_mul",
-    "moe_sum",
-    "rms_norm",
-    "rotary_embedding",
-    "scaled_fp8_quant",
-    "scaled_int8_quant",
-    "silu_and_mul",
-]
+    "advance_step_flashattn", "fused_add_rms_norm", "gelu_and_mul", "gelu_tanh_and_mul", "moe_sum",
+    "rms_norm", "rotary_embedding", "scaled_fp8_quant", "scaled_int8_quant", "silu_and_mul",
+]  # fmt: skip
 
 
 def silu_and_mul(out: Tensor, x: Tensor) -> None:

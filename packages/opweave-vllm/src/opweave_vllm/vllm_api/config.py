@@ -1,7 +1,5 @@
 """vLLM's names for the configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,18 +19,10 @@ from opweave.ir import IrOpPriorityConfig, priority
 from opweave.ir.errors import SettingError
 
 __all__ = [
-    "CacheConfig",
-    "CompilationConfig",
-    "CompilationMode",
-    "IrOpPriorityConfig",
-    "KernelConfig",
-    "PassConfig",
-    "VllmConfig",
-    "get_cached_compilation_config",
-    "get_current_vllm_config",
-    "get_current_vllm_config_or_none",
-    "set_current_vllm_config",
-]
+    "CacheConfig", "CompilationConfig", "CompilationMode", "IrOpPriorityConfig", "KernelConfig",
+    "PassConfig", "VllmConfig", "get_cached_compilation_config", "get_current_vllm_config",
+    "get_current_vllm_config_or_none", "set_current_vllm_config",
+]  # fmt: skip
 
 VllmConfig = EngineConfig
 

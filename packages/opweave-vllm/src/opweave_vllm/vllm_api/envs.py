@@ -4,8 +4,6 @@ They do not configure opweave, which has variables of its own. A package adds it
 :data:`environment_variables`, as in vLLM.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

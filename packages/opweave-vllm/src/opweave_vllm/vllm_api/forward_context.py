@@ -1,7 +1,5 @@
 """The context of a forward pass, which opaque ops and attention layers read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,12 +9,9 @@ from typing import Any
 from opweave_vllm.vllm_api.config import VllmConfig
 
 __all__ = [
-    "ForwardContext",
-    "get_forward_context",
-    "is_forward_context_available",
-    "override_forward_context",
-    "set_forward_context",
-]
+    "ForwardContext", "get_forward_context", "is_forward_context_available",
+    "override_forward_context", "set_forward_context",
+]  # fmt: skip
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """``init_logger``: loggers with methods that log a message only once."""
 
-from __future__ import annotations
-
 import logging
 from types import MethodType
 from typing import cast

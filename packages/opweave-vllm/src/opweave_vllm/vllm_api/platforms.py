@@ -1,7 +1,5 @@
 """``current_platform`` with vLLM's methods."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

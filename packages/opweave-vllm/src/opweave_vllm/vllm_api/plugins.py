@@ -1,7 +1,5 @@
 """The plugin loaders. Distributions must use opweave's entry-point groups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +7,9 @@ from opweave import plugins
 from opweave.plugins import load_general_plugins
 
 __all__ = [
-    "DEFAULT_PLUGINS_GROUP",
-    "IO_PROCESSOR_PLUGINS_GROUP",
-    "PLATFORM_PLUGINS_GROUP",
-    "STAT_LOGGER_PLUGINS_GROUP",
-    "load_general_plugins",
-    "load_plugins_by_group",
-]
+    "DEFAULT_PLUGINS_GROUP", "IO_PROCESSOR_PLUGINS_GROUP", "PLATFORM_PLUGINS_GROUP",
+    "STAT_LOGGER_PLUGINS_GROUP", "load_general_plugins", "load_plugins_by_group",
+]  # fmt: skip
 
 DEFAULT_PLUGINS_GROUP = plugins.GENERAL_PLUGINS
 PLATFORM_PLUGINS_GROUP = plugins.PLATFORM_PLUGINS

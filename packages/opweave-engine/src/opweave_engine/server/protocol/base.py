@@ -1,7 +1,5 @@
 """Base classes of request and response bodies, and the smaller bodies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

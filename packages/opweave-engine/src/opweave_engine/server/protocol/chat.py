@@ -1,7 +1,5 @@
 """``/v1/chat/completions``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from types import MappingProxyType

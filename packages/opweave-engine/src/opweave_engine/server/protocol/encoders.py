@@ -1,9 +1,7 @@
 """Requests to encoders: ``/v1/embeddings``, ``/v1/rerank`` and ``/v1/score``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag
 
@@ -31,12 +29,8 @@ from opweave_engine.server.protocol.chat import TEXT_ONLY, Conversation, TextOnl
 class EncoderFields(RequestBody):
     """Options of requests to encoders."""
 
-    truncate_prompt_tokens: Int | None = supported(
-        "Keep this many tokens of a longer text; -1 keeps as many as the model accepts."
-    )
-    truncation_side: Literal["left", "right"] | None = supported(
-        "The side that is cut off: right by default, or left."
-    )
+    truncate_prompt_tokens: Int | None = supported("Keep this many tokens; -1: all that fit.")
+    truncation_side: Literal["left", "right"] | None = supported("Side to cut off; default: right.")
     request_id: Text | None = harmless("Responses have no id; X-Request-Id is the id in the log.")
     priority: Unused = harmless("Requests are answered in their order.")
     cache_salt: Unused = harmless("Encoders do not use a prefix cache.")
@@ -116,7 +110,7 @@ class EmbeddingUsage(ResponseBody):
     total_tokens: int
 
     @classmethod
-    def of(cls, outputs: Sequence[EmbeddingOutput]) -> EmbeddingUsage:
+    def of(cls, outputs: Sequence[EmbeddingOutput]) -> Self:
         """Return the usage of a request with these outputs."""
         tokens = sum(len(output.prompt_token_ids) for output in outputs)
         return cls(prompt_tokens=tokens, total_tokens=tokens)

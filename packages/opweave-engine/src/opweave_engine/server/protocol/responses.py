@@ -1,7 +1,5 @@
 """``/v1/responses``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar

@@ -1,13 +1,11 @@
 """Sampling parameters, structured output and tools in requests."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -105,9 +103,7 @@ class StructuredOutputs(RequestFields):
     grammar: Text | None = supported("A grammar in Lark or GBNF notation.")
     json_object: bool | None = supported("Any JSON object.")
     disable_any_whitespace: bool | None = supported("Write JSON without whitespace.")
-    disable_additional_properties: bool | None = supported(
-        "JSON objects have only the properties that the schema names."
-    )
+    disable_additional_properties: bool | None = supported("Only the schema's properties.")
     whitespace_pattern: Text | None = supported("The optional whitespace in JSON.")
     disable_fallback: Unused = harmless("There is one implementation.")
     structural_tag: Unused = refused(_NO_TAGS)
@@ -228,9 +224,7 @@ class SamplingFields(FormFields):
     min_tokens: Int | None = supported("The minimum number of tokens of an answer.")
     ignore_eos: bool | None = supported("Continue after an end-of-text token.")
     skip_special_tokens: bool | None = supported("Leave out special tokens; true by default.")
-    spaces_between_special_tokens: bool | None = supported(
-        "False removes the space that some tokenizers write between two special tokens."
-    )
+    spaces_between_special_tokens: bool | None = supported("False joins adjacent special tokens.")
     include_stop_str_in_output: bool | None = supported("The text keeps the stop string or token.")
     allowed_token_ids: TokenIds | None = supported("Sample only these tokens.")
     bad_words: Annotated[Items[BadWord], Field(max_length=_MAX_WORDS)] | None = supported(
@@ -333,7 +327,7 @@ class ToolUse:
     is_parallel: bool = True
 
     @classmethod
-    def of(cls, tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: Any) -> ToolUse:
+    def of(cls, tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: Any) -> Self:
         """Return the tool use that the fields of a request describe.
 
         Raises:

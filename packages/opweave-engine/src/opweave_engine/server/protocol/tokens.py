@@ -1,7 +1,5 @@
 """``/tokenize``, ``/detokenize`` and ``/v1/process``."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag

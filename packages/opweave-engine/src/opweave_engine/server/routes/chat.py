@@ -1,7 +1,5 @@
 """``POST /v1/chat/completions``."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from typing import Any

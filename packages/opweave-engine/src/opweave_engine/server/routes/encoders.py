@@ -1,7 +1,5 @@
 """Requests to encoders: ``/v1/embeddings``, ``/v1/rerank`` and ``/v1/score``."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import math
@@ -151,14 +149,13 @@ async def rerank(body: protocol.RerankRequest, request: Request, server: Server)
     call = server.accept(body, request, "documents")
     texts = body.texts()
     outputs = await _outputs(body, [(body.query, text) for text in texts], call)
-    documents = [protocol.RankedText(text=text) for text in texts]
     results = [
         protocol.RerankResult(
             index=index,
-            document=None if body.return_documents is False else document,
+            document=None if body.return_documents is False else protocol.RankedText(text=text),
             relevance_score=output.embedding[0],
         )
-        for index, (document, output) in enumerate(zip(documents, outputs, strict=True))
+        for index, (text, output) in enumerate(zip(texts, outputs, strict=True))
     ]
     results.sort(key=lambda result: -result.relevance_score)
     response = protocol.RerankResponse(

@@ -1,7 +1,5 @@
 """Health, version, metrics, models, tokens, and requests of plugins."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastapi import APIRouter, Request, Response

@@ -1,7 +1,5 @@
 """``POST /v1/process``: requests in the format of a plugin's I/O processor."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid
@@ -17,7 +15,7 @@ from opweave_engine import EmbeddingOutput, RequestOutput, SamplingParams
 from opweave_engine.prompts import IOProcessor, Prompt, as_list, split_prompt
 from opweave_engine.server.errors import ApiError, ServerError
 from opweave_engine.server.generation import GenerationJob
-from opweave_engine.server.prompts import check_context, read_prompts
+from opweave_engine.server.prompts import Reading, check_context, read_prompts
 from opweave_engine.server.protocol.base import Input
 from opweave_engine.server.protocol.tokens import ProcessRequest, ProcessResponse
 from opweave_engine.server.routes.encoders import embed
@@ -67,7 +65,7 @@ async def _outputs(
     call: ServerCall,
 ) -> Sequence[RequestOutput] | Sequence[EmbeddingOutput]:
     contents, salts = zip(*map(split_prompt, prompts), strict=True) if prompts else ((), ())
-    tokenized = await read_prompts(cast(Input, list(contents)), call)
+    tokenized = await read_prompts(cast(Input, list(contents)), call, reading=Reading())
     salted = [
         replace(prompt, cache_salt=salt or body.cache_salt)
         for prompt, salt in zip(tokenized, salts, strict=True)

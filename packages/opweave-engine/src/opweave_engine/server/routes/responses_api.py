@@ -1,7 +1,5 @@
 """``POST /v1/responses``."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import AsyncGenerator, Iterator

@@ -1,7 +1,5 @@
 """Collectives over the tensor-parallel group."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from opweave_vllm.vllm_api.distributed.parallel_state import get_tp_group

@@ -1,7 +1,5 @@
 """The tensor-parallel group of this process."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor, distributed
@@ -10,16 +8,10 @@ from opweave.layers import TensorParallel, current_tensor_parallel
 from opweave_vllm.vllm_api.distributed.utils import divide
 
 __all__ = [
-    "GroupCoordinator",
-    "get_dcp_group",
-    "get_dp_group",
-    "get_ep_group",
-    "get_pcp_group",
-    "get_pp_group",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_world_size",
+    "GroupCoordinator", "get_dcp_group", "get_dp_group", "get_ep_group", "get_pcp_group",
+    "get_pp_group", "get_tensor_model_parallel_rank", "get_tensor_model_parallel_world_size",
     "get_tp_group",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

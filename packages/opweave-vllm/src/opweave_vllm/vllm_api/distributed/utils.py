@@ -1,7 +1,5 @@
 """Division of sizes and tensors over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -142,12 +142,8 @@ class IrOp:
     torch_op = _delegated("torch_op", "The torch op that represents the op in graphs.")
     native_fn = _delegated("native", "The function that the op was declared with.")
     allow_inplace = _delegated("allow_inplace", "Whether the op has ``maybe_inplace``.")
-    activation_indices = _delegated(
-        "activation_indices", "The positions of the activations among the parameters."
-    )
-    has_input_generator = _delegated(
-        "has_input_generator", "Whether an input generator is registered."
-    )
+    activation_indices = _delegated("activation_indices", "The indices of the activations.")
+    has_input_generator = _delegated("has_input_generator", "Whether it can generate inputs.")
     _schema_str = _delegated("schema.torch", "The schema in torch's notation.")
 
     @property

@@ -1,7 +1,5 @@
 """Every declared op, including those of plugins, as vLLM's ``IrOp``."""
 
-from __future__ import annotations
-
 from opweave import ir
 from opweave_vllm.vllm_api.ir.op import IrOp, wrapper_of
 

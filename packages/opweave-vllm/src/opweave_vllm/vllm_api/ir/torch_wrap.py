@@ -1,7 +1,5 @@
 """Whether calls of ops are traced as one torch op, or as their implementation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

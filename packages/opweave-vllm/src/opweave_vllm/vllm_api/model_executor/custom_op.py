@@ -1,7 +1,5 @@
 """``CustomOp``, ``PluggableLayer`` and their registries, which are opweave's own."""
 
-from __future__ import annotations
-
 from opweave.layers import CustomOp, PluggableLayer, replacement
 
 __all__ = ["CustomOp", "PluggableLayer", "maybe_get_oot_by_class", "op_registry", "op_registry_oot"]

@@ -1,7 +1,5 @@
 """Parameters of layers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

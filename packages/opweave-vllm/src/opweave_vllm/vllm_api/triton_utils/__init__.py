@@ -1,10 +1,8 @@
 """Triton, or stand-ins with which modules can be imported without it."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Self
 
 __all__ = ["HAS_TRITON", "tl", "tldevice", "triton"]
 
@@ -17,10 +15,10 @@ class _Missing:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __getattr__(self, name: str) -> _Missing:
+    def __getattr__(self, name: str) -> Self:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Missing(f"{self._name}.{name}")
+        return type(self)(f"{self._name}.{name}")
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         is_decorator = len(args) == 1 and callable(args[0]) and not options

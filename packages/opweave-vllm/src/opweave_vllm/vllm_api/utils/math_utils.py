@@ -1,7 +1,5 @@
 """Arithmetic of sizes."""
 
-from __future__ import annotations
-
 __all__ = ["cdiv", "next_power_of_2", "prev_power_of_2", "round_down", "round_up"]
 
 

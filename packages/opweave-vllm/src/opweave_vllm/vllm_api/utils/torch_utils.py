@@ -1,7 +1,5 @@
 """``direct_register_custom_op``: register a function as an opaque torch op."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -17,17 +17,7 @@ from opweave.layers import (
 )
 
 __all__ = [
-    "FastGELU",
-    "FatreluAndMul",
-    "GeluAndMul",
-    "GeluAndMulSparse",
-    "MulAndSilu",
-    "NewGELU",
-    "QuickGELU",
-    "ReLUSquaredActivation",
-    "SiluAndMul",
-    "SwigluOAIAndMul",
-    "XIELU",
-    "get_act_and_mul_fn",
-    "get_act_fn",
-]
+    "FastGELU", "FatreluAndMul", "GeluAndMul", "GeluAndMulSparse", "MulAndSilu", "NewGELU",
+    "QuickGELU", "ReLUSquaredActivation", "SiluAndMul", "SwigluOAIAndMul", "XIELU",
+    "get_act_and_mul_fn", "get_act_fn",
+]  # fmt: skip

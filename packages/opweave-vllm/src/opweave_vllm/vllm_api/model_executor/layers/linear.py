@@ -1,7 +1,5 @@
 """Linear layers and their method."""
 
-from __future__ import annotations
-
 from opweave.layers import (
     ColumnParallelLinear,
     LinearBase,
@@ -14,16 +12,10 @@ from opweave.layers.linear_methods import UnquantizedLinearMethod
 from opweave_vllm.vllm_api.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 __all__ = [
-    "ColumnParallelLinear",
-    "LinearBase",
-    "LinearMethodBase",
-    "MergedColumnParallelLinear",
-    "QKVParallelLinear",
-    "QuantizeMethodBase",
-    "ReplicatedLinear",
-    "RowParallelLinear",
+    "ColumnParallelLinear", "LinearBase", "LinearMethodBase", "MergedColumnParallelLinear",
+    "QKVParallelLinear", "QuantizeMethodBase", "ReplicatedLinear", "RowParallelLinear",
     "UnquantizedLinearMethod",
-]
+]  # fmt: skip
 
 
 class LinearMethodBase(QuantizeMethodBase):

@@ -1,17 +1,12 @@
 """Embeddings and LM heads, sharded over the vocabulary."""
 
-from __future__ import annotations
-
 from opweave.layers import ParallelLMHead, VocabParallelEmbedding, embedding
 from opweave.layers.embedding import UnquantizedEmbeddingMethod
 
 __all__ = [
-    "DEFAULT_VOCAB_PADDING_SIZE",
-    "ParallelLMHead",
-    "UnquantizedEmbeddingMethod",
-    "VocabParallelEmbedding",
-    "pad_vocab_size",
-]
+    "DEFAULT_VOCAB_PADDING_SIZE", "ParallelLMHead", "UnquantizedEmbeddingMethod",
+    "VocabParallelEmbedding", "pad_vocab_size",
+]  # fmt: skip
 
 DEFAULT_VOCAB_PADDING_SIZE = 64
 

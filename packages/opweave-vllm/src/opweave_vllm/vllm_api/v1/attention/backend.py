@@ -4,8 +4,6 @@ opweave's engine calls attention as an op, ``ir.ops.paged_attention``. A package
 with an engine of its own.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -14,13 +12,9 @@ from typing import Any
 from torch import Tensor
 
 __all__ = [
-    "AttentionBackend",
-    "AttentionCGSupport",
-    "AttentionImpl",
-    "AttentionMetadata",
-    "AttentionType",
+    "AttentionBackend", "AttentionCGSupport", "AttentionImpl", "AttentionMetadata", "AttentionType",
     "CommonAttentionMetadata",
-]
+]  # fmt: skip
 
 
 class AttentionMetadata:
@@ -75,6 +69,29 @@ class CommonAttentionMetadata:
     is_prefilling: Tensor | None = None
 
 
+class AttentionImpl(ABC):
+    """Computes the attention of a layer."""
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Write the result to *output*, and return it."""
+
+    def process_weights_after_loading(self, act_dtype: Any) -> None:
+        """Transform the loaded weights; nothing by default."""
+        return
+
+
 class AttentionBackend(ABC):
     """Describes an attention backend."""
 
@@ -97,26 +114,3 @@ class AttentionBackend(ABC):
     def full_cls_name(cls) -> tuple[str, str]:
         """Return the module and the name of the class."""
         return cls.__module__, cls.__qualname__
-
-
-class AttentionImpl(ABC):
-    """Computes the attention of a layer."""
-
-    @abstractmethod
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """Write the result to *output*, and return it."""
-
-    def process_weights_after_loading(self, act_dtype: Any) -> None:
-        """Transform the loaded weights; nothing by default."""
-        return

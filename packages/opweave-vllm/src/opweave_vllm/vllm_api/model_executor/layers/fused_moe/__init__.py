@@ -13,13 +13,6 @@ from opweave_vllm.vllm_api.model_executor.layers.fused_moe.routed_experts import
 )
 
 __all__ = [
-    "FusedMoE",
-    "FusedMoEConfig",
-    "FusedMoEMethodBase",
-    "FusedMoEQuantConfig",
-    "FusedMoERouter",
-    "GroupedTopk",
-    "MoEActivation",
-    "RoutedExperts",
-    "UnquantizedFusedMoEMethod",
-]
+    "FusedMoE", "FusedMoEConfig", "FusedMoEMethodBase", "FusedMoEQuantConfig", "FusedMoERouter",
+    "GroupedTopk", "MoEActivation", "RoutedExperts", "UnquantizedFusedMoEMethod",
+]  # fmt: skip

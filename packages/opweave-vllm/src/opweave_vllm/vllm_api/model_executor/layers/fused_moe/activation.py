@@ -1,9 +1,7 @@
 """Activations of experts."""
 
-from __future__ import annotations
-
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -36,13 +34,13 @@ class MoEActivation(Enum):
         """Whether the input has twice as many elements as the output."""
         return expert_activation(self.value).gated
 
-    def without_mul(self) -> MoEActivation:
+    def without_mul(self) -> Self:
         """Return the activation without a gate, or this one if opweave does not have it."""
         name = self.value + _NO_MUL
-        return next((activation for activation in MoEActivation if activation.value == name), self)
+        return next((activation for activation in type(self) if activation.value == name), self)
 
     @classmethod
-    def from_str(cls, s: str) -> MoEActivation:
+    def from_str(cls, s: str) -> Self:
         """Return the activation called *s*; raise ValueError if it does not exist."""
         expert_activation(name := _ALIASES.get(s, s))
         return cls(name)

@@ -1,9 +1,7 @@
 """The configuration of a mixture of experts, for kernels and methods of other packages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -97,9 +95,7 @@ class FusedMoEQuantConfig:
             )
 
     @classmethod
-    def make(
-        cls, quant_dtype: torch.dtype | str | None = None, **values: Any
-    ) -> FusedMoEQuantConfig:
+    def make(cls, quant_dtype: torch.dtype | str | None = None, **values: Any) -> Self:
         """Return a configuration; *values* are its other attributes."""
         return cls(quant_dtype, **values)
 

@@ -1,7 +1,5 @@
 """The experts of a layer without its router, which opweave does not have as a layer."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 

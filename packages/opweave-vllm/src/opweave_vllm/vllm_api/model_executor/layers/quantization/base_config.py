@@ -1,9 +1,7 @@
 """Base classes of quantization methods, from which packages for vLLM derive theirs."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +60,7 @@ class QuantizationConfig(ABC):
 
     @classmethod
     @abstractmethod
-    def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
+    def from_config(cls, config: dict[str, Any]) -> Self:
         """Return the configuration for a checkpoint's dict."""
 
     @abstractmethod

@@ -9,9 +9,5 @@ from opweave.layers import (
 )
 
 __all__ = [
-    "ApplyRotaryEmb",
-    "DualChunkRotaryEmbedding",
-    "MRotaryEmbedding",
-    "RotaryEmbedding",
-    "get_rope",
-]
+    "ApplyRotaryEmb", "DualChunkRotaryEmbedding", "MRotaryEmbedding", "RotaryEmbedding", "get_rope",
+]  # fmt: skip

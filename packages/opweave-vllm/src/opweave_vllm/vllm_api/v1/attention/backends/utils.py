@@ -1,7 +1,5 @@
 """Helpers of attention backends."""
 
-from __future__ import annotations
-
 import torch
 
 from opweave_vllm.vllm_api.v1.attention.backend import CommonAttentionMetadata
