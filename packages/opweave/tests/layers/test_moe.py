@@ -431,7 +431,7 @@ def test_weights_that_do_not_fit() -> None:
             LayerArgumentError,
             "parameter of this layer: w13_weight",
         ),
-        ((w2, torch.tensor(1.0), "w2"), WeightLoadError, r"w2_weight of all experts .* 3 dimensions; found shape \(\)"),
+        ((w2, torch.tensor(1.0), "w2"), WeightLoadError, r"w2_weight of all experts.* 3 dim.*\(\)"),
         ((w13, torch.tensor(1.0), "w13", 0), WeightLoadError, r"one expert.* 2 dimensions"),
         ((w2, torch.randn(H), "w2", 0, True), WeightLoadError, r"one expert.*\(24,\)"),
     ]

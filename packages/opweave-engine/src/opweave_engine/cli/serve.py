@@ -187,7 +187,7 @@ REPLACEMENTS = {
     "--quantization": _QUANTIZED,
     "--response-role": "Answers have the role assistant.",
     "--return-tokens-as-token-ids": "Requests have the field return_tokens_as_token_ids.",
-    "--revision": "hf download REPO --revision REV --local-dir DIR, then serve DIR.",
+    "--revision": "Download the revision with hf download, then serve its directory.",
     "--rope-scaling": "Edit rope_scaling in the checkpoint's config.json.",
     "--rope-theta": "Edit rope_theta in the checkpoint's config.json.",
     "--runner": "It follows from the model: encoders embed, others generate.",
