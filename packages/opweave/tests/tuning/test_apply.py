@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from opweave.config.sources import tuning_file
 from opweave.ir.errors import SettingError, SettingWarning
 from opweave.tuning import Cell, Machine, Measurement, Time, TuningFile
 from opweave.tuning.choice import ranges_of
+from opweave.tuning.measure import digest_of
 from opweave.tuning.trace import TuningFileError
 from opweave.tuning.tuning_file import apply_tuning_file
 from support.warm_python import warm_python
@@ -29,11 +31,13 @@ from support.warm_python import warm_python
 
 def write(path: Path, machine: Machine | None = None) -> Path:
     """Write a file in which native is faster for one token, and slower for 64."""
-    file = TuningFile()
+    file, impls = TuningFile(), ir.ops.silu_and_mul.impls
     for tokens, native in ((1, 41.0), (64, 99.0)):
-        results = (
-            Measurement("opweave_c", "passed", time=Time(55.0, 0.0)),
-            Measurement("native", "passed", time=Time(native, 0.0)),
+        results = tuple(
+            Measurement(
+                provider, "passed", time=Time(microseconds, 0.0), digest=digest_of(impls[provider])
+            )
+            for provider, microseconds in (("opweave_c", 55.0), ("native", native))
         )
         cell = Cell("silu_and_mul", "x float32[n,16]", tokens, 1, "opweave_c", results)
         file.add(cell, machine or Machine.here())
@@ -61,6 +65,18 @@ def test_measurements_choose(registry: ir.Registry, tmp_path: Path) -> None:
     assert chosen() == ["native", "opweave_c", "opweave_c"]
     shown = str(ir.explain(ir.ops.silu_and_mul, torch.randn(1, 16)))
     assert f"✓ native           chosen  [tuned: 41 µs against 55 µs, {path}]" in shown
+
+
+def test_measurements_of_a_kernel_that_has_changed_are_ignored_with_a_warning(
+    registry: ir.Registry, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "tuning.json")
+    digest = digest_of(ir.ops.silu_and_mul.impls["native"])
+    path.write_text(path.read_text(encoding="utf-8").replace(digest, "0" * 32), encoding="utf-8")
+    names = re.escape(f"a test: the measurements of silu_and_mul:native in {path} are ignored")
+    with pytest.warns(SettingWarning, match=names):
+        apply_tuning_file(registry, path, "a test")
+    assert chosen() == ["opweave_c"] * 3
 
 
 def test_programs_do_not_load_the_conformance_kit(tmp_path: Path) -> None:

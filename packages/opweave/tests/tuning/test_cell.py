@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,14 @@ from opweave.tuning import (
     Measurement,
     Time,
     Trace,
+    TracedCall,
     TuningFile,
     TuningFileError,
     record_calls,
 )
-from opweave.tuning.measure import cells_to_measure, family_of
+from opweave.tuning.measure import cells_to_measure, digest_of, family_of
 from opweave.tuning.tuning_file import merge
+from support.warm_python import warm_python
 
 HERE = Machine("cpu", "a processor", "amx", 2, "2.13", "0.1")
 OTHER = Machine("cpu", "another processor", "avx2", 2, "2.13", "0.1")
@@ -62,7 +66,7 @@ def recorded() -> Trace:
 
 
 def test_a_cell_is_a_family_and_a_bucket_of_tokens() -> None:
-    calls = cells_to_measure(recorded())
+    calls = cells_to_measure(recorded(), {})
     families: dict[str, list[int]] = {}
     for call in calls:
         families.setdefault(family_of(call), []).append(call.tokens)
@@ -77,14 +81,88 @@ def test_a_cell_is_a_family_and_a_bucket_of_tokens() -> None:
     assert calls[0].count == 2
 
 
+def measured(call: TracedCall, **digests: str) -> Cell:
+    """Return the cell of a call, with a digest of each implementation that can run."""
+    impls = ir.ops.rms_norm.impls
+    current = {p: digest_of(impls[p]) for p in ir.ops.rms_norm.supported_providers()}
+    results = tuple(
+        Measurement(p, "passed", time=Time(1, 0), digest=digest)
+        for p, digest in (current | digests).items()
+        if digest
+    )
+    return Cell(call.op, family_of(call), call.tokens, 1, "native", results)
+
+
 def test_measured_cells_are_left_out() -> None:
     trace = recorded()
-    done = [(c.op, family_of(c), 4) for c in cells_to_measure(trace) if c.tokens == 4]
-    assert sorted(c.tokens for c in cells_to_measure(trace, done)) == [1, 5, 9]
+    done = [measured(call) for call in cells_to_measure(trace, {}) if call.tokens == 4]
+    cells = {cell.key: cell for cell in done}
+    assert sorted(c.tokens for c in cells_to_measure(trace, cells)) == [1, 5, 9]
+
+
+@pytest.mark.parametrize("digest", ["old", ""], ids=["changed", "not measured"])
+def test_cells_of_changed_and_new_implementations_are_measured_again(digest: str) -> None:
+    trace = recorded()
+    call = cells_to_measure(trace, {})[0]
+    cell = measured(call, native=digest)
+    assert call in cells_to_measure(trace, {cell.key: cell})
+    assert cell.stale(ir.ops.rms_norm) == (["native"] if digest else [])
+
+
+KERNELS = """
+from torch import Tensor
+from opweave import ir
+from opweave.kernels.wrap import wrap
+from acme_kernels.helpers import twice
+from opweave.tuning.measure import digest_of
+
+@ir.register_op
+def acme_double(x: Tensor) -> Tensor:
+    return x * 2
+
+@acme_double.register_impl("own")
+def own(x):
+    return twice(x)
+
+wrap(acme_double, "wrapped", "acme_library:double", ["x"])
+for provider in ("own", "wrapped"):
+    print(digest_of(acme_double.impls[provider]))
+"""
+
+
+def test_a_digest_covers_the_package_of_a_kernel_and_the_versions_of_libraries(
+    tmp_path: Path,
+) -> None:
+    kernels, library = tmp_path / "acme_kernels", tmp_path / "acme_library-1.0.dist-info"
+    files = {
+        kernels / "__init__.py": "",
+        kernels / "helpers.py": "def twice(x):\n    return x + x\n",
+        kernels / "kernels.py": KERNELS,
+        tmp_path / "acme_library.py": "def double(x):\n    return x * 2\n",
+        library / "METADATA": "Name: acme-library\nVersion: 1.0\n",
+    }
+    for path, text in files.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+
+    def digests() -> list[str]:
+        environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+        done = warm_python().run("-m", "acme_kernels.kernels", env=environment)
+        assert done.returncode == 0, done.stderr
+        return list(done.stdout.split())
+
+    first = digests()
+    assert digests() == first
+    (library / "METADATA").write_text("Name: acme-library\nVersion: 1.1\n", encoding="utf-8")
+    other_library = digests()
+    assert (other_library[0] == first[0], other_library[1] == first[1]) == (True, False)
+    (kernels / "helpers.py").write_text("def twice(x):\n    return 2 * x\n", encoding="utf-8")
+    assert set(digests()).isdisjoint(other_library)
 
 
 def test_ops_with_one_implementation_are_left_out() -> None:
-    assert {call.op for call in cells_to_measure(recorded())} == {"rms_norm"}
+    assert {call.op for call in cells_to_measure(recorded(), {})} == {"rms_norm"}
 
 
 def test_a_file_gives_the_same_cells(tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ def tune(
     """Measure the implementations of every op that a model calls, and write a tuning file.
 
     Results are checked against the definition first. Each implementation runs in a subprocess; one
-    that crashes is excluded. If the file exists, only missing measurements are made.
+    that crashes is excluded. If the file exists, only missing and outdated measurements are made.
 
     Parameters
     ----------
@@ -330,7 +330,8 @@ def tune(
         )
     if json:
         cells = [cell.to_dict() for cell in tuned.cells]
-        print_json({"cells": cells, "left": tuned.left, "problems": tuned.problems})
+        rest = {"left": tuned.left, "stale": tuned.stale, "problems": tuned.problems}
+        print_json({"cells": cells, **rest})
     else:
         _show_tuned(tuned, output)
 
@@ -378,6 +379,8 @@ def _show_tuned(tuned: Tuned, output: Path) -> None:
                 escape(cell.default), shown_time(cell.time(cell.default)), escape(cell.family),
             )  # fmt: skip
         out.print(table)
+    if tuned.stale:
+        out.print(f"changed since they were measured: {', '.join(tuned.stale)}", markup=False)
     out.print(
         f"{len(tuned.cells)} measured, the default is not the fastest in {len(faster)}: {output}",
         markup=False,

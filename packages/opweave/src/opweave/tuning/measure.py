@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from opweave import platforms
+from opweave import native, platforms
 from opweave.config.child_process import ChildWorker, ending
 from opweave.config.environment import TUNING_FILE
 from opweave.errors import described
 from opweave.ir import IrOp, IrOpImpl
 from opweave.ir.codegen import functional
 from opweave.ir.op import least_bytes
-from opweave.ir.priority import NATIVE
+from opweave.ir.priority import NATIVE, without_values
+from opweave.kernels.wrap import Wrapped
+from opweave.packages import PROJECT, folders_of, installed_version
 from opweave.platforms import resolution
 from opweave.platforms.resolution import VARIABLE
 from opweave.tuning.timing import Effort, Time, compare, is_faster
@@ -49,6 +56,7 @@ class Measurement:
         time: the time of a call, if it passed.
         error: the root-mean-square error of the result over that of the definition in float64.
         bytes: the size of arguments and results; None if a table is read in part.
+        digest: of the implementation, see :func:`digest_of`; only in a :class:`Cell`.
     """
 
     provider: str
@@ -57,6 +65,7 @@ class Measurement:
     time: Time | None = None
     error: float | None = None
     bytes: int | None = None
+    digest: str = ""
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -216,11 +225,23 @@ class Cell:
         """Return the time of a provider, if its result is right."""
         return next((m.time for m in self.results if m.provider == provider), None)
 
+    def stale(self, op: IrOp) -> list[str]:
+        """Return the providers whose implementation has changed since it was measured."""
+        impls = op.impls
+        present = [m for m in self.results if m.provider in impls]
+        return [m.provider for m in present if m.digest != digest_of(impls[m.provider])]
+
+    def is_current(self, op: IrOp) -> bool:
+        """Whether every implementation that can run here was measured, and none has changed."""
+        measured = {m.provider for m in self.results}
+        return measured.issuperset(op.supported_providers()) and not self.stale(op)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the cell as plain data."""
         results = []
         for m in self.results:
             result: dict[str, Any] = {"provider": m.provider, "status": m.status}
+            result["digest"] = m.digest
             if m.reason:
                 result["reason"] = m.reason
             if m.time:
@@ -248,7 +269,8 @@ def _result(data: Mapping[str, Any]) -> Measurement:
     time = None
     if "microseconds" in data:
         time = Time(*(_checked(data, name, int, float) for name in ("microseconds", "noise")))
-    return Measurement(provider, status, str(data.get("reason", "")), time)
+    reason, digest = (str(data.get(name, "")) for name in ("reason", "digest"))
+    return Measurement(provider, status, reason, time, digest=digest)
 
 
 def _checked(data: Mapping[str, Any], name: str, *kinds: type) -> Any:
@@ -277,22 +299,71 @@ def family_of(call: TracedCall) -> str:
     return ", ".join(f"{name} {_family(a, call.tokens)}" for name, a in call.arguments.items())
 
 
-def cells_to_measure(trace: Trace, done: Iterable[Key] = ()) -> list[TracedCall]:
-    """Return the most frequent call of each cell that is not *done*, most frequent first.
+def cells_to_measure(trace: Trace, measured: Mapping[Key, Cell]) -> list[TracedCall]:
+    """Return the most frequent call of each cell to be measured, most frequent first.
 
-    Ops with a single implementation are left out.
+    Ops with a single implementation are left out, and *measured* cells that are current.
 
     Raises:
         UnknownOpError, TraceError: a call does not fit its op.
     """
-    finished, calls = set(done), dict[Key, TracedCall]()
+    calls: dict[Key, TracedCall] = {}
     for call in trace.calls:
-        key = (call.op, family_of(call), bucket(call.tokens))
-        if key in finished or len(trace.op(call).supported_providers()) < 2:
+        op, key = trace.op(call), (call.op, family_of(call), bucket(call.tokens))
+        is_done = key in measured and measured[key].is_current(op)
+        if is_done or len(op.supported_providers()) < 2:
             continue
         if key not in calls or call.count > calls[key].count:
             calls[key] = call
     return sorted(calls.values(), key=lambda call: -call.count)
+
+
+_SOURCE_SUFFIXES = (".py", ".cpp", ".h", ".cu", ".so", ".pyd")
+
+
+@cache
+def digest_of(impl: IrOpImpl) -> str:
+    """Return a digest of the code that an implementation's result and time depend on.
+
+    It covers the source files of the kernel and its predicate, the other files of its package, and
+    the versions of the packages that its module uses. opweave and torch are left out, because
+    their versions are in :class:`~opweave.tuning.timing.Machine`.
+    """
+    name = without_values(impl.impl_fn).__module__
+    values = list(vars(sys.modules[name]).values()) if name in sys.modules else []
+    uses = [v.__name__ for v in values if isinstance(v, ModuleType)]
+    uses += [getattr(value, "__module__", "") for value in values]
+    wrapped = Wrapped.by(impl)
+    uses += [function.name for function in wrapped.named()] if wrapped else []
+    own = _top(name)
+    packages = {own, *map(_top, uses)} - {*sys.stdlib_module_names, *PROJECT, "torch", ""}
+    parts = [impl.uuid(), str(impl.owner), *(_version(p, p == own) for p in sorted(packages))]
+    parts += sorted(_hash(v.__file__) for v in values if isinstance(v, native.NativeModule))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _top(name: object) -> str:
+    """Return the package in the name of a module or function."""
+    return str(name).partition(":")[0].partition(".")[0]
+
+
+@cache
+def _version(package: str, is_own: bool) -> str:
+    """Return the version of a package; a digest of its files if it is the kernel's or has none."""
+    version = installed_version(package)
+    if version is None:  # the distribution may have another name
+        others = packages_distributions().get(package, ())
+        version = next(filter(None, map(installed_version, others)), None)
+    if version is not None and not is_own:
+        return f"{package} {version}"
+    files = (file for folder in folders_of(package) for file in folder.rglob("*"))
+    sources = sorted(file for file in files if file.suffix in _SOURCE_SUFFIXES)
+    module_file = getattr(sys.modules.get(package), "__file__", None)
+    return " ".join(map(_hash, sources)) if sources else _hash(module_file)
+
+
+def _hash(path: object) -> str:
+    return hashlib.sha256(Path(str(path)).read_bytes()).hexdigest() if path else ""
 
 
 def _family(argument: Mapping[str, Any], tokens: int) -> str:
@@ -415,8 +486,10 @@ class TuningWorker(ChildWorker):
         done = self._without_crashes(Job(_only(trace, call), providers))
         if done.obstacle:
             return done.obstacle
-        family = family_of(call)
-        return Cell(call.op, family, call.tokens, call.count, done.default, done.measurements)
+        digests = {name: digest_of(impl) for name, impl in trace.op(call).impls.items()}
+        results = (replace(m, digest=digests.get(m.provider, "")) for m in done.measurements)
+        cell = (call.op, family_of(call), call.tokens, call.count, done.default)
+        return Cell(*cell, tuple(results))
 
     def measure_subject(self, subject: Subject) -> dict[str, Measurement] | str:
         """Measure an implementation and the definition on arguments of a usual size.
