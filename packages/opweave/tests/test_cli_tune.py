@@ -17,6 +17,12 @@ from test_cli import CHECKPOINT, Run, assert_one_line_error, run_anew
 run = test_cli.run  # the fixture
 
 
+@pytest.fixture(autouse=True)
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("busy", "disturbance"):
+        monkeypatch.setattr(f"opweave.tuning.tuning_file.{name}", lambda: None)
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     with record_calls() as recorder:
@@ -40,6 +46,20 @@ def test_a_trace_is_tuned(run: Run, trace: Path, tmp_path: Path) -> None:
     again = run("tune", trace, "-o", output, "--rounds", "2").stdout
     assert "changed since they were measured: silu_and_mul:native" in again
     assert "2 measured" in again
+
+
+def test_nothing_is_chosen_on_a_busy_machine(
+    run: Run, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "this machine is busy (load 12 on 2 cores)"
+    monkeypatch.setattr("opweave.tuning.tuning_file.busy", lambda: reason)
+    output = tmp_path / "tuning.json"
+    shown = run("tune", trace, "-o", output, "--rounds", "2").stdout
+    assert f"{reason}: nothing is chosen in 1. Run the command again when it is idle." in shown
+    monkeypatch.setattr("opweave.tuning.tuning_file.busy", lambda: None)
+    again = run("tune", trace, "-o", output, "--rounds", "2").stdout
+    assert "1 measured" in again
+    assert "busy" not in again
 
 
 def test_a_dry_run_of_a_model_measures_nothing(run: Run, tmp_path: Path) -> None:
@@ -83,7 +103,7 @@ def test_bad_input(run: Run, trace: Path, tmp_path: Path) -> None:
 
 def measured(provider: str, microseconds: float) -> Measurement:
     digest = digest_of(ir.ops.silu_and_mul.impls[provider])
-    return Measurement(provider, "passed", time=Time(microseconds, 0), digest=digest)
+    return Measurement(provider, "passed", time=Time(microseconds, 0), chance=0, digest=digest)
 
 
 def faster_native(path: Path, machine: Machine | None = None) -> Path:

@@ -34,10 +34,8 @@ def write(path: Path, machine: Machine | None = None) -> Path:
     file, impls = TuningFile(), ir.ops.silu_and_mul.impls
     for tokens, native in ((1, 41.0), (64, 99.0)):
         results = tuple(
-            Measurement(
-                provider, "passed", time=Time(microseconds, 0.0), digest=digest_of(impls[provider])
-            )
-            for provider, microseconds in (("opweave_c", 55.0), ("native", native))
+            Measurement(p, "passed", time=Time(time, 0), chance=0, digest=digest_of(impls[p]))
+            for p, time in (("opweave_c", 55.0), ("native", native))
         )
         cell = Cell("silu_and_mul", "x float32[n,16]", tokens, 1, "opweave_c", results)
         file.add(cell, machine or Machine.here())
@@ -119,6 +117,7 @@ CHANGES: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("machines", 0, "cells", 0, "results"), [3], "a cell is malformed"),
     (("machines", 0, "cells", 0, "results", 1, "status"), "fine", "status 'fine' should be one of"),
     (("machines", 0, "cells", 0, "results", 1, "noise"), math.nan, "noise nan should be"),
+    (("machines", 0, "cells", 0, "results", 1, "chance"), None, "chance None should be"),
     (("machines", 0, "cells", 0, "results", 1, "microseconds"), -41.0, "microseconds -41.0"),
     (("machines", 0, "cells", 0, "results", 1, "microseconds"), "41", "microseconds '41'"),
 ]
@@ -170,12 +169,22 @@ def test_where_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 Times = dict[str, float | str]
 
 
-def cell(tokens: int, times: Times, *, family: str = "f", calls: int = 1, noise: float = 0) -> Cell:
+def cell(
+    tokens: int,
+    times: Times,
+    *,
+    family: str = "f",
+    calls: int = 1,
+    chance: float = 0,
+    busy: str = "",
+) -> Cell:
     results = tuple(
-        Measurement(p, t) if isinstance(t, str) else Measurement(p, "passed", time=Time(t, noise))
+        Measurement(p, t)
+        if isinstance(t, str)
+        else Measurement(p, "passed", time=Time(t, 0), chance=chance)
         for p, t in times.items()
     )
-    return Cell("op", family, tokens, calls, "a", results)
+    return Cell("op", family, tokens, calls, "a", results, busy)
 
 
 def chosen_ranges(*cells: Cell) -> list[tuple[int | None, str | None]]:
@@ -216,7 +225,14 @@ def test_ranges(times: dict[int, Times], expected: list[tuple[int | None, str | 
 
 
 def test_noise_keeps_the_default() -> None:
-    assert chosen_ranges(cell(1, {"a": 10, "b": 8}, noise=0.2)) == []
+    assert chosen_ranges(cell(1, {"a": 10, "b": 8}, chance=0.2)) == []
+
+
+def test_nothing_is_chosen_from_measurements_on_a_busy_machine() -> None:
+    fast = cell(4, {"a": 10, "b": 1})
+    assert chosen_ranges(fast) == [(None, "b")]
+    busy = cell(4, {"a": 10, "b": 1}, family="g", busy="this machine is busy")
+    assert chosen_ranges(busy) == chosen_ranges(fast, busy) == []
 
 
 def test_a_choice_may_not_be_slower_for_any_family() -> None:

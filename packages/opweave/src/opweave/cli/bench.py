@@ -88,7 +88,7 @@ def bench_op(
     """
     from opweave.ir import current_registry
     from opweave.tuning import Effort
-    from opweave.tuning.timing import busy
+    from opweave.tuning.timing import busy, disturbance
 
     check_writable("--plot", plot)
     if plot is not None and not plot.endswith(".svg"):
@@ -99,6 +99,7 @@ def bench_op(
     cases = _cases(chosen, tokens, shape, dtype, trace, seed)
     busy_reason = busy()
     results, limit = _measured(cases, Effort(rounds=rounds))
+    busy_reason = busy_reason or disturbance()
     if json:
         print_json({**_as_data(chosen, results, limit), "busy": busy_reason})
     else:

@@ -385,6 +385,12 @@ def _show_tuned(tuned: Tuned, output: Path) -> None:
         f"{len(tuned.cells)} measured, the default is not the fastest in {len(faster)}: {output}",
         markup=False,
     )
+    busy = [cell.busy for cell in tuned.cells if cell.busy]
+    if busy:
+        out.print(
+            f"{busy[-1]}: nothing is chosen in {len(busy)}. Run the command again when it is idle.",
+            markup=False,
+        )
     for line in dict.fromkeys(line for cell in tuned.cells for line in _excluded(cell)):
         out.print(f"[bold red]✗[/] {escape(line)}")
     for call, reason in tuned.problems.items():

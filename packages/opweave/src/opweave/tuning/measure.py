@@ -26,7 +26,7 @@ from opweave.kernels.wrap import Wrapped
 from opweave.packages import PROJECT, folders_of, installed_version
 from opweave.platforms import resolution
 from opweave.platforms.resolution import VARIABLE
-from opweave.tuning.timing import Effort, Time, compare, is_faster
+from opweave.tuning.timing import Effort, Time, chance, rounds_of, time_of
 from opweave.tuning.trace import Trace, TracedCall, WorkerFailedError
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class Measurement:
         time: the time of a call, if it passed.
         error: the root-mean-square error of the result over that of the definition in float64.
         bytes: the size of arguments and results; None if a table is read in part.
+        chance: the probability that it appears faster than the default by chance, see
+            :func:`~opweave.tuning.timing.chance`.
         digest: of the implementation, see :func:`digest_of`; only in a :class:`Cell`.
     """
 
@@ -65,6 +67,7 @@ class Measurement:
     time: Time | None = None
     error: float | None = None
     bytes: int | None = None
+    chance: float = 1.0
     digest: str = ""
 
     @property
@@ -80,6 +83,7 @@ def contest(
     providers: Iterable[str] | None = None,
     effort: Effort | None = None,
     turn: Callable[[str, str], object] = lambda provider, stage: None,
+    default: str = NATIVE,
 ) -> list[Measurement]:
     """Verify implementations on the arguments of *case*, and time the right ones in turns.
 
@@ -89,6 +93,7 @@ def contest(
         effort: how thoroughly to measure.
         turn: called with the provider and the stage (``verifying`` or ``timing``) before each use
             of an implementation.
+        default: the provider that the others are compared with.
     """
     measurements: dict[str, Measurement] = {}
     calls: dict[str, Callable[[], object]] = {}
@@ -97,8 +102,16 @@ def contest(
         measurements[provider] = verified(case, provider)
         if measurements[provider].status == "passed":
             calls[provider] = timed_call(case.op.impls[provider], case.values)
-    times = compare(calls, effort, lambda provider: turn(provider, "timing"))
-    return [replace(m, time=times.get(m.provider)) for m in measurements.values()]
+    rounds = rounds_of(calls, effort, lambda provider: turn(provider, "timing"))
+    return [with_times(m, rounds, default) for m in measurements.values()]
+
+
+def with_times(m: Measurement, rounds: Mapping[str, list[float]], default: str) -> Measurement:
+    """Add the time of an implementation, given the seconds of all in each round."""
+    if m.provider not in rounds:
+        return m
+    own = rounds[m.provider]
+    return replace(m, time=time_of(own), chance=chance(own, rounds.get(default, own)))
 
 
 def verified(case: Case, provider: str) -> Measurement:
@@ -178,6 +191,7 @@ def timed_call(impl: IrOpImpl, values: Values) -> Callable[[], object]:
 
 
 Key = tuple[str, str, int]
+_MAX_CHANCE = 0.005  # of a wrong choice in a cell
 _STATUSES = ("passed", "failed", "rejected", "crashed")
 
 
@@ -192,6 +206,7 @@ class Cell:
         calls: the number of calls in the trace.
         default: the provider that the call selects without tuning.
         results: the outcome for each provider; its status may also be ``crashed``.
+        busy: that other processes used the machine. Then nothing is chosen.
     """
 
     op: str
@@ -200,6 +215,7 @@ class Cell:
     calls: int
     default: str
     results: tuple[Measurement, ...]
+    busy: str = ""
 
     @property
     def key(self) -> Key:
@@ -208,18 +224,30 @@ class Cell:
 
     @property
     def best(self) -> str:
-        """The fastest provider, if it is faster than the default by more than the noise.
+        """The fastest provider, if it is faster than the default by more than chance.
 
         For reports; :mod:`opweave.tuning.choice` chooses per range of numbers of tokens.
         """
         usual = self.time(self.default)
         best, time = self.default, usual
         for m in self.results:
-            if m.time is None or (usual is not None and not is_faster(m.time, usual)):
+            if (
+                m.time is None
+                or self.busy
+                or (usual is not None and not self.is_faster(m.provider))
+            ):
                 continue
             if time is None or m.time.microseconds < time.microseconds:
                 best, time = m.provider, m.time
         return best
+
+    def is_faster(self, provider: str) -> bool:
+        """Whether a provider is faster than the default, and not only by chance.
+
+        The more implementations were timed, the more of them would be faster by chance.
+        """
+        chances = {m.provider: m.chance for m in self.results if m.time is not None}
+        return chances.get(provider, 1.0) * (len(chances) - 1) <= _MAX_CHANCE
 
     def time(self, provider: str) -> Time | None:
         """Return the time of a provider, if its result is right."""
@@ -232,9 +260,10 @@ class Cell:
         return [m.provider for m in present if m.digest != digest_of(impls[m.provider])]
 
     def is_current(self, op: IrOp) -> bool:
-        """Whether every implementation that can run here was measured, and none has changed."""
+        """Whether all implementations that can run were measured undisturbed, and are unchanged."""
         measured = {m.provider for m in self.results}
-        return measured.issuperset(op.supported_providers()) and not self.stale(op)
+        is_complete = measured.issuperset(op.supported_providers())
+        return is_complete and not self.busy and not self.stale(op)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the cell as plain data."""
@@ -247,10 +276,11 @@ class Cell:
             if m.time:
                 result["microseconds"] = round(m.time.microseconds, 3)
                 result["noise"] = round(m.time.noise, 4)
+                result["chance"] = m.chance
             results.append(result)
         return {
             "op": self.op, "family": self.family, "tokens": self.tokens, "calls": self.calls,
-            "default": self.default, "best": self.best, "results": results,
+            "default": self.default, "best": self.best, "busy": self.busy, "results": results,
         }  # fmt: skip
 
     @classmethod
@@ -258,19 +288,20 @@ class Cell:
         """Return the cell in a tuning file; raises KeyError, TypeError or ValueError."""
         tokens, calls = (_checked(data, name, int) for name in ("tokens", "calls"))
         op, family, default = (_checked(data, name, str) for name in ("op", "family", "default"))
-        results = tuple(map(_result, data["results"]))
-        return cls(op, family, tokens, calls, default, results)
+        results, busy = tuple(map(_result, data["results"])), str(data.get("busy", ""))
+        return cls(op, family, tokens, calls, default, results, busy)
 
 
 def _result(data: Mapping[str, Any]) -> Measurement:
     provider, status = (_checked(data, name, str) for name in ("provider", "status"))
     if status not in _STATUSES:
         raise ValueError(f"status {status!r} should be one of {', '.join(_STATUSES)}")
-    time = None
+    time, chance = None, 1.0
     if "microseconds" in data:
+        chance = _checked(data, "chance", int, float)
         time = Time(*(_checked(data, name, int, float) for name in ("microseconds", "noise")))
     reason, digest = (str(data.get(name, "")) for name in ("reason", "digest"))
-    return Measurement(provider, status, reason, time, digest=digest)
+    return Measurement(provider, status, reason, time, chance=chance, digest=digest)
 
 
 def _checked(data: Mapping[str, Any], name: str, *kinds: type) -> Any:

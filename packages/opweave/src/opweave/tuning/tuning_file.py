@@ -15,7 +15,7 @@ from opweave.ir import Registry, current_registry
 from opweave.ir.errors import SettingError, SettingWarning
 from opweave.tuning.choice import ranges_of
 from opweave.tuning.measure import Cell, Key, Task, TuningWorker, cells_to_measure
-from opweave.tuning.timing import Machine
+from opweave.tuning.timing import Machine, busy, disturbance
 from opweave.tuning.trace import Trace, TuningFileError
 
 # Tuning files: measurements by machine, as JSON.
@@ -152,7 +152,8 @@ def tune(
 ) -> Tuned:
     """Measure every call of *trace* that *path* has no current cell for, and add the cells to it.
 
-    The file is written after each cell, so that an interrupted run continues where it ended.
+    The file is written after each cell, so that an interrupted run continues where it ended. A cell
+    that was measured on a busy machine is measured again by the next run.
 
     Args:
         trace: the calls.
@@ -174,6 +175,7 @@ def tune(
     measured = file.machines.get(machine, {})
     calls = cells_to_measure(trace, measured)
     tuned, start = Tuned(stale=stale_names(measured, current_registry())), clock()
+    busy_reason = busy() or ""
     with TuningWorker(task or Task(), timeout) as worker:
         for done, call in enumerate(calls):
             progress(done, len(calls), call.op)
@@ -184,6 +186,8 @@ def tune(
             if isinstance(cell, str):
                 tuned.problems[f"{call.op}({call.label})"] = cell
                 continue
+            busy_before, busy_reason = busy_reason, disturbance() or ""
+            cell = replace(cell, busy=busy_before or busy_reason)
             tuned.cells.append(cell)
             file.add(cell, machine)
             file.save(path)
