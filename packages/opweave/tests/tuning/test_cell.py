@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import sys
@@ -214,6 +215,25 @@ def test_a_file_gives_the_same_cells(tmp_path: Path) -> None:
     assert TuningFile.load(path) == file
     assert [p.name for p in tmp_path.iterdir()] == ["tuning.json"]
     assert json.loads(path.read_text(encoding="utf-8"))["machines"][0]["cells"][0]["best"] == "b"
+
+
+def test_processes_can_write_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=write_cells, args=(path, first)) for first in (0, 10, 20)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    cells = TuningFile.load(path).machines[HERE]
+    assert sorted(tokens for _, _, tokens in cells) == [2**i for i in range(30)]
+    assert [p.name for p in tmp_path.iterdir()] == ["tuning.json"]
+
+
+def write_cells(path: Path, first: int) -> None:
+    for i in range(first, first + 10):
+        TuningFile.add_to(path, cell(2**i, a=(1, 1)), HERE)
 
 
 def test_the_last_of_merged_files_wins() -> None:

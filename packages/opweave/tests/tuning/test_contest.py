@@ -238,6 +238,16 @@ def test_a_run_continues_where_the_budget_ended(tmp_path: Path) -> None:
     assert len(TuningFile.load(path).machines[HERE]) == 3
 
 
+def test_a_run_keeps_what_another_writes_meanwhile(tmp_path: Path) -> None:
+    path, task = tmp_path / "tuning.json", Task(effort=QUICK)
+
+    def other(done: int, total: int, op: str) -> None:
+        tune(recorded(64), path, task, machine=HERE)
+
+    tune(recorded(1), path, task, machine=HERE, progress=other)
+    assert {tokens for _, _, tokens in TuningFile.load(path).machines[HERE]} == {1, 64}
+
+
 def test_calls_that_native_refuses_are_reported(tmp_path: Path) -> None:
     trace = recorded(2)
     trace.calls[0].arguments["x"].update(shape=[2, 15], stride=[15, 1])  # an odd width

@@ -174,7 +174,7 @@ def chance(one: Sequence[float], other: Sequence[float]) -> float:
     faster by :data:`_LEAST_GAIN`.
     """
     wins = sum(a * (1 + _LEAST_GAIN) < b for a, b in zip(one, other, strict=True))
-    return sum(math.comb(len(one), k) for k in range(wins, len(one) + 1)) / 2 ** len(one)
+    return sum(math.comb(len(one), k) for k in range(wins, len(one) + 1)) / (1 << len(one))
 
 
 def copy_speed(size: int | None = None) -> float:

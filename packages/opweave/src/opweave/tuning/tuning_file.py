@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
@@ -66,6 +67,18 @@ class TuningFile:
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
+
+    @classmethod
+    def add_to(cls, path: Path, cell: Cell, machine: Machine) -> None:
+        """Add a cell to a file, which other processes may write too."""
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)  # of the folder, since the file is replaced
+            file = cls.load(path) if path.exists() else cls()
+            file.add(cell, machine)
+            file.save(path)
+        finally:
+            os.close(folder)
 
     @classmethod
     def load(cls, path: Path) -> TuningFile:
@@ -189,8 +202,7 @@ def tune(
             busy_before, busy_reason = busy_reason, disturbance() or ""
             cell = replace(cell, busy=busy_before or busy_reason)
             tuned.cells.append(cell)
-            file.add(cell, machine)
-            file.save(path)
+            TuningFile.add_to(path, cell, machine)
     return tuned
 
 
