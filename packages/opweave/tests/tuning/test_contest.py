@@ -90,6 +90,26 @@ def test_wrong_implementations_are_not_timed(doubled: ir.IrOp) -> None:
     assert torch.equal(x, before)
 
 
+def test_calls_through_the_op_are_timed_with_their_rule_and_wrapper(doubled: ir.IrOp) -> None:
+    def is_small(x: Tensor) -> bool:
+        time.sleep(0.002)
+        return True
+
+    @doubled.register_impl("slow_rule", supports_args=is_small)
+    def _(x: Tensor) -> Tensor:
+        return x * 2
+
+    case = Case(doubled, "", (torch.randn(4, 8),))
+    found = contest(case, ["native", "slow_rule", "inplace"], QUICK, with_calls=True)
+    native, slow, inplace = found
+    assert slow.time is not None
+    assert slow.call_time is not None
+    assert slow.call_time.microseconds > 2000 > slow.time.microseconds
+    for m in (native, inplace):
+        assert m.call_time is not None
+    assert all(m.call_time is None for m in contest(case, ["native"], QUICK))
+
+
 def test_integer_activations_do_not_advance() -> None:
     sized = next(generated(ir.ops.advance_step_flashattn, (4,)))
     found = contest(sized.case, effort=Effort(rounds=20, seconds=1e-4))

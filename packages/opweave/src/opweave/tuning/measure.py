@@ -53,7 +53,8 @@ class Measurement:
         status: ``passed``, ``failed`` (its result is wrong), or ``rejected`` (it does not support
             the arguments, or cannot run here).
         reason: why it failed or was rejected.
-        time: the time of a call, if it passed.
+        time: the time of the kernel alone, if it passed.
+        call_time: the time of a call through the op, which also selects the kernel.
         error: the root-mean-square error of the result over that of the definition in float64.
         bytes: the size of arguments and results; None if a table is read in part.
         chance: the probability that it appears faster than the default by chance, see
@@ -65,6 +66,7 @@ class Measurement:
     status: str
     reason: str = ""
     time: Time | None = None
+    call_time: Time | None = None
     error: float | None = None
     bytes: int | None = None
     chance: float = 1.0
@@ -84,6 +86,8 @@ def contest(
     effort: Effort | None = None,
     turn: Callable[[str, str], object] = lambda provider, stage: None,
     default: str = NATIVE,
+    *,
+    with_calls: bool = False,
 ) -> list[Measurement]:
     """Verify implementations on the arguments of *case*, and time the right ones in turns.
 
@@ -93,7 +97,8 @@ def contest(
         effort: how thoroughly to measure.
         turn: called with the provider and the stage (``verifying`` or ``timing``) before each use
             of an implementation.
-        default: the provider that the others are compared with.
+        default: the provider that calls select, and that the others are compared with.
+        with_calls: also time calls through the op.
     """
     measurements: dict[str, Measurement] = {}
     calls: dict[str, Callable[[], object]] = {}
@@ -102,6 +107,9 @@ def contest(
         measurements[provider] = verified(case, provider)
         if measurements[provider].status == "passed":
             calls[provider] = timed_call(case.op.impls[provider], case.values)
+            if with_calls:
+                op = case.op if provider == default else case.op.using(provider)
+                calls[_call_of(provider)] = timed_call(case.op.impls[provider], case.values, op)
     rounds = rounds_of(calls, effort, lambda provider: turn(provider, "timing"))
     return [with_times(m, rounds, default) for m in measurements.values()]
 
@@ -110,8 +118,15 @@ def with_times(m: Measurement, rounds: Mapping[str, list[float]], default: str) 
     """Add the time of an implementation, given the seconds of all in each round."""
     if m.provider not in rounds:
         return m
-    own = rounds[m.provider]
-    return replace(m, time=time_of(own), chance=chance(own, rounds.get(default, own)))
+    own, calls = rounds[m.provider], rounds.get(_call_of(m.provider))
+    call_time = time_of(calls) if calls else None
+    by_chance = chance(own, rounds.get(default, own))
+    return replace(m, time=time_of(own), call_time=call_time, chance=by_chance)
+
+
+def _call_of(provider: str) -> str:
+    """Return the name of the calls through the op that run *provider*."""
+    return f"{provider} through the op"
 
 
 def verified(case: Case, provider: str) -> Measurement:
@@ -172,8 +187,8 @@ def _relative(output: Tensor, reference: Tensor) -> float:
     return error / size if size else error
 
 
-def timed_call(impl: IrOpImpl, values: Values) -> Callable[[], object]:
-    """Return a call of the kernel alone, on arguments of its own.
+def timed_call(impl: IrOpImpl, values: Values, op: Any = None) -> Callable[[], object]:
+    """Return a call of the kernel alone, or through *op*, on arguments of its own.
 
     An in-place kernel writes to its activations, as after ``maybe_inplace``. Those with integer
     activations get a copy each time: running such a kernel repeatedly would advance its input.
@@ -184,7 +199,11 @@ def timed_call(impl: IrOpImpl, values: Values) -> Callable[[], object]:
     advances = impl.inplace and not all(
         values[i].is_floating_point() for i in impl.op.activation_indices
     )
-    return partial(functional(impl) if advances else impl.impl_fn, *args, **kwargs)
+    if op is not None:
+        function = op.maybe_inplace if impl.inplace and not advances else op
+    else:
+        function = functional(impl) if advances else impl.impl_fn
+    return partial(function, *args, **kwargs)
 
 
 # Cells of a tuning file: one op, one family of calls, one bucket of token counts.
