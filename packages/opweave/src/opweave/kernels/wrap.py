@@ -151,6 +151,17 @@ class HubKernel:
         return cast(Function, getattr(module, self.name))
 
 
+_PACKAGE_NAMES = {"triton": "Triton", "cutlass": "CUTLASS (nvidia-cutlass-dsl)"}
+
+
+def requires(*packages: str, gpu: bool = True) -> dict[str, Any]:
+    """Return options of :func:`wrap` for a library that runs with other packages, or on a GPU."""
+    missing = [_PACKAGE_NAMES.get(name, name) for name in packages if not is_installed(name)]
+    reason = f"{' and '.join(missing)} is not installed" if missing else "torch finds no GPU"
+    is_supported = not missing and not (gpu and not torch.cuda.is_available())
+    return {"supported": is_supported, "unsupported_reason": None if is_supported else reason}
+
+
 # Register implementations as opaque torch ops, which tracers record as one node.
 
 

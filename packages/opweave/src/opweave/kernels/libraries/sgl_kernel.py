@@ -16,7 +16,7 @@ from opweave.ir import ops, rules
 from opweave.ir.rules import ROUNDS_LESS
 from opweave.kernels.arguments import FLOATS, NARROW_FLOATS, aligned, nvidia, residual, row
 from opweave.kernels.libraries.rotary_arguments import HEADS, angles, tokens
-from opweave.kernels.wrap import FunctionByArgument, Output, wrap
+from opweave.kernels.wrap import FunctionByArgument, Output, requires, wrap
 from opweave.packages import is_installed
 
 _X = nvidia("x", 8, 0) & rules.contiguous("x") & aligned("x")
@@ -40,7 +40,7 @@ def _shares_keys(x_query: Tensor, x_key: Tensor) -> bool:
 
 
 if is_installed("sgl_kernel"):
-    register = partial(wrap, provider="sgl_kernel")
+    register = partial(wrap, provider="sgl_kernel", **requires())
     register(
         ops.rms_norm,
         function="sgl_kernel.elementwise:rmsnorm",
