@@ -75,6 +75,7 @@ class Kind(enum.Enum):
 
     CALL = "call"  # op(...): functional
     DONATING = "maybe_inplace"  # op.maybe_inplace(...): activations are donated
+    AUTOGRAD = "autograd"  # of the torch op: functional, plain calls need no second dispatch
     KERNEL = "kernel"  # below the torch dispatcher: functional, no checks for modes or gradients
 
 
