@@ -387,10 +387,8 @@ def _show_tuned(tuned: Tuned, output: Path) -> None:
     )
     busy = [cell.busy for cell in tuned.cells if cell.busy]
     if busy:
-        out.print(
-            f"{busy[-1]}: nothing is chosen in {len(busy)}. Run the command again when it is idle.",
-            markup=False,
-        )
+        advice = "Run the command again when it is idle."
+        out.print(f"{busy[-1]}: nothing is chosen in {len(busy)}. {advice}", markup=False)
     for line in dict.fromkeys(line for cell in tuned.cells for line in _excluded(cell)):
         out.print(f"[bold red]✗[/] {escape(line)}")
     for call, reason in tuned.problems.items():

@@ -318,7 +318,7 @@ class TorchOps:
         args, named = tree_map_only(Tensor, _without_data, (args, named))
         with FlopCounterMode(display=False) as counter, suppress(Exception):  # it may read data
             self.op.native(*args, **named)
-        return counter.get_total_flops()
+        return int(counter.get_total_flops())
 
 
 def _without_data(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -154,7 +154,14 @@ class HubKernel:
 _PACKAGE_NAMES = {"triton": "Triton", "cutlass": "CUTLASS (nvidia-cutlass-dsl)"}
 
 
-def requires(*packages: str, gpu: bool = True) -> dict[str, Any]:
+class Support(TypedDict):
+    """Options of :func:`wrap`."""
+
+    supported: bool
+    unsupported_reason: str | None
+
+
+def requires(*packages: str, gpu: bool = True) -> Support:
     """Return options of :func:`wrap` for a library that runs with other packages, or on a GPU."""
     missing = [_PACKAGE_NAMES.get(name, name) for name in packages if not is_installed(name)]
     reason = f"{' and '.join(missing)} is not installed" if missing else "torch finds no GPU"

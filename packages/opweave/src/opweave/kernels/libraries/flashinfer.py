@@ -31,6 +31,10 @@ _NORM = (
     & aligned("weight")
 )
 _GATED = _X & rules.last_dim_multiple_of("x", 2)
+_GELUS: dict[object, str] = {
+    "none": "flashinfer.activation:gelu_and_mul",
+    "tanh": "flashinfer.activation:gelu_tanh_and_mul",
+}
 
 
 def _rotates_vectors(cos_sin_cache: Tensor, head_size: int) -> bool:
@@ -60,13 +64,7 @@ if is_installed("flashinfer"):
     )
     register(
         ops.gelu_and_mul,
-        function=FunctionByArgument(
-            "approximate",
-            {
-                "none": "flashinfer.activation:gelu_and_mul",
-                "tanh": "flashinfer.activation:gelu_tanh_and_mul",
-            },
-        ),
+        function=FunctionByArgument("approximate", _GELUS),
         arguments=["x"],
         supports_args=_GATED & rules.one_of("approximate", "none", "tanh"),
     )
