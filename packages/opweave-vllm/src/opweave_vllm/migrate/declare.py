@@ -663,7 +663,7 @@ def _compiled(own: OpPlan, layer: LayerClass, module: ast.Module) -> Callable[..
     parameters = [a.name if a.default is None else f"{a.name}={a.default}" for a in own.arguments]
     headers = {NATIVE: (", ".join(parameters), layer.methods[NATIVE])}
     headers |= {name: (ast.unparse(m.args), m) for name, m in own.native.helpers.items()}
-    replacer, tree = _SelfReplacer(own.native.replacements), ast.Module([], [])
+    replacer, tree = _ArgumentReplacer(own.native.replacements), ast.Module([], [])
     for name, (signature, method) in headers.items():
         function = cast(Function, ast.parse(f"def {name}({signature}): pass").body[0])
         function.body = [replacer.visit(deepcopy(statement)) for statement in method.body]
@@ -694,7 +694,7 @@ def _binds(statement: ast.stmt) -> set[str]:
     return {trees.dotted(target) for target in trees.assignment(statement)[0]}
 
 
-class _SelfReplacer(ast.NodeTransformer):
+class _ArgumentReplacer(ast.NodeTransformer):
     def __init__(self, replacements: Mapping[str, str]) -> None:
         self.replacements = replacements
 
