@@ -268,6 +268,89 @@ def test_the_packages_own_layers_are_ours(migrate: Migrate) -> None:
     assert "torch.ops._C.silu_and_mul(out, x)" in found["sketch"]
 
 
+GATED = """
+raise RuntimeError("the module is not imported")
+
+HALVES = 2
+
+def halves(x):
+    d = x.shape[-1] // HALVES
+    return x[..., :d], x[..., d:]
+
+@CustomOp.register("silu_and_mul")
+class SiluAndMul(CustomOp):
+    @staticmethod
+    def product(a, b):
+        return a * b
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        gate, up = halves(x)
+        return self.product(%s)
+
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        return torch.ops._C.silu_and_mul(x)
+"""
+HEAD_WITHOUT_LAYERS = HEAD.rpartition("from")[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("nn.functional.silu(gate), up", ""),
+        ("gate, nn.functional.silu(up)", "it computes something else: output 0: "),
+        ("cdiv(gate, 1), up", "it cannot be compared, NameError: name 'cdiv' is not defined"),
+    ],
+)
+def test_a_layer_of_opweave_replaces_a_class_that_computes_the_same(
+    run: Run, tmp_path: Path, body: str, reason: str
+) -> None:
+    path = tmp_path / "my_ops.py"
+    path.write_text(f"from vllm.utils import cdiv{HEAD_WITHOUT_LAYERS}{GATED % body}")
+    done = run("migrate", path)
+    summary = done.stderr.splitlines()[-1]
+    if not reason:
+        assert done.returncode == 0
+        assert "ir.ops.silu_and_mul of opweave computes the same on drawn inputs" in done.stderr
+        assert "from opweave.layers import SiluAndMul" in done.stdout
+        assert 'ir.ops.silu_and_mul.register_impl("vllm_c"' in done.stdout
+        assert "1 of 1 classes converted" in summary
+        return
+    assert done.returncode == 1
+    assert reason in done.stderr
+    assert "class SiluAndMul(CustomOp):" in done.stdout
+    assert 'ir.ops.my_ops_silu_and_mul.register_impl("vllm_c"' in done.stdout
+    assert "ir.ops.silu_and_mul" not in done.stdout
+    assert "; not the same as opweave's layers: SiluAndMul" in summary
+
+
+NORM = """
+@CustomOp.register("rms_norm")
+class RMSNorm(CustomOp):
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return y.to(x.dtype) * %s
+
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        return torch.ops._C.norm(x, self.weight, self.eps)
+"""
+
+
+def test_arguments_of_other_names_are_compared_in_their_order(migrate: Migrate) -> None:
+    same = migrate(NORM % "self.weight", head=HEAD_WITHOUT_LAYERS)
+    assert same["kept"] == []
+    assert becomes(same, "RMSNorm") == [("register_impl", "vllm_c")]
+    assert "torch.ops._C.norm(x, weight, epsilon)" in same["sketch"]
+    other = migrate(NORM % "(1 + self.weight)", head=HEAD_WITHOUT_LAYERS)
+    assert other["kept"] == ["RMSNorm"]
+    assert "class RMSNorm(CustomOp)" in other["sketch"]
+
+
 def writes(argument: str) -> str:
     return f"it writes to its argument {argument}, or returns it"
 

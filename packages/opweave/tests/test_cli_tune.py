@@ -11,9 +11,16 @@ import torch
 import test_cli
 from opweave import ir
 from opweave.tuning import Cell, Machine, Measurement, Time, TuningFile, record_calls
+from opweave.tuning.measure import digest_of
 from test_cli import CHECKPOINT, Run, assert_one_line_error, run_anew
 
 run = test_cli.run  # the fixture
+
+
+@pytest.fixture(autouse=True)
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("busy", "disturbance"):
+        monkeypatch.setattr(f"opweave.tuning.tuning_file.{name}", lambda: None)
 
 
 @pytest.fixture
@@ -33,6 +40,26 @@ def test_a_trace_is_tuned(run: Run, trace: Path, tmp_path: Path) -> None:
     cells = TuningFile.load(output).here(output)
     assert {tokens for _, _, tokens in cells} == {1, 8}
     assert "0 measured" in run("tune", trace, "-o", output).stdout
+    digest = digest_of(ir.ops.silu_and_mul.impls["native"])
+    text = output.read_text(encoding="utf-8").replace(digest, "0" * 32)
+    output.write_text(text, encoding="utf-8")
+    again = run("tune", trace, "-o", output, "--rounds", "2").stdout
+    assert "changed since they were measured: silu_and_mul:native" in again
+    assert "2 measured" in again
+
+
+def test_nothing_is_chosen_on_a_busy_machine(
+    run: Run, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "this machine is busy (load 12 on 2 cores)"
+    monkeypatch.setattr("opweave.tuning.tuning_file.busy", lambda: reason)
+    output = tmp_path / "tuning.json"
+    shown = run("tune", trace, "-o", output, "--rounds", "2").stdout
+    assert f"{reason}: nothing is chosen in 1. Run the command again when it is idle." in shown
+    monkeypatch.setattr("opweave.tuning.tuning_file.busy", lambda: None)
+    again = run("tune", trace, "-o", output, "--rounds", "2").stdout
+    assert "1 measured" in again
+    assert "busy" not in again
 
 
 def test_a_dry_run_of_a_model_measures_nothing(run: Run, tmp_path: Path) -> None:
@@ -74,12 +101,14 @@ def test_bad_input(run: Run, trace: Path, tmp_path: Path) -> None:
     assert_one_line_error(run("tune", trace, "-o", output), "is not a tuning file")
 
 
+def measured(provider: str, microseconds: float) -> Measurement:
+    digest = digest_of(ir.ops.silu_and_mul.impls[provider])
+    return Measurement(provider, "passed", time=Time(microseconds, 0), chance=0, digest=digest)
+
+
 def faster_native(path: Path, machine: Machine | None = None) -> Path:
     """Write a file in which native is the fastest implementation of silu_and_mul."""
-    results = (
-        Measurement("opweave_c", "passed", time=Time(55, 0)),
-        Measurement("native", "passed", time=Time(41, 0)),
-    )
+    results = (measured("opweave_c", 55), measured("native", 41))
     file = TuningFile()
     file.add(Cell("silu_and_mul", "x", 1, 1, "opweave_c", results), machine or Machine.here())
     file.save(path)
@@ -101,10 +130,7 @@ def test_explain_shows_the_tuned_choice(run: Run, tmp_path: Path) -> None:
 def test_ops_lists_the_ranges(run: Run, tmp_path: Path) -> None:
     path, file = tmp_path / "tuning.json", TuningFile()
     for tokens, native in ((1, 41), (64, 99)):
-        results = (
-            Measurement("opweave_c", "passed", time=Time(55, 0)),
-            Measurement("native", "passed", time=Time(native, 0)),
-        )
+        results = (measured("opweave_c", 55), measured("native", native))
         file.add(Cell("silu_and_mul", "x", tokens, 1, "opweave_c", results), Machine.here())
     file.save(path)
     try:

@@ -43,9 +43,9 @@ def test_every_adapter_is_listed() -> None:
     assert {*PACKAGES, "vllm_c"} == {*ADAPTERS}
 
 
-def test_explain_names_the_reason_and_imports_nothing(libraries: dict[str, str]) -> None:
-    code = f"""
+EXPLAIN = f"""
 import sys, torch
+torch.cuda.is_available = lambda: %s
 from opweave import ir
 with ir.priority({{"rms_norm": {[*NORMS]}, "causal_attention": ["flash_attn"]}}):
     print(ir.explain(ir.ops.rms_norm, torch.ones(3, 64), torch.ones(64), 1e-6))
@@ -53,11 +53,29 @@ with ir.priority({{"rms_norm": {[*NORMS]}, "causal_attention": ["flash_attn"]}})
     ir.ops.rms_norm(torch.ones(3, 64), torch.ones(64), 1e-6)
 print({{*{[*PACKAGES.values()]}}} & {{*sys.modules}})
 """
-    *lines, imported = run(libraries, code).splitlines()
-    reasons = {line.split()[1]: line for line in lines if "on cpu" in line}
-    for provider in NORMS:
-        assert "x: on cpu (supports cuda)" in reasons[provider]
-    assert "query: on cpu (supports cuda)" in reasons["flash_attn"]
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+@pytest.mark.parametrize("has_packages", [False, True])
+def test_explain_names_the_reason_and_imports_nothing(
+    libraries: dict[str, str], tmp_path: Path, has_gpu: bool, has_packages: bool
+) -> None:
+    for package in ("triton", "cutlass"):
+        if has_packages:
+            (tmp_path / f"{package}.py").touch()
+    *lines, imported = run(libraries, EXPLAIN % has_gpu).splitlines()
+    reasons = {fields[1]: line for line in lines if len(fields := line.split()) > 1}
+    without_package = {
+        "liger": "Triton is not installed",
+        "flag_gems": "Triton is not installed",
+        "quack": "CUTLASS (nvidia-cutlass-dsl) is not installed",
+    }
+    for provider in (*NORMS, "flash_attn"):
+        rule = f"{'query' if provider == 'flash_attn' else 'x'}: on cpu (supports cuda)"
+        reason = rule if has_gpu else "torch finds no GPU"
+        if not has_packages:
+            reason = without_package.get(provider, reason)
+        assert reason in reasons[provider]
     assert imported == "set()"
 
 

@@ -206,6 +206,38 @@ def test_a_choice_from_a_library_that_is_not_installed(gated: IrOp) -> None:
     assert gated.impls["acme"].unsupported_reason == "no_such_library is not installed"
 
 
+def test_a_result_of_another_form_is_converted() -> None:
+    def vectorwise_quant(x: Tensor) -> tuple[Tensor, Tensor, None]:
+        absmax = x.abs().amax(-1)
+        codes = (x * (127 / absmax.unsqueeze(-1))).round().to(torch.int8)
+        return codes, absmax, None
+
+    def codes_and_scales(result: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        codes, absmax = result
+        return codes, (absmax / 127).view(*x.shape[:-1], 1)
+
+    with ir.isolated_registry() as registry:
+        op = ir.register_op(ir.ops.dynamic_per_token_quant_int8.native)
+        assert op.registry is registry
+        wrap(op, "acme", vectorwise_quant, ["x"], results=(0, 1), result=codes_and_scales)
+        x = torch.randn(2, 3, 8)
+        for found, expected in zip(op.using("acme!")(x), op.native(x), strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+def test_outputs_can_be_converted(gated: IrOp) -> None:
+    outputs = [Output(half_of), "x", "scale"]
+    wrap(gated, "acme", gate_into, outputs, result=lambda out, scale: out / scale)
+    assert torch.allclose(gated.using("acme!")(X, 4.0), gate(X))
+
+
+def test_a_conversion_takes_parameters_of_the_op(gated: IrOp) -> None:
+    with pytest.raises(InvalidOpError, match="'size', which is not a parameter"):
+        wrap(gated, "acme", gate, ["x"], result=lambda out, size: out)
+    with pytest.raises(InvalidOpError, match="result= takes no value"):
+        wrap(gated, "acme", gate, ["x"], result=lambda: None)
+
+
 def test_an_empty_batch_does_not_reach_the_function(gated: IrOp) -> None:
     def kernel(x: Tensor) -> Tensor:
         raise AssertionError("an empty grid cannot be launched")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from ir.helpers import (
     assert_equal,
@@ -22,8 +25,9 @@ from ir.helpers import (
     overloads,
     tuple_of,
 )
-from opweave import ir
+from opweave import ir, torch_compat
 from opweave.ir.torch_ops import Function, opaque_op
+from opweave.tuning import record_calls
 
 # opcheck
 
@@ -269,3 +273,61 @@ def test_a_graph_has_one_node(op: Function) -> None:
 def test_opcheck_of_an_opaque_op(op: Function) -> None:
     x = torch.randn(3, 4)
     torch.library.opcheck(op, (x, 0.5), test_utils=("test_schema", "test_faketensor"))
+
+
+# FlopCounterMode, and direct calls of the torch op.
+
+
+def flops(function: Callable[..., Any], *args: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        function(*args)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("linear", "linear_w8a8", "linear_w4a16", "fused_experts", "causal_attention"),
+        *("bidirectional_attention", "varlen_attention", "paged_attention", "conv_nd"),
+        *("mla_attention_decode", "ssd_chunk_scan"),
+    ],
+)
+def test_flops_are_those_of_the_definition(name: str) -> None:
+    op = getattr(ir.ops, name)
+    values = op.bind(*op.generate_inputs())
+    expected = flops(op.native, *values)
+    assert expected > 0
+    assert flops(op, *values) == flops(op.using("native"), *values) == expected
+
+
+def test_flops_of_a_product() -> None:
+    x, weight = torch.randn(3, 8), torch.randn(5, 8)
+    assert flops(ir.ops.linear, x, weight) == 2 * 3 * 5 * 8
+    with FakeTensorMode() as mode:
+        fakes = mode.from_tensor(x), mode.from_tensor(weight)
+        assert flops(ir.ops.linear, *fakes) == 2 * 3 * 5 * 8
+    assert flops(ir.ops.silu_and_mul, x) == 0
+
+
+def test_a_plain_call_of_the_torch_op_is_dispatched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatched = []
+    below = torch_compat.below_autograd
+
+    def counted() -> AbstractContextManager[None]:
+        dispatched.append(1)
+        return below()
+
+    monkeypatch.setattr(torch_compat, "below_autograd", counted)
+    op, x = ir.ops.silu_and_mul, torch.randn(3, 8)
+    op.torch_op(x)  # generates its function
+    dispatched.clear()
+    assert torch.equal(op.torch_op(x), op(x))
+    assert not dispatched
+    with FlopCounterMode(display=False):  # a mode must see the call
+        op.torch_op(x)
+    assert dispatched
+    x.requires_grad_()
+    assert op.torch_op(x).requires_grad
+    with ir.priority(silu_and_mul=["native"]), record_calls() as recorder:
+        op.torch_op(x.detach())
+    assert [call.provider for call in recorder.trace.calls] == ["native"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from opweave.config.sources import tuning_file
 from opweave.ir.errors import SettingError, SettingWarning
 from opweave.tuning import Cell, Machine, Measurement, Time, TuningFile
 from opweave.tuning.choice import ranges_of
+from opweave.tuning.measure import digest_of
 from opweave.tuning.trace import TuningFileError
 from opweave.tuning.tuning_file import apply_tuning_file
 from support.warm_python import warm_python
@@ -29,11 +31,11 @@ from support.warm_python import warm_python
 
 def write(path: Path, machine: Machine | None = None) -> Path:
     """Write a file in which native is faster for one token, and slower for 64."""
-    file = TuningFile()
+    file, impls = TuningFile(), ir.ops.silu_and_mul.impls
     for tokens, native in ((1, 41.0), (64, 99.0)):
-        results = (
-            Measurement("opweave_c", "passed", time=Time(55.0, 0.0)),
-            Measurement("native", "passed", time=Time(native, 0.0)),
+        results = tuple(
+            Measurement(p, "passed", time=Time(time, 0), chance=0, digest=digest_of(impls[p]))
+            for p, time in (("opweave_c", 55.0), ("native", native))
         )
         cell = Cell("silu_and_mul", "x float32[n,16]", tokens, 1, "opweave_c", results)
         file.add(cell, machine or Machine.here())
@@ -61,6 +63,18 @@ def test_measurements_choose(registry: ir.Registry, tmp_path: Path) -> None:
     assert chosen() == ["native", "opweave_c", "opweave_c"]
     shown = str(ir.explain(ir.ops.silu_and_mul, torch.randn(1, 16)))
     assert f"✓ native           chosen  [tuned: 41 µs against 55 µs, {path}]" in shown
+
+
+def test_measurements_of_a_kernel_that_has_changed_are_ignored_with_a_warning(
+    registry: ir.Registry, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "tuning.json")
+    digest = digest_of(ir.ops.silu_and_mul.impls["native"])
+    path.write_text(path.read_text(encoding="utf-8").replace(digest, "0" * 32), encoding="utf-8")
+    names = re.escape(f"a test: the measurements of silu_and_mul:native in {path} are ignored")
+    with pytest.warns(SettingWarning, match=names):
+        apply_tuning_file(registry, path, "a test")
+    assert chosen() == ["opweave_c"] * 3
 
 
 def test_programs_do_not_load_the_conformance_kit(tmp_path: Path) -> None:
@@ -103,6 +117,7 @@ CHANGES: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("machines", 0, "cells", 0, "results"), [3], "a cell is malformed"),
     (("machines", 0, "cells", 0, "results", 1, "status"), "fine", "status 'fine' should be one of"),
     (("machines", 0, "cells", 0, "results", 1, "noise"), math.nan, "noise nan should be"),
+    (("machines", 0, "cells", 0, "results", 1, "chance"), None, "chance None should be"),
     (("machines", 0, "cells", 0, "results", 1, "microseconds"), -41.0, "microseconds -41.0"),
     (("machines", 0, "cells", 0, "results", 1, "microseconds"), "41", "microseconds '41'"),
 ]
@@ -154,12 +169,22 @@ def test_where_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 Times = dict[str, float | str]
 
 
-def cell(tokens: int, times: Times, *, family: str = "f", calls: int = 1, noise: float = 0) -> Cell:
+def cell(
+    tokens: int,
+    times: Times,
+    *,
+    family: str = "f",
+    calls: int = 1,
+    chance: float = 0,
+    busy: str = "",
+) -> Cell:
     results = tuple(
-        Measurement(p, t) if isinstance(t, str) else Measurement(p, "passed", time=Time(t, noise))
+        Measurement(p, t)
+        if isinstance(t, str)
+        else Measurement(p, "passed", time=Time(t, 0), chance=chance)
         for p, t in times.items()
     )
-    return Cell("op", family, tokens, calls, "a", results)
+    return Cell("op", family, tokens, calls, "a", results, busy)
 
 
 def chosen_ranges(*cells: Cell) -> list[tuple[int | None, str | None]]:
@@ -200,7 +225,14 @@ def test_ranges(times: dict[int, Times], expected: list[tuple[int | None, str | 
 
 
 def test_noise_keeps_the_default() -> None:
-    assert chosen_ranges(cell(1, {"a": 10, "b": 8}, noise=0.2)) == []
+    assert chosen_ranges(cell(1, {"a": 10, "b": 8}, chance=0.2)) == []
+
+
+def test_nothing_is_chosen_from_measurements_on_a_busy_machine() -> None:
+    fast = cell(4, {"a": 10, "b": 1})
+    assert chosen_ranges(fast) == [(None, "b")]
+    busy = cell(4, {"a": 10, "b": 1}, family="g", busy="this machine is busy")
+    assert chosen_ranges(busy) == chosen_ranges(fast, busy) == []
 
 
 def test_a_choice_may_not_be_slower_for_any_family() -> None:

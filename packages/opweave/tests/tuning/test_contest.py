@@ -27,7 +27,7 @@ from opweave.tuning import (
 )
 from opweave.tuning.cases import Sized, generated, traced
 from opweave.tuning.measure import relative_error
-from opweave.tuning.timing import Time, compare, is_faster
+from opweave.tuning.timing import Time, chance, compare, disturbance
 
 QUICK = Effort(rounds=2, seconds=1e-5)
 SMALL = {"hidden_size": 32}
@@ -88,6 +88,26 @@ def test_wrong_implementations_are_not_timed(doubled: ir.IrOp) -> None:
     assert "SystemExit" in found["exits"].reason
     assert "its predicate raised" in found["doubts"].reason
     assert torch.equal(x, before)
+
+
+def test_calls_through_the_op_are_timed_with_their_rule_and_wrapper(doubled: ir.IrOp) -> None:
+    def is_small(x: Tensor) -> bool:
+        time.sleep(0.002)
+        return True
+
+    @doubled.register_impl("slow_rule", supports_args=is_small)
+    def _(x: Tensor) -> Tensor:
+        return x * 2
+
+    case = Case(doubled, "", (torch.randn(4, 8),))
+    found = contest(case, ["native", "slow_rule", "inplace"], QUICK, with_calls=True)
+    native, slow, inplace = found
+    assert slow.time is not None
+    assert slow.call_time is not None
+    assert slow.call_time.microseconds > 2000 > slow.time.microseconds
+    for m in (native, inplace):
+        assert m.call_time is not None
+    assert all(m.call_time is None for m in contest(case, ["native"], QUICK))
 
 
 def test_integer_activations_do_not_advance() -> None:
@@ -154,6 +174,13 @@ def test_traced_cases_are_the_distinct_calls() -> None:
 
 
 # Tuning in a subprocess: crashes are excluded, and a run continues where the last one ended.
+
+
+@pytest.fixture(autouse=True)
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("busy", "disturbance"):
+        monkeypatch.setattr(f"opweave.tuning.tuning_file.{name}", lambda: None)
+
 
 HERE = Machine("cpu", "a processor", "amx", 2, "2.13", "0.1")
 
@@ -231,6 +258,16 @@ def test_a_run_continues_where_the_budget_ended(tmp_path: Path) -> None:
     assert len(TuningFile.load(path).machines[HERE]) == 3
 
 
+def test_a_run_keeps_what_another_writes_meanwhile(tmp_path: Path) -> None:
+    path, task = tmp_path / "tuning.json", Task(effort=QUICK)
+
+    def other(done: int, total: int, op: str) -> None:
+        tune(recorded(64), path, task, machine=HERE)
+
+    tune(recorded(1), path, task, machine=HERE, progress=other)
+    assert {tokens for _, _, tokens in TuningFile.load(path).machines[HERE]} == {1, 64}
+
+
 def test_calls_that_native_refuses_are_reported(tmp_path: Path) -> None:
     trace = recorded(2)
     trace.calls[0].arguments["x"].update(shape=[2, 15], stride=[15, 1])  # an odd width
@@ -257,7 +294,7 @@ def test_the_median_and_its_noise() -> None:
     found = compare(calls, Effort(rounds=5, seconds=0.001))
     assert found["short"].microseconds == pytest.approx(1000, rel=0.9)
     assert found["long"].noise >= 0
-    assert is_faster(found["short"], found["long"], least=0)
+    assert found["short"].microseconds < found["long"].microseconds
 
 
 def test_contenders_take_turns() -> None:
@@ -270,13 +307,22 @@ def test_contenders_take_turns() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "expected"),
     [
-        (Time(10, 0.0), Time(11, 0.0), True),
-        (Time(10, 0.0), Time(10.1, 0.0), False),  # below the least difference
-        (Time(10, 0.1), Time(11, 0.1), False),  # within the noise
-        (Time(10, 0.1), Time(13, 0.1), True),
-        (Time(10, 0.0), Time(9, 0.0), False),
-        (Time(10, float("inf")), Time(99, 0.0), False),  # one round tells nothing
+        ([10, 10, 10], [11, 11, 11], 1 / 8),
+        ([10, 10, 99], [11, 11, 11], 4 / 8),  # by how much a round is lost does not matter
+        ([10, 10, 10], [10.1, 10.1, 10.1], 1),  # below the least difference
+        ([10, 10, 10], [9, 9, 9], 1),
+        ([10] * 15, [11] * 15, 2**-15),
     ],
 )
-def test_faster_by_more_than_the_noise(one: Time, other: Time, expected: bool) -> None:
-    assert is_faster(one, other) is expected
+def test_the_chance_of_winning_so_many_rounds(
+    one: list[float], other: list[float], expected: float
+) -> None:
+    assert chance(one, other) == expected
+
+
+def test_a_process_that_gets_half_a_core_is_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = time.perf_counter
+    monkeypatch.setattr("time.thread_time", lambda: clock() / 2)
+    assert disturbance() == "this machine is busy (a process gets 50% of a core)"
+    monkeypatch.setattr("time.thread_time", clock)
+    assert disturbance() is None

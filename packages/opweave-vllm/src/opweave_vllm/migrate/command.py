@@ -20,11 +20,12 @@ def migrate(
     *,
     output: Annotated[str, Parameter(name=("--output", "-o"))] = "-",
     json: Flag = False,
-) -> None:
+) -> int:
     """Rewrite a module of vLLM-style CustomOp classes as ops, implementations and layers.
 
     Prints the new module, with the comments and the formatting of the old one; the report goes to
-    standard error. The module is parsed, never imported.
+    standard error. The module is parsed, never imported. A class with the name of one of opweave's
+    layers is replaced if both compute the same on drawn inputs. Exits with 1 if one is kept.
 
     Parameters
     ----------
@@ -51,17 +52,19 @@ def migrate(
     except RecursionError as error:
         raise CliError(f"{str(file)!r} is nested too deeply to be rewritten.") from error
     left = remaining_imports(text)
+    kept = [p.layer.name for p in plans if p.is_unregistered and p.layer.kind == "CustomOp"]
     if json:
         print_json(
             {
                 "file": str(file),
                 "classes": [_describe(layer_plan) for layer_plan in plans],
                 "notes": source.notes,
+                "kept": kept,
                 "imports_left": left,
                 "sketch": text,
             }
         )
-        return
+        return 1 if kept else 0
     for layer_plan in plans:
         described = _describe(layer_plan)
         err.print(f"{described['class']}, line {described['line']}", markup=False)
@@ -74,7 +77,9 @@ def migrate(
     write("--output", output, text)
     converted = sum(not each.stays or each.op is not None for each in plans)
     imports = f"; still imports {', '.join(left)}" if left else ""
-    err.print(f"{converted} of {len(plans)} classes converted{imports}", markup=False)
+    others = f"; not the same as opweave's layers: {', '.join(kept)}" if kept else ""
+    err.print(f"{converted} of {len(plans)} classes converted{others}{imports}", markup=False)
+    return 1 if kept else 0
 
 
 def _describe(plan: LayerPlan) -> dict[str, Any]:

@@ -3,16 +3,23 @@
 import ast
 import inspect
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
+import torch
+
+from opweave.conformance.compare import outputs_problem
+from opweave.errors import described
 from opweave.ir import current_registry
 from opweave.ir.errors import InvalidNameError
 from opweave.ir.schema import OWN_PROVIDERS, RESERVED_PROVIDERS, check_op_name
+from opweave.tuning.cases import generated
 from opweave_vllm.migrate import trees
-from opweave_vllm.migrate.source import NATIVE, LayerClass
+from opweave_vllm.migrate.source import NATIVE, LayerClass, SourceModule
 from opweave_vllm.migrate.trees import Function
 
 # Valid names for ops and providers.
@@ -480,7 +487,7 @@ class OpPlan:
     native: Rewritten | None
 
 
-def declare(layer: LayerClass, path: Path, notes: list[str]) -> OpPlan | None:
+def declare(layer: LayerClass, source: SourceModule, notes: list[str]) -> OpPlan | None:
     """Return the op for ``forward_native``, or None with the reason in *notes*."""
     native = layer.methods.get(NATIVE)
     if native is None:
@@ -513,17 +520,23 @@ def declare(layer: LayerClass, path: Path, notes: list[str]) -> OpPlan | None:
     name = op_name(layer_name)
     if name != layer_name:
         notes.append(f"Its op is called {name}: {layer_name!r} is not a valid op name.")
-    existing = declared(name)
+    own, existing = OpPlan(name, arguments, returned(native), body), declared(name)
     if existing is not None:
-        if {a.name for a in existing.arguments if not a.default} <= {a.name for a in arguments}:
-            notes.append(f"opweave has this op: ir.ops.{name}.")
+        names = _parameters(own, existing)
+        difference = _difference(own, names, name, layer, source.module)
+        if not difference:
+            notes.append(f"ir.ops.{name} of opweave computes the same on drawn inputs.")
+            attributes = {names[a.name]: a.attribute for a in arguments}
+            existing.arguments = [
+                replace(a, attribute=attributes.get(a.name)) for a in existing.arguments
+            ]
             return existing
         notes.append(
             f"opweave has another op of this name, ir.ops.{name}"
-            f"({', '.join(a.name for a in existing.arguments)}). Use it if it is the same function."
+            f"({', '.join(a.name for a in existing.arguments)}): {difference}."
         )
-        name = op_name(f"{snake(path.stem)}_{name}")
-    return OpPlan(name, arguments, returned(native), body)
+        own.name = op_name(f"{snake(source.path.stem)}_{name}")
+    return own
 
 
 def declared(name: str | None) -> OpPlan | None:
@@ -599,3 +612,88 @@ def _used_attributes(native: Function, layer: LayerClass) -> list[str]:
         and layer.kernel(name) is None
         and (name not in opened or attribute_type(name, layer) is not None)
     ]
+
+
+# Compares the function of a class with an op of opweave by value.
+#
+# The module is not imported: only the statements run that the function needs.
+
+
+_TOKENS = (1, 5)
+_SAFE_IMPORTS = frozenset({"torch", *sys.stdlib_module_names})
+
+
+def _parameters(own: OpPlan, other: OpPlan) -> dict[str, str]:
+    """Return the parameter of another op for each argument, by name, else by order; {}: none."""
+    names = [argument.name for argument in own.arguments]
+    rest = [a.name for a in other.arguments if not a.default and a.name not in names]
+    others = [name for name in names if name not in {a.name for a in other.arguments}]
+    if len(rest) != len(others):
+        return {}
+    return {name: name for name in names} | dict(zip(others, rest, strict=True))
+
+
+def _difference(
+    own: OpPlan, names: Mapping[str, str], name: str, layer: LayerClass, module: ast.Module
+) -> str:
+    """Return how a class's function differs from opweave's op *name* on drawn inputs, or ""."""
+    if not names:
+        return "it has other arguments"
+    op = current_registry().op(name)
+    try:
+        function = _compiled(own, layer, module)
+        for dtype in (torch.float32, torch.bfloat16):
+            for sized in generated(op, _TOKENS, dtype=dtype):
+                values = dict(zip(op.schema.names, sized.case.values, strict=True))
+                result = function(**{name: values[other] for name, other in names.items()})
+                if problem := outputs_problem(sized.case, result):
+                    return f"it computes something else: {problem}"
+    except Exception as error:
+        return f"it cannot be compared, {described(error, 1)}"
+    return ""
+
+
+def _compiled(own: OpPlan, layer: LayerClass, module: ast.Module) -> Callable[..., Any]:
+    """Return ``forward_native`` as a function of the arguments of its op."""
+    assert own.native is not None
+    parameters = [a.name if a.default is None else f"{a.name}={a.default}" for a in own.arguments]
+    headers = {NATIVE: (", ".join(parameters), layer.methods[NATIVE])}
+    headers |= {name: (ast.unparse(m.args), m) for name, m in own.native.helpers.items()}
+    replacer, tree = _ArgumentReplacer(own.native.replacements), ast.Module([], [])
+    for name, (signature, method) in headers.items():
+        function = cast(Function, ast.parse(f"def {name}({signature}): pass").body[0])
+        function.body = [replacer.visit(deepcopy(statement)) for statement in method.body]
+        tree.body.append(function)
+    tree.body = [*_needed_by(tree, module), *tree.body]
+    namespace: dict[str, Any] = {}
+    tree.body.insert(0, *ast.parse("from __future__ import annotations").body)
+    exec(compile(ast.fix_missing_locations(tree), "<migrate>", "exec"), namespace)
+    return cast("Callable[..., Any]", namespace[NATIVE])
+
+
+def _needed_by(tree: ast.Module, module: ast.Module) -> list[ast.stmt]:
+    """Return the imports, constants and functions of *module* that *tree* needs."""
+    names, needed = set(trees.names_in(tree)), set[ast.stmt]()
+    while added := {s for s in module.body if s not in needed and _binds(s) & names}:
+        needed |= added
+        names |= set(trees.names_in(*added))
+    return [statement for statement in module.body if statement in needed]
+
+
+def _binds(statement: ast.stmt) -> set[str]:
+    """Return the names that an import of torch, an assignment or a function binds."""
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        full_names = trees.imports_of(statement)
+        return {n for n, full in full_names.items() if full.partition(".")[0] in _SAFE_IMPORTS}
+    if isinstance(statement, Function):
+        return {statement.name}
+    return {trees.dotted(target) for target in trees.assignment(statement)[0]}
+
+
+class _ArgumentReplacer(ast.NodeTransformer):
+    def __init__(self, replacements: Mapping[str, str]) -> None:
+        self.replacements = replacements
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        text = self.replacements.get(trees.attribute_of_self(node))
+        return ast.parse(text, mode="eval").body if text else self.generic_visit(node)

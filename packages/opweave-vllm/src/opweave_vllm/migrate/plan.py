@@ -138,15 +138,14 @@ def _custom_op(plan: LayerPlan, source: SourceModule) -> None:
             f"{layer.registered!r} cannot name a layer: it should be an identifier, such as "
             "'rms_norm'. Rename it, so that custom_ops can select it."
         )
-    plan.op = declare(layer, source.path, plan.notes)
+    plan.op = declare(layer, source, plan.notes)
     if plan.op is not None:
         _implementations(plan, source)
-    if layer.registered in own_layers.op_registry:
+    if layer.registered in own_layers.op_registry and plan.op and plan.op.native is None:
         plan.stays = False
         plan.notes.append(
-            f"opweave has a layer of this name: {own_class(layer.registered)}. If it computes the "
-            "same, use it; to change it, derive from it and register the class with register_oot. "
-            "If not, keep this class under another name."
+            f"opweave's layer of this name replaces it: {own_class(layer.registered)}. To change "
+            "that, derive from it and register the class with register_oot."
         )
         if plan.unchanged:
             plan.notes.append(f"Not in the new module: {', '.join(plan.unchanged)}.")

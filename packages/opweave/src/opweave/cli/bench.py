@@ -63,8 +63,8 @@ def bench_op(
 ) -> int:
     """Time every implementation of an op, after comparing its result with the definition.
 
-    The fastest comes first, unless other processes keep this machine busy. Exits with 1 if a result
-    is wrong.
+    The table has the time of the kernel alone, and that of a call through the op. The fastest comes
+    first, unless other processes keep this machine busy. Exits with 1 if a result is wrong.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def bench_op(
     """
     from opweave.ir import current_registry
     from opweave.tuning import Effort
-    from opweave.tuning.timing import busy
+    from opweave.tuning.timing import busy, disturbance
 
     check_writable("--plot", plot)
     if plot is not None and not plot.endswith(".svg"):
@@ -99,6 +99,7 @@ def bench_op(
     cases = _cases(chosen, tokens, shape, dtype, trace, seed)
     busy_reason = busy()
     results, limit = _measured(cases, Effort(rounds=rounds))
+    busy_reason = busy_reason or disturbance()
     if json:
         print_json({**_as_data(chosen, results, limit), "busy": busy_reason})
     else:
@@ -152,13 +153,14 @@ def _measured(cases: list[Sized], effort: Effort) -> tuple[Results, float]:
         for done, sized in enumerate(cases):
             progress(done, len(cases), f"{sized.tokens} tokens")
             default = default_provider(sized.case)
-            results.append((sized, default, contest(sized.case, effort=effort)))
+            measured = contest(sized.case, effort=effort, default=default, with_calls=True)
+            results.append((sized, default, measured))
     return results, limit
 
 
 def _table(results: Results, limit: float, *, is_ranked: bool) -> Table:
-    table = PlainTable("tokens", "provider", "µs", "GB/s", "of limit", "error", "call")
-    for column in (0, 2, 3, 4, 5):
+    table = PlainTable("tokens", "provider", "µs", "call µs", "GB/s", "of limit", "error", "call")
+    for column in (0, 2, 3, 4, 5, 6):
         table.columns[column].justify = "right"
     for sized, default, measurements in results:
         for m in sorted(measurements, key=_microseconds) if is_ranked else measurements:
@@ -166,7 +168,7 @@ def _table(results: Results, limit: float, *, is_ranked: bool) -> Table:
             name = f"{m.provider} (default)" if m.provider == default else m.provider
             reason = f"[red]{m.status}[/]: {escape(m.reason)}"
             table.add_row(
-                str(sized.tokens), escape(name), shown_time(m.time),
+                str(sized.tokens), escape(name), shown_time(m.time), shown_time(m.call_time),
                 "-" if speed is None else f"{speed / 1e9:.1f}",
                 "-" if speed is None else f"{speed / limit:.0%}",
                 "-" if m.error is None else f"{m.error:.1e}",
@@ -188,7 +190,9 @@ def _as_data(op: IrOp, results: Results, limit: float) -> dict[str, Any]:
         {
             "tokens": sized.tokens, "call": _call(sized), "provider": m.provider,
             "default": m.provider == default, "status": m.status, "reason": m.reason or None,
-            "time": asdict(m.time) if m.time else None, "bytes": m.bytes, "error": m.error,
+            "time": asdict(m.time) if m.time else None,
+            "call_time": asdict(m.call_time) if m.call_time else None,
+            "bytes": m.bytes, "error": m.error,
             "gb_per_second": speed / 1e9 if (speed := m.bytes_per_second) else None,
             "limit_share": speed / limit if speed else None,
         }

@@ -269,7 +269,7 @@ def tune(
     """Measure the implementations of every op that a model calls, and write a tuning file.
 
     Results are checked against the definition first. Each implementation runs in a subprocess; one
-    that crashes is excluded. If the file exists, only missing measurements are made.
+    that crashes is excluded. If the file exists, only missing and outdated measurements are made.
 
     Parameters
     ----------
@@ -330,7 +330,8 @@ def tune(
         )
     if json:
         cells = [cell.to_dict() for cell in tuned.cells]
-        print_json({"cells": cells, "left": tuned.left, "problems": tuned.problems})
+        rest = {"left": tuned.left, "stale": tuned.stale, "problems": tuned.problems}
+        print_json({"cells": cells, **rest})
     else:
         _show_tuned(tuned, output)
 
@@ -378,10 +379,16 @@ def _show_tuned(tuned: Tuned, output: Path) -> None:
                 escape(cell.default), shown_time(cell.time(cell.default)), escape(cell.family),
             )  # fmt: skip
         out.print(table)
+    if tuned.stale:
+        out.print(f"changed since they were measured: {', '.join(tuned.stale)}", markup=False)
     out.print(
         f"{len(tuned.cells)} measured, the default is not the fastest in {len(faster)}: {output}",
         markup=False,
     )
+    busy = [cell.busy for cell in tuned.cells if cell.busy]
+    if busy:
+        advice = "Run the command again when it is idle."
+        out.print(f"{busy[-1]}: nothing is chosen in {len(busy)}. {advice}", markup=False)
     for line in dict.fromkeys(line for cell in tuned.cells for line in _excluded(cell)):
         out.print(f"[bold red]✗[/] {escape(line)}")
     for call, reason in tuned.problems.items():

@@ -25,20 +25,7 @@ from opweave.compile.options import (
 from opweave.compile.report import Report
 
 __all__ = [
-    "CompileError",
-    "CompileOptions",
-    "CompiledGraph",
-    "FusionForm",
-    "OptionError",
-    "PluginPassError",
-    "Report",
-    "UnloweredOpError",
-    "UseAfterDonationError",
-    "backend",
-    "fusion_table",
-    "install",
-    "lower",
-    "report",
-    "reports",
-    "uninstall",
-]
+    "CompileError", "CompileOptions", "CompiledGraph", "FusionForm", "OptionError",
+    "PluginPassError", "Report", "UnloweredOpError", "UseAfterDonationError", "backend",
+    "fusion_table", "install", "lower", "report", "reports", "uninstall",
+]  # fmt: skip

@@ -31,16 +31,9 @@ from opweave.torch_compat import (
 )
 
 __all__ = [
-    "BackendCompilerFailed",
-    "CustomGraphPass",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "SerializableCallable",
-    "TorchDispatchMode",
-    "no_autocast",
-]
+    "BackendCompilerFailed", "CustomGraphPass", "FakeTensorMode", "HigherOrderOperator",
+    "OpOverload", "OpOverloadPacket", "SerializableCallable", "TorchDispatchMode", "no_autocast",
+]  # fmt: skip
 
 
 # Patches of Inductor for kernels that write to their arguments.

@@ -15,13 +15,6 @@ from opweave.config.engine import (
 )
 
 __all__ = [
-    "CacheConfig",
-    "CompilationConfig",
-    "CompilationMode",
-    "EngineConfig",
-    "KernelConfig",
-    "ParallelConfig",
-    "SchedulerConfig",
-    "compilation_config",
-    "current_compilation_config",
-]
+    "CacheConfig", "CompilationConfig", "CompilationMode", "EngineConfig", "KernelConfig",
+    "ParallelConfig", "SchedulerConfig", "compilation_config", "current_compilation_config",
+]  # fmt: skip

@@ -75,6 +75,7 @@ class Kind(enum.Enum):
 
     CALL = "call"  # op(...): functional
     DONATING = "maybe_inplace"  # op.maybe_inplace(...): activations are donated
+    AUTOGRAD = "autograd"  # of the torch op: functional, plain calls need no second dispatch
     KERNEL = "kernel"  # below the torch dispatcher: functional, no checks for modes or gradients
 
 
@@ -107,25 +108,15 @@ class Generator:
         self.runs: dict[str, IrOpImpl] = {}  # name in the generated code -> implementation
         self.owners: dict[int, IrOpImpl] = {}  # by id(), since a callable may not be hashable
         self.namespace: dict[str, Any] = {
-            **self.schema.defaults,
-            "_Tensor": Tensor,
-            "_Parameter": Parameter,
-            "_plain_types": plain_call.PLAIN_TYPES,
-            "_type": type,
-            "_list": list,
-            "_tuple": tuple,
-            "_all": all,
-            "_any": any,
-            "_Exception": Exception,
-            "_current_scope": current_scope,
-            "_scoped": scoped,
-            "_slow": slow,
-            "_note": self._note,
+            **self.schema.defaults, **plain_call.NAMES,
+            "_Tensor": Tensor, "_Parameter": Parameter, "_plain_types": plain_call.PLAIN_TYPES,
+            "_type": type, "_list": list, "_tuple": tuple, "_all": all, "_any": any,
+            "_Exception": Exception, "_current_scope": current_scope, "_scoped": scoped,
+            "_slow": slow, "_note": self._note,
             "_has_torch_function": torch_compat.has_torch_function_unary,
             "_is_grad_enabled": torch.is_grad_enabled,
             "_is_inference_mode": torch.is_inference_mode_enabled,
-            **plain_call.NAMES,
-        }
+        }  # fmt: skip
 
     def compile(self) -> tuple[str, Function]:
         """Return the source and the function.

@@ -163,6 +163,9 @@ class Path:
         if not self.op.autocast and torch_compat.any_autocast_enabled():
             with torch_compat.no_autocast():
                 return self.function(self.op, *args, **kwargs)
+        if self.kind is Kind.AUTOGRAD:
+            torch_ops = self._torch_ops
+            return torch_ops.autograd(torch_ops.default, *args, annotated=False, **kwargs)
         values = self.op.bind(*args, **kwargs)
         if self.kind is not Kind.KERNEL and _needs_dispatcher(values):
             if not needs_gradient(values):

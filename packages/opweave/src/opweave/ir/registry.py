@@ -70,7 +70,8 @@ class IrOp(OpDefinition, Callee):
     def define(self) -> None:
         """Define the torch ops and the call paths; called when the op enters its registry."""
         self._kernels: dict[Entries, Path] = {(): Path(self.torch_ops, Kind.KERNEL)}
-        self.torch_ops.define()
+        self._autograd = Path(self.torch_ops, Kind.AUTOGRAD)
+        self.torch_ops.define(self._autograd)
         self.torch_op = self.torch_ops.default
         self._call = Path(self.torch_ops, Kind.CALL, callee=self)
         if self.allow_inplace:
@@ -155,7 +156,7 @@ class IrOp(OpDefinition, Callee):
         with self.registry.lock:
             self.registry.version += 1
             sites = [path for site in list(self._call_sites.values()) for path in site.paths]
-            for path in (*self._own_paths(), *self._kernels.values(), *sites):
+            for path in (*self._own_paths(), self._autograd, *self._kernels.values(), *sites):
                 path.reset()
 
     def _own_paths(self) -> list[Path]:

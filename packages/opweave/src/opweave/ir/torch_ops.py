@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
+from torch import Tensor
 from torch.library import Library
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from opweave import torch_compat
 from opweave.ir.codegen import functional
@@ -202,14 +205,21 @@ class TorchOps:
 
     def __init__(self, op: OpDefinition, kernel_of: Callable[[Entries], Any]) -> None:
         self.op, self._kernel_of = op, kernel_of
+        self._packets: list[Any] = []
 
-    def define(self) -> None:
-        """Define the torch ops; called when the IR op enters its registry."""
+    def define(self, autograd_path: Any) -> None:
+        """Define the torch ops; called when the IR op enters its registry.
+
+        Args:
+            autograd_path: the call path of the functional op's autograd kernel.
+        """
         op = self.op
         # One library per op, so that its torch ops can be removed alone.
         self._library = torch_compat.new_library(op.namespace)
         schema = op.schema.torch
-        self.default = self._define(op.name, schema)
+        body = f"_path.function(_op, {op.schema.call()})"
+        plain_calls = op.schema.function(body, _path=autograd_path, _op=op)
+        self.default = self._define(op.name, schema, plain_calls)
         self.maybe_inplace = (
             self._define(f"{op.name}.maybe_inplace", schema) if op.allow_inplace else None
         )
@@ -219,6 +229,8 @@ class TorchOps:
 
     def remove(self) -> None:
         """Undefine the torch ops and free their names."""
+        for packet in self._packets:
+            flop_registry.pop(packet, None)
         torch_compat.remove_ops(self._library)
 
     def for_call(self, using: Sequence[str], *, donates: bool) -> Function:
@@ -230,7 +242,14 @@ class TorchOps:
             return self.maybe_inplace
         return self.default
 
-    def _define(self, qualified: str, schema: str, *, annotated: bool = False) -> Function:
+    def _define(
+        self,
+        qualified: str,
+        schema: str,
+        autograd: Function | None = None,
+        *,
+        annotated: bool = False,
+    ) -> Function:
         library = self._library
         name, _, overload = qualified.partition(".")
         untyped: Any = library  # torch does not annotate define and impl
@@ -245,9 +264,12 @@ class TorchOps:
             )
             batched = _drop_annotations(batched, reads_using=True)
         untyped.impl(qualified, kernel, "CompositeExplicitAutograd")
-        untyped.impl(qualified, partial(self._autograd, torch_op, annotated=annotated), "Autograd")
+        autograd = autograd or partial(self.autograd, torch_op, annotated=annotated)
+        untyped.impl(qualified, autograd, "Autograd")
         untyped.impl(qualified, batched, "FuncTorchBatched")
         torch_compat.register_fake(library, qualified, fake)
+        self._packets.append(packet)
+        flop_registry[packet] = self._flops
         _all[torch_op] = self
         return torch_op
 
@@ -261,7 +283,8 @@ class TorchOps:
         path = self._kernel_of(call_site(using))
         return path.function(self.op, *args, **kwargs)
 
-    def _autograd(self, torch_op: Function, *args: Any, annotated: bool, **kwargs: Any) -> Any:
+    def autograd(self, torch_op: Function, *args: Any, annotated: bool, **kwargs: Any) -> Any:
+        """Run a call with a differentiable implementation if a gradient is needed."""
         rest = {k: v for k, v in kwargs.items() if not (annotated and k in ANNOTATIONS)}
         values = self.op.bind(*args, **rest)
         if not needs_gradient(values):
@@ -288,6 +311,18 @@ class TorchOps:
 
     def _fake(self, *args: Any, **kwargs: Any) -> Any:
         return self.op.fake(*args, **kwargs)
+
+    def _flops(self, *args: Any, out_val: object, **kwargs: Any) -> int:
+        """Return what ``FlopCounterMode`` counts in the definition, on tensors without data."""
+        named = {name: value for name, value in kwargs.items() if name not in ANNOTATIONS}
+        args, named = tree_map_only(Tensor, _without_data, (args, named))
+        with FlopCounterMode(display=False) as counter, suppress(Exception):  # it may read data
+            self.op.native(*args, **named)
+        return int(counter.get_total_flops())
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")
 
 
 def call_site(using: str) -> Entries:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -151,6 +151,24 @@ class HubKernel:
         return cast(Function, getattr(module, self.name))
 
 
+_PACKAGE_NAMES = {"triton": "Triton", "cutlass": "CUTLASS (nvidia-cutlass-dsl)"}
+
+
+class Support(TypedDict):
+    """Options of :func:`wrap`."""
+
+    supported: bool
+    unsupported_reason: str | None
+
+
+def requires(*packages: str, gpu: bool = True) -> Support:
+    """Return options of :func:`wrap` for a library that runs with other packages, or on a GPU."""
+    missing = [_PACKAGE_NAMES.get(name, name) for name in packages if not is_installed(name)]
+    reason = f"{' and '.join(missing)} is not installed" if missing else "torch finds no GPU"
+    is_supported = not missing and not (gpu and not torch.cuda.is_available())
+    return {"supported": is_supported, "unsupported_reason": None if is_supported else reason}
+
+
 # Register implementations as opaque torch ops, which tracers record as one node.
 
 
@@ -273,6 +291,7 @@ def wrap(
     arguments: Sequence[object] | Mapping[str, object],
     *,
     results: int | Sequence[int] | None = None,
+    result: Function | None = None,
     supported: bool = True,
     unsupported_reason: str | None = None,
     supports_args: Predicate | None = None,
@@ -292,6 +311,8 @@ def wrap(
             name, that computes the argument; or any other object, which is passed unchanged.
         results: the positions of the op's results in the tuple that *function* returns, if the
             tuple has other elements too.
+        result: a function that converts what *function* returns, or the tensors of the outputs, to
+            the op's result. Its first parameter is that value, others are parameters of the op.
         supported: whether the function can run on this system.
         unsupported_reason: why it cannot.
         supports_args: a rule for the supported arguments, as for :meth:`IrOp.register_impl`.
@@ -325,6 +346,14 @@ def wrap(
         code.names["_pick"] = itemgetter(*([results] if isinstance(results, int) else results))
     returned = code.results()
     body = f"({', '.join([*code.outputs, call, returned])})[-1]" if returned else call
+    if result is not None:
+        names = code.parameters_of(result)
+        if not names:
+            raise InvalidOpError(
+                f"{op.name}: result= takes no value: {result!r} has no parameters."
+            )
+        passed = ", ".join([body, *(f"{name}={code.parameter(name)}" for name in names[1:])])
+        code.names["_result"], body = result, f"_result({passed})"
     implementation: Any = op.schema.function(code.unless_empty(body), **code.names)
     implementation.__module__ = sys._getframe(1).f_globals["__name__"]
     implementation._wrapped = Wrapped(named, arguments)
@@ -401,16 +430,19 @@ class _Code:
         self.names[name] = argument
         if not callable(argument) or isinstance(argument, Tensor):
             return name
-        try:
-            parameters = list(inspect.signature(argument).parameters)
-        except ValueError as error:  # a function in C without a signature
-            raise InvalidOpError(
-                f"{self.op.name}: the parameters of {argument!r} cannot be read. Wrap it in a "
-                "function that names what it takes, such as 'lambda x: torch.empty_like(x)'."
-            ) from error
-        for parameter in parameters:
+        for parameter in self.parameters_of(argument):
             self.parameter(parameter)
         return f"{name}({named_call(argument)})"
+
+    def parameters_of(self, function: Function) -> list[str]:
+        """Return the names of a function's parameters; raise InvalidOpError if it has none."""
+        try:
+            return list(inspect.signature(function).parameters)
+        except ValueError as error:  # a function in C without a signature
+            raise InvalidOpError(
+                f"{self.op.name}: the parameters of {function!r} cannot be read. Wrap it in a "
+                "function that names what it takes, such as 'lambda x: torch.empty_like(x)'."
+            ) from error
 
     def parameter(self, name: str) -> str:
         """Return *name*; raise InvalidOpError if it is not a parameter of the op."""

@@ -11,18 +11,7 @@ from opweave.native.loader import NativeStatus, available, module, plain_check, 
 from opweave.native.toolchain import NativeBuildError, NativeImportError, include_dir
 
 __all__ = [
-    "NativeBuildError",
-    "NativeImportError",
-    "NativeModule",
-    "NativeStatus",
-    "available",
-    "build",
-    "import_module",
-    "include_dir",
-    "load",
-    "module",
-    "opened_modules",
-    "plain_check",
-    "setup",
+    "NativeBuildError", "NativeImportError", "NativeModule", "NativeStatus", "available", "build",
+    "import_module", "include_dir", "load", "module", "opened_modules", "plain_check", "setup",
     "status",
-]
+]  # fmt: skip

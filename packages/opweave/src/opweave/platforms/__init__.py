@@ -27,24 +27,11 @@ from opweave.platforms.resolution import (
 from opweave.plugins import PLATFORM_API
 
 __all__ = [
-    "PLATFORM_API",
-    "AttentionSpec",
-    "Capabilities",
-    "CpuPlatform",
-    "CudaPlatform",
-    "DeviceCapability",
-    "Platform",
-    "Resolution",
-    "RocmPlatform",
-    "TpuPlatform",
-    "XpuPlatform",
-    "configured",
-    "current_platform",
-    "impose",
-    "register_pass",
-    "resolution",
+    "PLATFORM_API", "AttentionSpec", "Capabilities", "CpuPlatform", "CudaPlatform",
+    "DeviceCapability", "Platform", "Resolution", "RocmPlatform", "TpuPlatform", "XpuPlatform",
+    "configured", "current_platform", "impose", "register_pass", "resolution",
     "resolve_current_platform_cls_qualname",
-]
+]  # fmt: skip
 
 current_platform: Platform
 """The platform of this process; resolved once, on first access."""

@@ -32,27 +32,9 @@ from opweave.plugins.loader import (
 from opweave.plugins.plugin import PluginRecord, State
 
 __all__ = [
-    "BUILTIN_PLATFORMS",
-    "GENERAL_PLUGINS",
-    "GROUPS",
-    "IO_PROCESSOR_PLUGINS",
-    "PLATFORM_API",
-    "PLATFORM_PLUGINS",
-    "STAT_LOGGER_PLUGINS",
-    "PlatformCandidate",
-    "Choice",
-    "Claim",
-    "PluginGroup",
-    "PluginError",
-    "PluginRecord",
-    "PluginWarning",
-    "State",
-    "choose_platform",
-    "hook",
-    "load_general_plugins",
-    "load_plugins_by_group",
-    "plugin_problems",
-    "plugin_report",
-    "refuse_reentry",
-    "resolve_obj_by_qualname",
-]
+    "BUILTIN_PLATFORMS", "GENERAL_PLUGINS", "GROUPS", "IO_PROCESSOR_PLUGINS", "PLATFORM_API",
+    "PLATFORM_PLUGINS", "STAT_LOGGER_PLUGINS", "PlatformCandidate", "Choice", "Claim",
+    "PluginGroup", "PluginError", "PluginRecord", "PluginWarning", "State", "choose_platform",
+    "hook", "load_general_plugins", "load_plugins_by_group", "plugin_problems", "plugin_report",
+    "refuse_reentry", "resolve_obj_by_qualname",
+]  # fmt: skip

@@ -18,24 +18,7 @@ from opweave.tuning.trace import (
 from opweave.tuning.tuning_file import Tuned, TuningFile, tune
 
 __all__ = [
-    "Cell",
-    "Effort",
-    "Machine",
-    "Measurement",
-    "Recorder",
-    "Replay",
-    "Task",
-    "Time",
-    "Trace",
-    "TraceError",
-    "TracedCall",
-    "Tuned",
-    "TuningError",
-    "TuningFile",
-    "TuningFileError",
-    "WorkerFailedError",
-    "contest",
-    "record_calls",
-    "replay",
-    "tune",
-]
+    "Cell", "Effort", "Machine", "Measurement", "Recorder", "Replay", "Task", "Time", "Trace",
+    "TraceError", "TracedCall", "Tuned", "TuningError", "TuningFile", "TuningFileError",
+    "WorkerFailedError", "contest", "record_calls", "replay", "tune",
+]  # fmt: skip

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 from opweave.ir.priority import PriorityEntry, SizeRange
 from opweave.tuning.measure import Cell, bucket
-from opweave.tuning.timing import is_faster
 
 _MAX_RANGES = 3
 _Cells = Sequence[Cell]
@@ -87,9 +86,9 @@ def _saved(provider: str, cells: _Cells) -> float:
         usual, tuned = cell.time(cell.default), cell.time(provider)
         if status == "rejected":
             continue  # the call runs the default
-        if tuned is None or usual is None or tuned.microseconds > usual.microseconds:
+        if cell.busy or tuned is None or usual is None or tuned.microseconds > usual.microseconds:
             return 0.0
-        wins = wins or is_faster(tuned, usual)
+        wins = wins or cell.is_faster(provider)
         total += cell.calls * (usual.microseconds - tuned.microseconds)
     return total if wins else 0.0
 

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from opweave import platforms
+from opweave import native, platforms
 from opweave.config.child_process import ChildWorker, ending
 from opweave.config.environment import TUNING_FILE
 from opweave.errors import described
 from opweave.ir import IrOp, IrOpImpl
 from opweave.ir.codegen import functional
 from opweave.ir.op import least_bytes
-from opweave.ir.priority import NATIVE
+from opweave.ir.priority import NATIVE, without_values
+from opweave.kernels.wrap import Wrapped
+from opweave.packages import PROJECT, folders_of, installed_version
 from opweave.platforms import resolution
 from opweave.platforms.resolution import VARIABLE
-from opweave.tuning.timing import Effort, Time, compare, is_faster
+from opweave.tuning.timing import Effort, Time, chance, rounds_of, time_of
 from opweave.tuning.trace import Trace, TracedCall, WorkerFailedError
 
 if TYPE_CHECKING:
@@ -46,17 +53,24 @@ class Measurement:
         status: ``passed``, ``failed`` (its result is wrong), or ``rejected`` (it does not support
             the arguments, or cannot run here).
         reason: why it failed or was rejected.
-        time: the time of a call, if it passed.
+        time: the time of the kernel alone, if it passed.
+        call_time: the time of a call through the op, which also selects the kernel.
         error: the root-mean-square error of the result over that of the definition in float64.
         bytes: the size of arguments and results; None if a table is read in part.
+        chance: the probability that it appears faster than the default by chance, see
+            :func:`~opweave.tuning.timing.chance`.
+        digest: of the implementation, see :func:`digest_of`; only in a :class:`Cell`.
     """
 
     provider: str
     status: str
     reason: str = ""
     time: Time | None = None
+    call_time: Time | None = None
     error: float | None = None
     bytes: int | None = None
+    chance: float = 1.0
+    digest: str = ""
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -71,6 +85,9 @@ def contest(
     providers: Iterable[str] | None = None,
     effort: Effort | None = None,
     turn: Callable[[str, str], object] = lambda provider, stage: None,
+    default: str = NATIVE,
+    *,
+    with_calls: bool = False,
 ) -> list[Measurement]:
     """Verify implementations on the arguments of *case*, and time the right ones in turns.
 
@@ -80,6 +97,8 @@ def contest(
         effort: how thoroughly to measure.
         turn: called with the provider and the stage (``verifying`` or ``timing``) before each use
             of an implementation.
+        default: the provider that calls select, and that the others are compared with.
+        with_calls: also time calls through the op.
     """
     measurements: dict[str, Measurement] = {}
     calls: dict[str, Callable[[], object]] = {}
@@ -88,8 +107,26 @@ def contest(
         measurements[provider] = verified(case, provider)
         if measurements[provider].status == "passed":
             calls[provider] = timed_call(case.op.impls[provider], case.values)
-    times = compare(calls, effort, lambda provider: turn(provider, "timing"))
-    return [replace(m, time=times.get(m.provider)) for m in measurements.values()]
+            if with_calls:
+                op = case.op if provider == default else case.op.using(provider)
+                calls[_call_of(provider)] = timed_call(case.op.impls[provider], case.values, op)
+    rounds = rounds_of(calls, effort, lambda provider: turn(provider, "timing"))
+    return [with_times(m, rounds, default) for m in measurements.values()]
+
+
+def with_times(m: Measurement, rounds: Mapping[str, list[float]], default: str) -> Measurement:
+    """Add the time of an implementation, given the seconds of all in each round."""
+    if m.provider not in rounds:
+        return m
+    own, calls = rounds[m.provider], rounds.get(_call_of(m.provider))
+    call_time = time_of(calls) if calls else None
+    by_chance = chance(own, rounds.get(default, own))
+    return replace(m, time=time_of(own), call_time=call_time, chance=by_chance)
+
+
+def _call_of(provider: str) -> str:
+    """Return the name of the calls through the op that run *provider*."""
+    return f"{provider} through the op"
 
 
 def verified(case: Case, provider: str) -> Measurement:
@@ -150,8 +187,8 @@ def _relative(output: Tensor, reference: Tensor) -> float:
     return error / size if size else error
 
 
-def timed_call(impl: IrOpImpl, values: Values) -> Callable[[], object]:
-    """Return a call of the kernel alone, on arguments of its own.
+def timed_call(impl: IrOpImpl, values: Values, op: Any = None) -> Callable[[], object]:
+    """Return a call of the kernel alone, or through *op*, on arguments of its own.
 
     An in-place kernel writes to its activations, as after ``maybe_inplace``. Those with integer
     activations get a copy each time: running such a kernel repeatedly would advance its input.
@@ -162,13 +199,18 @@ def timed_call(impl: IrOpImpl, values: Values) -> Callable[[], object]:
     advances = impl.inplace and not all(
         values[i].is_floating_point() for i in impl.op.activation_indices
     )
-    return partial(functional(impl) if advances else impl.impl_fn, *args, **kwargs)
+    if op is not None:
+        function = op.maybe_inplace if impl.inplace and not advances else op
+    else:
+        function = functional(impl) if advances else impl.impl_fn
+    return partial(function, *args, **kwargs)
 
 
 # Cells of a tuning file: one op, one family of calls, one bucket of token counts.
 
 
 Key = tuple[str, str, int]
+_MAX_CHANCE = 0.005  # of a wrong choice in a cell
 _STATUSES = ("passed", "failed", "rejected", "crashed")
 
 
@@ -183,6 +225,7 @@ class Cell:
         calls: the number of calls in the trace.
         default: the provider that the call selects without tuning.
         results: the outcome for each provider; its status may also be ``crashed``.
+        busy: that other processes used the machine. Then nothing is chosen.
     """
 
     op: str
@@ -191,6 +234,7 @@ class Cell:
     calls: int
     default: str
     results: tuple[Measurement, ...]
+    busy: str = ""
 
     @property
     def key(self) -> Key:
@@ -199,37 +243,63 @@ class Cell:
 
     @property
     def best(self) -> str:
-        """The fastest provider, if it is faster than the default by more than the noise.
+        """The fastest provider, if it is faster than the default by more than chance.
 
         For reports; :mod:`opweave.tuning.choice` chooses per range of numbers of tokens.
         """
         usual = self.time(self.default)
         best, time = self.default, usual
         for m in self.results:
-            if m.time is None or (usual is not None and not is_faster(m.time, usual)):
+            if (
+                m.time is None
+                or self.busy
+                or (usual is not None and not self.is_faster(m.provider))
+            ):
                 continue
             if time is None or m.time.microseconds < time.microseconds:
                 best, time = m.provider, m.time
         return best
 
+    def is_faster(self, provider: str) -> bool:
+        """Whether a provider is faster than the default, and not only by chance.
+
+        The more implementations were timed, the more of them would be faster by chance.
+        """
+        chances = {m.provider: m.chance for m in self.results if m.time is not None}
+        return chances.get(provider, 1.0) * (len(chances) - 1) <= _MAX_CHANCE
+
     def time(self, provider: str) -> Time | None:
         """Return the time of a provider, if its result is right."""
         return next((m.time for m in self.results if m.provider == provider), None)
+
+    def stale(self, op: IrOp) -> list[str]:
+        """Return the providers whose implementation has changed since it was measured."""
+        impls = op.impls
+        present = [m for m in self.results if m.provider in impls]
+        return [m.provider for m in present if m.digest != digest_of(impls[m.provider])]
+
+    def is_current(self, op: IrOp) -> bool:
+        """Whether all implementations that can run were measured undisturbed, and are unchanged."""
+        measured = {m.provider for m in self.results}
+        is_complete = measured.issuperset(op.supported_providers())
+        return is_complete and not self.busy and not self.stale(op)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the cell as plain data."""
         results = []
         for m in self.results:
             result: dict[str, Any] = {"provider": m.provider, "status": m.status}
+            result["digest"] = m.digest
             if m.reason:
                 result["reason"] = m.reason
             if m.time:
                 result["microseconds"] = round(m.time.microseconds, 3)
                 result["noise"] = round(m.time.noise, 4)
+                result["chance"] = m.chance
             results.append(result)
         return {
             "op": self.op, "family": self.family, "tokens": self.tokens, "calls": self.calls,
-            "default": self.default, "best": self.best, "results": results,
+            "default": self.default, "best": self.best, "busy": self.busy, "results": results,
         }  # fmt: skip
 
     @classmethod
@@ -237,18 +307,20 @@ class Cell:
         """Return the cell in a tuning file; raises KeyError, TypeError or ValueError."""
         tokens, calls = (_checked(data, name, int) for name in ("tokens", "calls"))
         op, family, default = (_checked(data, name, str) for name in ("op", "family", "default"))
-        results = tuple(map(_result, data["results"]))
-        return cls(op, family, tokens, calls, default, results)
+        results, busy = tuple(map(_result, data["results"])), str(data.get("busy", ""))
+        return cls(op, family, tokens, calls, default, results, busy)
 
 
 def _result(data: Mapping[str, Any]) -> Measurement:
     provider, status = (_checked(data, name, str) for name in ("provider", "status"))
     if status not in _STATUSES:
         raise ValueError(f"status {status!r} should be one of {', '.join(_STATUSES)}")
-    time = None
+    time, chance = None, 1.0
     if "microseconds" in data:
+        chance = _checked(data, "chance", int, float)
         time = Time(*(_checked(data, name, int, float) for name in ("microseconds", "noise")))
-    return Measurement(provider, status, str(data.get("reason", "")), time)
+    reason, digest = (str(data.get(name, "")) for name in ("reason", "digest"))
+    return Measurement(provider, status, reason, time, chance=chance, digest=digest)
 
 
 def _checked(data: Mapping[str, Any], name: str, *kinds: type) -> Any:
@@ -277,22 +349,71 @@ def family_of(call: TracedCall) -> str:
     return ", ".join(f"{name} {_family(a, call.tokens)}" for name, a in call.arguments.items())
 
 
-def cells_to_measure(trace: Trace, done: Iterable[Key] = ()) -> list[TracedCall]:
-    """Return the most frequent call of each cell that is not *done*, most frequent first.
+def cells_to_measure(trace: Trace, measured: Mapping[Key, Cell]) -> list[TracedCall]:
+    """Return the most frequent call of each cell to be measured, most frequent first.
 
-    Ops with a single implementation are left out.
+    Ops with a single implementation are left out, and *measured* cells that are current.
 
     Raises:
         UnknownOpError, TraceError: a call does not fit its op.
     """
-    finished, calls = set(done), dict[Key, TracedCall]()
+    calls: dict[Key, TracedCall] = {}
     for call in trace.calls:
-        key = (call.op, family_of(call), bucket(call.tokens))
-        if key in finished or len(trace.op(call).supported_providers()) < 2:
+        op, key = trace.op(call), (call.op, family_of(call), bucket(call.tokens))
+        is_done = key in measured and measured[key].is_current(op)
+        if is_done or len(op.supported_providers()) < 2:
             continue
         if key not in calls or call.count > calls[key].count:
             calls[key] = call
     return sorted(calls.values(), key=lambda call: -call.count)
+
+
+_SOURCE_SUFFIXES = (".py", ".cpp", ".h", ".cu", ".so", ".pyd")
+
+
+@cache
+def digest_of(impl: IrOpImpl) -> str:
+    """Return a digest of the code that an implementation's result and time depend on.
+
+    It covers the source files of the kernel and its predicate, the other files of its package, and
+    the versions of the packages that its module uses. opweave and torch are left out, because
+    their versions are in :class:`~opweave.tuning.timing.Machine`.
+    """
+    name = without_values(impl.impl_fn).__module__
+    values = list(vars(sys.modules[name]).values()) if name in sys.modules else []
+    uses = [v.__name__ for v in values if isinstance(v, ModuleType)]
+    uses += [getattr(value, "__module__", "") for value in values]
+    wrapped = Wrapped.by(impl)
+    uses += [function.name for function in wrapped.named()] if wrapped else []
+    own = _top(name)
+    packages = {own, *map(_top, uses)} - {*sys.stdlib_module_names, *PROJECT, "torch", ""}
+    parts = [impl.uuid(), str(impl.owner), *(_version(p, p == own) for p in sorted(packages))]
+    parts += sorted(_hash(v.__file__) for v in values if isinstance(v, native.NativeModule))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _top(name: object) -> str:
+    """Return the package in the name of a module or function."""
+    return str(name).partition(":")[0].partition(".")[0]
+
+
+@cache
+def _version(package: str, is_own: bool) -> str:
+    """Return the version of a package; a digest of its files if it is the kernel's or has none."""
+    version = installed_version(package)
+    if version is None:  # the distribution may have another name
+        others = packages_distributions().get(package, ())
+        version = next(filter(None, map(installed_version, others)), None)
+    if version is not None and not is_own:
+        return f"{package} {version}"
+    files = (file for folder in folders_of(package) for file in folder.rglob("*"))
+    sources = sorted(file for file in files if file.suffix in _SOURCE_SUFFIXES)
+    module_file = getattr(sys.modules.get(package), "__file__", None)
+    return " ".join(map(_hash, sources)) if sources else _hash(module_file)
+
+
+def _hash(path: object) -> str:
+    return hashlib.sha256(Path(str(path)).read_bytes()).hexdigest() if path else ""
 
 
 def _family(argument: Mapping[str, Any], tokens: int) -> str:
@@ -415,8 +536,10 @@ class TuningWorker(ChildWorker):
         done = self._without_crashes(Job(_only(trace, call), providers))
         if done.obstacle:
             return done.obstacle
-        family = family_of(call)
-        return Cell(call.op, family, call.tokens, call.count, done.default, done.measurements)
+        digests = {name: digest_of(impl) for name, impl in trace.op(call).impls.items()}
+        results = (replace(m, digest=digests.get(m.provider, "")) for m in done.measurements)
+        cell = (call.op, family_of(call), call.tokens, call.count, done.default)
+        return Cell(*cell, tuple(results))
 
     def measure_subject(self, subject: Subject) -> dict[str, Measurement] | str:
         """Measure an implementation and the definition on arguments of a usual size.

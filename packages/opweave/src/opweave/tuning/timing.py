@@ -7,7 +7,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, Self
@@ -20,10 +20,29 @@ from opweave.packages import __version__
 # The machine and software that a measurement is valid for.
 
 
+_SPIN_SECONDS = 0.05  # many time slices of a scheduler
+_LEAST_CORE_SHARE = 0.9
+
+
 def busy() -> str | None:
-    """Return why times cannot be compared now, since other processes use the cores; or None."""
+    """Return why times cannot be compared now, since other processes use the cores; or None.
+
+    Call it before the work of this program, which is a part of the load.
+    """
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    return f"this machine is busy (load {load:.0f} on {cores} cores)" if load >= cores else None
+    if load >= cores:
+        return f"this machine is busy (load {load:.0f} on {cores} cores)"
+    return disturbance()
+
+
+def disturbance() -> str | None:
+    """Return that other processes take a core from this thread at this moment; or None."""
+    start, used = time.perf_counter(), time.thread_time()
+    while (wall := time.perf_counter() - start) < _SPIN_SECONDS:
+        pass
+    share = (time.thread_time() - used) / wall
+    is_disturbed = share < _LEAST_CORE_SHARE
+    return f"this machine is busy (a process gets {share:.0%} of a core)" if is_disturbed else None
 
 
 @dataclass(frozen=True)
@@ -79,6 +98,7 @@ class Machine:
 # Timing that is robust to noise: contenders take turns, and each has an estimate of its noise.
 
 
+_LEAST_GAIN = 0.02
 _COPY_BYTES = 2**27  # more than the caches hold
 
 
@@ -114,7 +134,16 @@ def compare(
     effort: Effort | None = None,
     turn: Callable[[str], object] = lambda name: None,
 ) -> dict[str, Time]:
-    """Time several calls against each other.
+    """Time several calls against each other, see :func:`rounds_of`."""
+    return {name: time_of(rounds) for name, rounds in rounds_of(calls, effort, turn).items()}
+
+
+def rounds_of(
+    calls: Mapping[str, Callable[[], object]],
+    effort: Effort | None = None,
+    turn: Callable[[str], object] = lambda name: None,
+) -> dict[str, list[float]]:
+    """Time several calls against each other; return the seconds of each call by round.
 
     Args:
         calls: the contenders by name.
@@ -134,14 +163,18 @@ def compare(
             return _elapsed(calls[name], repeats[name])
 
         measures = {name: partial(measure, name) for name in calls}
-        results = interleaved(measures, range(effort.rounds))
-    return {name: _time(seconds) for name, seconds in results.items()}
+        return interleaved(measures, range(effort.rounds))
 
 
-def is_faster(one: Time, other: Time, least: float = 0.02) -> bool:
-    """Whether *one* is faster than *other* by more than the noise of both, and *least*."""
-    margin = max(least, one.noise + other.noise)
-    return one.microseconds * (1 + margin) < other.microseconds
+def chance(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the probability that equally fast calls differ as *one* and *other* by chance.
+
+    It is the p-value of a sign test over the rounds, which assumes nothing about the distribution
+    of the noise: under load, some rounds take many times as long. *one* wins a round if it is
+    faster by :data:`_LEAST_GAIN`.
+    """
+    wins = sum(a * (1 + _LEAST_GAIN) < b for a, b in zip(one, other, strict=True))
+    return sum(math.comb(len(one), k) for k in range(wins, len(one) + 1)) / (1 << len(one))
 
 
 def copy_speed(size: int | None = None) -> float:
@@ -174,7 +207,8 @@ def _elapsed(call: Callable[[], object], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def _time(seconds: list[float]) -> Time:
+def time_of(seconds: list[float]) -> Time:
+    """Return the time of a call from its seconds in each round."""
     middle = statistics.median(seconds)
     if len(seconds) < 2:
         return Time(middle * 1e6, math.inf)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from opweave.ir import Registry
+from opweave.ir import Registry, current_registry
 from opweave.ir.errors import SettingError, SettingWarning
 from opweave.tuning.choice import ranges_of
 from opweave.tuning.measure import Cell, Key, Task, TuningWorker, cells_to_measure
-from opweave.tuning.timing import Machine
+from opweave.tuning.timing import Machine, busy, disturbance
 from opweave.tuning.trace import Trace, TuningFileError
 
 # Tuning files: measurements by machine, as JSON.
@@ -66,6 +67,18 @@ class TuningFile:
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
+
+    @classmethod
+    def add_to(cls, path: Path, cell: Cell, machine: Machine) -> None:
+        """Add a cell to a file, which other processes may write too."""
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)  # of the folder, since the file is replaced
+            file = cls.load(path) if path.exists() else cls()
+            file.add(cell, machine)
+            file.save(path)
+        finally:
+            os.close(folder)
 
     @classmethod
     def load(cls, path: Path) -> TuningFile:
@@ -129,11 +142,13 @@ class Tuned:
     Attributes:
         cells: the cells that were measured in this run.
         left: the number of cells that the budget did not allow.
+        stale: the implementations, as ``op:provider``, that have changed since they were measured.
         problems: why a call could not be measured, by its op and arguments.
     """
 
     cells: list[Cell] = field(default_factory=list)
     left: int = 0
+    stale: list[str] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)
 
 
@@ -148,9 +163,10 @@ def tune(
     progress: Progress = lambda done, total, op: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Tuned:
-    """Measure every call of *trace* that *path* has no cell for, and add the cells to the file.
+    """Measure every call of *trace* that *path* has no current cell for, and add the cells to it.
 
-    The file is written after each cell, so that an interrupted run continues where it ended.
+    The file is written after each cell, so that an interrupted run continues where it ended. A cell
+    that was measured on a busy machine is measured again by the next run.
 
     Args:
         trace: the calls.
@@ -169,8 +185,10 @@ def tune(
     """
     machine = machine or Machine.here()
     file = TuningFile.load(path) if path.exists() else TuningFile()
-    calls = cells_to_measure(trace, file.machines.get(machine, ()))
-    tuned, start = Tuned(), clock()
+    measured = file.machines.get(machine, {})
+    calls = cells_to_measure(trace, measured)
+    tuned, start = Tuned(stale=stale_names(measured, current_registry())), clock()
+    busy_reason = busy() or ""
     with TuningWorker(task or Task(), timeout) as worker:
         for done, call in enumerate(calls):
             progress(done, len(calls), call.op)
@@ -181,17 +199,25 @@ def tune(
             if isinstance(cell, str):
                 tuned.problems[f"{call.op}({call.label})"] = cell
                 continue
+            busy_before, busy_reason = busy_reason, disturbance() or ""
+            cell = replace(cell, busy=busy_before or busy_reason)
             tuned.cells.append(cell)
-            file.add(cell, machine)
-            file.save(path)
+            TuningFile.add_to(path, cell, machine)
     return tuned
+
+
+def stale_names(cells: _CellsByKey, registry: Registry) -> list[str]:
+    """Return the implementations that have changed since they were measured, as ``op:provider``."""
+    ops = registry.ops
+    names = {f"{c.op}:{p}" for c in cells.values() if c.op in ops for p in c.stale(ops[c.op])}
+    return sorted(names)
 
 
 # Apply a tuning file to the settings of a registry.
 
 
 def apply_tuning_file(registry: Registry, path: Path, setting: str) -> None:
-    """Let the measurements of this machine choose; warn if the file has none.
+    """Let the measurements of this machine choose; warn of stale ones, or if the file has none.
 
     Args:
         registry: the registry of the ops.
@@ -210,4 +236,16 @@ def apply_tuning_file(registry: Registry, path: Path, setting: str) -> None:
     except TuningFileError as error:
         warnings.warn(f"{setting} is ignored: {error}", SettingWarning, stacklevel=2)
         here = {}
-    registry.settings.set_tuned(ranges_of(here.values(), str(path)))
+    stale = stale_names(here, registry)
+    if stale:
+        warnings.warn(
+            f"{setting}: the measurements of {', '.join(stale)} in {path} are ignored: the kernel, "
+            "its package or a library has changed since. Run opweave tune again.",
+            SettingWarning,
+            stacklevel=2,
+        )
+    current = (
+        replace(c, results=tuple(m for m in c.results if f"{c.op}:{m.provider}" not in stale))
+        for c in here.values()
+    )
+    registry.settings.set_tuned(ranges_of(current, str(path)))

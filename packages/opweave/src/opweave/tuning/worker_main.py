@@ -57,7 +57,7 @@ def _measured(job: Job | SubjectJob, task: Task, connection: Connection) -> Done
     def report(provider: str, action: str) -> None:
         connection.send(TuningStage(provider, action))
 
-    return Done(default, tuple(contest(case, job.providers, task.effort, report)))
+    return Done(default, tuple(contest(case, job.providers, task.effort, report, default)))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,14 @@ from opweave.ir import ops, rules
 from opweave.ir.rules import ROUNDS_LESS
 from opweave.kernels.arguments import residual, row
 from opweave.kernels.libraries.rotary_arguments import HEADS, angles, tokens
-from opweave.kernels.triton.launch import LIBRARY_FLOATS, half_of, library_rows, on_device
-from opweave.kernels.wrap import Output, wrap
+from opweave.kernels.triton.launch import (
+    INTERPRETED,
+    LIBRARY_FLOATS,
+    half_of,
+    library_rows,
+    on_device,
+)
+from opweave.kernels.wrap import Output, requires, wrap
 from opweave.packages import is_installed
 
 _X = library_rows("x")
@@ -49,7 +55,9 @@ def _is_interleaved(is_neox_style: bool) -> bool:
 
 
 if is_installed("flag_gems"):
-    register = partial(wrap, provider="flag_gems", traits={ROUNDS_LESS})
+    register = partial(
+        wrap, provider="flag_gems", traits={ROUNDS_LESS}, **requires("triton", gpu=not INTERPRETED)
+    )
     register(
         ops.rms_norm,
         function="flag_gems.ops.rms_norm:rms_norm_forward",

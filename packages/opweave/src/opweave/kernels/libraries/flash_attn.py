@@ -17,7 +17,7 @@ from opweave.ir import ops, rules
 from opweave.ir.rules import Rule
 from opweave.kernels.arguments import NARROW_FLOATS, nvidia
 from opweave.kernels.aten.attention import aligned
-from opweave.kernels.wrap import wrap
+from opweave.kernels.wrap import requires, wrap
 from opweave.packages import is_installed
 
 _MAX_HEAD_SIZE = 256
@@ -91,7 +91,7 @@ _TENSORS = {
 }
 
 if is_installed("flash_attn"):
-    register = partial(wrap, provider="flash_attn")
+    register = partial(wrap, provider="flash_attn", **requires())
     register(
         ops.causal_attention,
         function="flash_attn.flash_attn_interface:flash_attn_func",

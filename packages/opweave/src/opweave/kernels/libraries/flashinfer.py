@@ -16,7 +16,7 @@ from opweave.ir import ops, rules
 from opweave.ir.rules import ROUNDS_LESS
 from opweave.kernels.arguments import NARROW_FLOATS, aligned, nvidia, residual, row
 from opweave.kernels.libraries.rotary_arguments import HEADS, float32_angles, tokens
-from opweave.kernels.wrap import FunctionByArgument, Output, wrap
+from opweave.kernels.wrap import FunctionByArgument, Output, requires, wrap
 from opweave.packages import is_installed
 
 # The kernels are instantiated for 16-bit floats. They copy asynchronously, as Ampere does, and load
@@ -31,6 +31,10 @@ _NORM = (
     & aligned("weight")
 )
 _GATED = _X & rules.last_dim_multiple_of("x", 2)
+_GELUS: dict[object, str] = {
+    "none": "flashinfer.activation:gelu_and_mul",
+    "tanh": "flashinfer.activation:gelu_tanh_and_mul",
+}
 
 
 def _rotates_vectors(cos_sin_cache: Tensor, head_size: int) -> bool:
@@ -39,7 +43,7 @@ def _rotates_vectors(cos_sin_cache: Tensor, head_size: int) -> bool:
 
 
 if is_installed("flashinfer"):
-    register = partial(wrap, provider="flashinfer", traits={ROUNDS_LESS})
+    register = partial(wrap, provider="flashinfer", traits={ROUNDS_LESS}, **requires())
     register(
         ops.rms_norm,
         function="flashinfer.norm:rmsnorm",
@@ -60,13 +64,7 @@ if is_installed("flashinfer"):
     )
     register(
         ops.gelu_and_mul,
-        function=FunctionByArgument(
-            "approximate",
-            {
-                "none": "flashinfer.activation:gelu_and_mul",
-                "tanh": "flashinfer.activation:gelu_tanh_and_mul",
-            },
-        ),
+        function=FunctionByArgument("approximate", _GELUS),
         arguments=["x"],
         supports_args=_GATED & rules.one_of("approximate", "none", "tanh"),
     )

@@ -10,8 +10,8 @@ from functools import partial
 
 from opweave.ir import ops, rules
 from opweave.kernels.arguments import residual, row
-from opweave.kernels.triton.launch import library_rows
-from opweave.kernels.wrap import wrap
+from opweave.kernels.triton.launch import INTERPRETED, library_rows
+from opweave.kernels.wrap import requires, wrap
 from opweave.packages import is_installed
 
 # The kernels round the normalized rows to their dtype, multiply by the weight, and round again.
@@ -20,7 +20,7 @@ _X = library_rows("x")
 _NORM = _X & rules.is_none("variance_size") & row("weight") & rules.same_dtype("x", "weight")
 
 if is_installed("liger_kernel"):
-    register = partial(wrap, provider="liger")
+    register = partial(wrap, provider="liger", **requires("triton", gpu=not INTERPRETED))
     register(
         ops.rms_norm,
         function="liger_kernel.ops.rms_norm:rms_norm_forward",

@@ -13,7 +13,7 @@ from torch import Tensor
 from opweave.ir import ops, rules
 from opweave.ir.rules import ROUNDS_LESS
 from opweave.kernels.arguments import FLOATS, aligned, nvidia, residual, row
-from opweave.kernels.wrap import wrap
+from opweave.kernels.wrap import requires, wrap
 from opweave.packages import is_installed
 
 # The kernels are made for matrices, and for Hopper and later GPUs, whose clusters share long rows.
@@ -33,7 +33,7 @@ def _float32_bias(bias: Tensor | None) -> Tensor | None:
 
 
 if is_installed("quack"):
-    register = partial(wrap, provider="quack")
+    register = partial(wrap, provider="quack", **requires("cutlass"))
     register(
         ops.rms_norm,
         function="quack.rmsnorm:rmsnorm_fwd",

@@ -16,7 +16,7 @@ from opweave.ir import ops, rules
 from opweave.ir.rules import ROUNDS_LESS
 from opweave.kernels.arguments import FLOATS, NARROW_FLOATS, aligned, nvidia, residual, row
 from opweave.kernels.libraries.rotary_arguments import HEADS, angles, tokens
-from opweave.kernels.wrap import FunctionByArgument, Output, wrap
+from opweave.kernels.wrap import FunctionByArgument, Output, requires, wrap
 from opweave.packages import is_installed
 
 _X = nvidia("x", 8, 0) & rules.contiguous("x") & aligned("x")
@@ -32,6 +32,10 @@ _NORM = (
 )
 # Each half of a row is made of whole vectors of 16 bytes: 8 elements, or 4 of float32.
 _GATED = _X & rules.dtype("x", *FLOATS) & rules.last_dim_multiple_of("x", 16)
+_GELUS: dict[object, str] = {
+    "none": "sgl_kernel.elementwise:gelu_and_mul",
+    "tanh": "sgl_kernel.elementwise:gelu_tanh_and_mul",
+}
 
 
 def _shares_keys(x_query: Tensor, x_key: Tensor) -> bool:
@@ -40,7 +44,7 @@ def _shares_keys(x_query: Tensor, x_key: Tensor) -> bool:
 
 
 if is_installed("sgl_kernel"):
-    register = partial(wrap, provider="sgl_kernel")
+    register = partial(wrap, provider="sgl_kernel", **requires())
     register(
         ops.rms_norm,
         function="sgl_kernel.elementwise:rmsnorm",
@@ -63,13 +67,7 @@ if is_installed("sgl_kernel"):
     )
     register(
         ops.gelu_and_mul,
-        function=FunctionByArgument(
-            "approximate",
-            {
-                "none": "sgl_kernel.elementwise:gelu_and_mul",
-                "tanh": "sgl_kernel.elementwise:gelu_tanh_and_mul",
-            },
-        ),
+        function=FunctionByArgument("approximate", _GELUS),
         arguments=["x"],
         supports_args=_GATED & rules.one_of("approximate", "none", "tanh"),
     )
@@ -78,8 +76,7 @@ if is_installed("sgl_kernel"):
         function="sgl_kernel.elementwise:rotary_embedding",
         arguments=[
             tokens,
-            Output("x_query"),
-            Output("x_key"),
+            *map(Output, ("x_query", "x_key")),
             "head_size",
             angles,
             "is_neox_style",
