@@ -161,15 +161,19 @@ struct KeepGgufTokens {
       RowCursor row(call.rows, begin);
       char* out = static_cast<char*>(call.out);
       for (int64_t r = begin; r < end; ++r, row.advance(), out += call.stride) {
-        Packing<decltype(format)>::template pack<parts_of(T{})>(
-            out, reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1)),
-            call.width);
+        const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
+        if (call.is_int8) {
+          Packing<decltype(format)>::template pack<kInt8>(out, x, call.width);
+        } else {
+          Packing<decltype(format)>::template pack<parts_of(T{})>(out, x, call.width);
+        }
       }
     });
   }
 };
 
-template <class T, class F>
+// The outputs of tokens of type T that became P parts.
+template <class T, class F, int P>
 class GgufRows {
  public:
   explicit GgufRows(const OpweaveLinearGguf& call) : outputs_(call), call_(call) {}
@@ -196,7 +200,7 @@ class GgufRows {
 
   template <int R, int N>
   void add(int64_t row, int64_t apart, int64_t first) const {
-    typename Packing<F>::template Products<parts_of(T{}), R, N> products(row, apart, first, call_);
+    typename Packing<F>::template Products<P, R, N> products(row, apart, first, call_);
     products.run();
     for (int r = 0; r < R; ++r) {
       for (int t = 0; t < N; ++t) outputs_.store(row + r * apart, first + t, products.total(r, t));
@@ -231,7 +235,9 @@ void linear_gguf(int64_t begin, int64_t end, void* erased) {
   const OpweaveLinearGguf& call = *static_cast<const OpweaveLinearGguf*>(erased);
   with_storage(call.kept->dtype, [&](auto storage) {
     with_format(call.weight.format, [&](auto format) {
-      GgufRows<decltype(storage), decltype(format)>(call).run(begin, end);
+      using T = decltype(storage);
+      if (call.kept->is_int8) return GgufRows<T, decltype(format), kInt8>(call).run(begin, end);
+      GgufRows<T, decltype(format), parts_of(T{})>(call).run(begin, end);
     });
   });
 }
@@ -316,12 +322,14 @@ int64_t block_bytes(OpweaveGgufFormat format) {
   return bytes;
 }
 
-int64_t token_bytes(OpweaveDtype dtype, int64_t width, OpweaveGgufFormat format) {
+int64_t token_bytes(OpweaveDtype dtype, int64_t width, OpweaveGgufFormat format,
+                    int32_t is_int8) {
   int64_t bytes = 0;
   with_format(format, [&](auto f) {
     using Tokens = Packing<decltype(f)>;
-    bytes = dtype == OPWEAVE_FLOAT32 ? Tokens::template bytes<2>(width)
-                                     : Tokens::template bytes<1>(width);
+    bytes = is_int8                    ? Tokens::template bytes<kInt8>(width)
+            : dtype == OPWEAVE_FLOAT32 ? Tokens::template bytes<2>(width)
+                                       : Tokens::template bytes<1>(width);
   });
   return bytes;
 }

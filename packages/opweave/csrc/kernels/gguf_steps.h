@@ -11,6 +11,8 @@
 //   Format::factors      the scales of a step, and its offsets if Format::kHasOffsets
 //   Format::place        the factor of what a lane of the packed factors is multiplied by
 //   Format::slice<j>     the words of a slice
+//   Format::bytes<j>     the q of a slice as bytes, plus Format::kByteBias
+//   Format::add_bytes    sums + bytes * numbers: a lane adds four products
 //   Format::spread<j>    for each lane of a slice, its factor
 //   Format::add_offsets  adds the lanes of the factors that are offsets
 // Other instruction sets have no steps.
@@ -46,7 +48,21 @@ template <int P>
 struct alignas(64) SliceX {
   int16_t numbers[P][2][2 * kLanes];  // even bytes, odd bytes
   int32_t start[P][kLanes];           // -kZero times the sums of the lanes of kJoined slices
+
+  void set(int p, int i, int16_t number) { numbers[p][i % 2][i / 2] = number; }
 };
+
+template <>
+struct alignas(64) SliceX<kInt8> {
+  int8_t numbers[kSliceColumns];
+  int32_t start[1][kLanes];
+
+  void set(int, int i, int16_t number) { numbers[i] = static_cast<int8_t>(number); }
+};
+
+// The byte that stands for zero where tokens are of P parts.
+template <class F, int P>
+constexpr int32_t kZeroOf = F::kZero + (P == kInt8 ? F::kByteBias : 0);
 
 // A packed token: whether it is finite, the factors of its steps, and their slices.
 template <class F, int P>
@@ -82,14 +98,14 @@ inline uint32_t pack_step(float* factors, SliceX<P>* slices, const float* column
     factors[lane] = F::is_offset(lane) ? F::kOffsetSign * sums[unit] : scales[unit];
   }
   for (int j = 0; j < F::kSlices; ++j) {
-    for (int p = 0; p < P; ++p) {
+    for (int p = 0; p < kParts<P>; ++p) {
       int32_t* start = slices[j / F::kJoined * F::kJoined].start[p];
       for (int lane = 0; lane < kLanes; ++lane) start[lane] = j % F::kJoined == 0 ? 0 : start[lane];
       for (int i = 0; i < kSliceColumns; ++i) {
         const int column = F::column(j, i);
         const int16_t number = units[column / kUnit32].numbers[p][column % kUnit32];
-        slices[j].numbers[p][i % 2][i / 2] = number;
-        start[i / 4] -= F::kZero * number;
+        slices[j].set(p, i, number);
+        start[i / 4] -= kZeroOf<F, P> * number;
       }
     }
   }
@@ -113,6 +129,18 @@ inline void pack_steps(char* out, const T* x, int64_t width) {
   }
   reinterpret_cast<TokenHeader*>(out)->is_finite = largest < 0x7f800000u;
 }
+
+// The weights of a slice as they are multiplied by tokens of P parts.
+template <int P>
+struct SliceWeightsOf {
+  using type = Words[2];
+};
+template <>
+struct SliceWeightsOf<kInt8> {
+  using type = Words;
+};
+template <int P>
+using SliceWeights = typename SliceWeightsOf<P>::type;
 
 // The products of R rows, `apart` rows from each other, with T tokens.
 template <class F, int P, int R, int T>
@@ -170,20 +198,35 @@ class StepProducts {
     }
     each_index<F::kSlices / F::kJoined>([&](auto index) __attribute__((always_inline)) {
       constexpr int kFirst = decltype(index)::value * F::kJoined;
-      Words words[F::kJoined][2];
+      SliceWeights<P> weights[F::kJoined];
       each_index<F::kJoined>([&](auto j) __attribute__((always_inline)) {
-        F::template slice<kFirst + decltype(j)::value>(words[decltype(j)::value], from);
+        constexpr int kJ = decltype(j)::value;
+        if constexpr (P == kInt8) {
+          weights[kJ] = F::template bytes<kFirst + kJ>(from);
+        } else {
+          F::template slice<kFirst + kJ>(weights[kJ], from);
+        }
       });
       OPWEAVE_UNROLL for (int t = 0; t < T; ++t) {
         const SliceX<P>* x = TokenSteps<F, P>(x_[t], width_).slices + step * F::kSlices + kFirst;
         const Vec spread = F::template spread<kFirst>(factors[t]);
-        totals[t] = fma(slice_products(words, x), spread, totals[t]);
+        totals[t] = fma(slice_products(weights, x), spread, totals[t]);
       }
     });
   }
 
+  OPWEAVE_INLINE static Vec slice_products(const SliceWeights<kInt8> (&weights)[F::kJoined],
+                                           const SliceX<kInt8>* x) {
+    Sums32 sums = kZeroOf<F, P> != 0 ? load_sums(x->start[0]) : Sums32{};
+    OPWEAVE_UNROLL for (int j = 0; j < F::kJoined; ++j) {
+      sums = F::add_bytes(sums, weights[j], x[j].numbers);
+    }
+    return to_float(sums);
+  }
+
+  template <int N>
   OPWEAVE_INLINE static Vec slice_products(const Words (&words)[F::kJoined][2],
-                                           const SliceX<P>* x) {
+                                           const SliceX<N>* x) {
     Sums32 sums[P];
     OPWEAVE_UNROLL for (int p = 0; p < P; ++p) {
       sums[p] = F::kZero != 0 ? load_sums(x->start[p]) : Sums32{};

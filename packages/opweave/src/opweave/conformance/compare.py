@@ -102,11 +102,12 @@ def _referenced(case: Case, found: Tensor, native: Tensor, reference: Tensor) ->
     if not close.all():
         return _worst(found, native, ~close)
     finite = error.isfinite() & usual.isfinite()
-    return _mean_problem(found.dtype, error[finite], usual[finite], r[finite])
+    own = rtol if case.op.has_own_tolerance(_coarsest(case, found), case.provider) else 0.0
+    return _mean_problem(found.dtype, error[finite], usual[finite], r[finite], own)
 
 
 def _mean_problem(
-    dtype: torch.dtype, error: Tensor, usual: Tensor, reference: Tensor
+    dtype: torch.dtype, error: Tensor, usual: Tensor, reference: Tensor, own: float
 ) -> str | None:
     # To float64, native is the reference itself; of few elements its error may be zero by luck.
     if dtype is torch.float64 or error.numel() < _MIN_RMS_ELEMENTS:
@@ -116,7 +117,7 @@ def _mean_problem(
     ours, theirs, size = (
         float((t / scale).square().mean().sqrt()) for t in (error, usual, reference)
     )
-    allowed = _MAX_RMS_RATIO * theirs + torch.finfo(dtype).eps * size
+    allowed = _MAX_RMS_RATIO * theirs + (torch.finfo(dtype).eps + own) * size
     if not ours > allowed:
         return None
     return (
@@ -126,15 +127,19 @@ def _mean_problem(
 
 
 def tolerance_of(case: Case, output: Tensor) -> Tolerance:
-    """Return the op's tolerance for *output*, which rounded inputs may widen."""
-    coarsest = output.dtype
-    if output.dtype in _WIDE:
-        floats = [t.dtype for t in tensors_in(case.values) if t.dtype in _WIDE]
-        coarsest = max([output.dtype, *floats], key=lambda d: torch.finfo(d).eps)
+    """Return the tolerance for *output*, which rounded inputs may widen."""
     try:
-        return case.op.get_tolerance(coarsest)
+        return case.op.get_tolerance(_coarsest(case, output), case.provider)
     except MissingToleranceError:
         return _EXACT
+
+
+def _coarsest(case: Case, output: Tensor) -> torch.dtype:
+    """Return the dtype of *output* or of an input, whichever rounds most."""
+    if output.dtype not in _WIDE:
+        return output.dtype
+    floats = [t.dtype for t in tensors_in(case.values) if t.dtype in _WIDE]
+    return max([output.dtype, *floats], key=lambda d: torch.finfo(d).eps)
 
 
 def _plain(t: Tensor) -> Tensor:
