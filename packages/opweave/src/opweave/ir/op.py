@@ -591,8 +591,7 @@ class OpDefinition:
     ) -> None:
         """Set the tolerance for comparing implementations with native in *dtype*.
 
-        With a *provider*, it holds for that one only, whose implementation rounds more than the
-        definition: the root-mean-square error may be as large as *rtol*, too.
+        With a *provider*, it holds for that one only, which rounds more than the definition.
         """
         if provider is None:
             self._tolerances[dtype] = Tolerance(atol, rtol)
