@@ -68,7 +68,7 @@ class GgufProducts {
 
   OPWEAVE_INLINE void add_block(int r, int64_t block) {
     const uint8_t* from = blocks_[r] + block * F::kBytes;
-    if constexpr (R == kStreams) prefetch(from + Tuning::kStreamAhead, F::kBytes);
+    if constexpr (R == kStreams) prefetch(from + Tuning::kLowBitStreamAhead, F::kBytes);
     Factors factors;
     F::load(factors, from);
     each_index<F::kUnits>([&](auto u) __attribute__((always_inline)) {

@@ -95,7 +95,7 @@ inline uint32_t pack_step(float* factors, SliceX<P>* slices, const float* column
   }
   for (int lane = 0; lane < kLanes; ++lane) {
     const int unit = F::place(lane);
-    factors[lane] = F::is_offset(lane) ? F::kOffsetSign * sums[unit] : scales[unit];
+    factors[lane] = F::is_offset(lane) ? F::kOffsetFactor * sums[unit] : scales[unit];
   }
   for (int j = 0; j < F::kSlices; ++j) {
     for (int p = 0; p < kParts<P>; ++p) {
@@ -166,7 +166,7 @@ class StepProducts {
     for (int64_t step = 0; step < whole; ++step) {
       OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
         const uint8_t* from = blocks_[r] + step * kStepBytes<F>;
-        if constexpr (R > 1) prefetch(from + Tuning::kStreamAhead, kStepBytes<F>);
+        if constexpr (R > 1) prefetch(from + Tuning::kLowBitStreamAhead, kStepBytes<F>);
         add_step(totals[r], step, from);
       }
     }

@@ -69,10 +69,22 @@ OPWEAVE_INLINE void byte_words(Words (&to)[2], __m512i bytes) {
   to[1] = _mm512_srli_epi16(bytes, 8);
 }
 
+// The last 16 bytes of four blocks. To insert them is faster than to load each into all four places.
+template <int kBytes>
+OPWEAVE_INLINE __m512i four_blocks(const uint8_t* from) {
+  const auto at = [from](int block) {
+    return _mm_loadu_si128(
+        reinterpret_cast<const __m128i*>(from + (block + 1) * kBytes - 16));
+  };
+  const __m256i first = _mm256_inserti128_si256(_mm256_castsi128_si256(at(0)), at(1), 1);
+  const __m256i second = _mm256_inserti128_si256(_mm256_castsi128_si256(at(2)), at(3), 1);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+}
+
 // A lane has the factor of the same lane.
 struct ScalesOfLanes {
   static constexpr bool kHasOffsets = false;
-  static constexpr float kOffsetSign = 0;
+  static constexpr float kOffsetFactor = 0;
 
   static constexpr bool is_offset(int) { return false; }
   template <int J>
@@ -81,41 +93,64 @@ struct ScalesOfLanes {
   }
 };
 
+// Offsets are in odd lanes.
+struct OffsetsInOddLanes {
+  static constexpr bool kHasOffsets = true;
+
+  static constexpr bool is_offset(int lane) { return lane % 2 == 1; }
+  OPWEAVE_INLINE static Vec add_offsets(Vec total, Vec factors) {
+    constexpr __mmask16 kOddLanes = 0xaaaa;
+    return _mm512_mask_add_ps(total, kOddLanes, total, factors);
+  }
+};
+
 // Four blocks of 16 bytes: the low four bits of each, then the high ones.
-struct Steps4_0 : ScalesOfLanes, ByteProducts<15> {
-  using Block = Q4_0;
-  static constexpr int kSlices = 2, kJoined = 2, kZero = 8;
+template <class B>
+struct StepsOfNibbles : ByteProducts<15> {
+  using Block = B;
+  static constexpr int kSlices = 2, kJoined = 2;
   static constexpr int kByteBias = 0;
 
   static constexpr int column(int slice, int byte) {
     return byte / 16 * kUnit32 + slice * 16 + byte % 16;
   }
   static constexpr int place(int lane) { return lane / 4; }
+  template <int J>
+  OPWEAVE_INLINE static void slice(Words (&to)[2], const uint8_t* from) {
+    nibble_words<J == 1>(to, four_blocks<Block::kBytes>(from));
+  }
+  template <int J>
+  OPWEAVE_INLINE static __m512i bytes(const uint8_t* from) {
+    return nibble_bytes<J == 1>(four_blocks<Block::kBytes>(from));
+  }
+};
+
+struct Steps4_0 : StepsOfNibbles<Q4_0>, ScalesOfLanes {
+  static constexpr int kZero = 8;
+
   OPWEAVE_INLINE static Vec factors(const uint8_t* from) {
     constexpr int kWords = Block::kBytes / 2;
     const __m256i step = _mm256_set1_epi16(kWords);
     const __m256i blocks = _mm256_setr_epi16(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     return halves_at(from, _mm256_mullo_epi16(blocks, step));
   }
-  template <int J>
-  OPWEAVE_INLINE static void slice(Words (&to)[2], const uint8_t* from) {
-    nibble_words<J == 1>(to, packed(from));
-  }
-  template <int J>
-  OPWEAVE_INLINE static __m512i bytes(const uint8_t* from) {
-    return nibble_bytes<J == 1>(packed(from));
-  }
+};
 
- private:
-  OPWEAVE_INLINE static __m512i packed(const uint8_t* from) {
-    const auto at = [from](int block) {
-      const uint8_t* bytes = from + block * Block::kBytes + 2;
-      return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
-    };
-    __m512i packed = at(0);
-    packed = _mm512_mask_blend_epi32(0x00f0, packed, at(1));
-    packed = _mm512_mask_blend_epi32(0x0f00, packed, at(2));
-    return _mm512_mask_blend_epi32(0xf000, packed, at(3));
+// Scales are in even lanes, each in two of them, and so are halves of the offsets in odd ones.
+struct Steps4_1 : StepsOfNibbles<Q4_1>, OffsetsInOddLanes {
+  static constexpr int kZero = 0;
+  static constexpr float kOffsetFactor = 0.5f;
+
+  OPWEAVE_INLINE static Vec factors(const uint8_t* from) {
+    constexpr int kWords = Block::kBytes / 2;
+    const __m256i step = _mm256_set1_epi16(kWords);
+    const __m256i blocks = _mm256_setr_epi16(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    const __m256i odd = _mm256_set1_epi32(1 << 16);
+    return halves_at(from, _mm256_add_epi16(_mm256_mullo_epi16(blocks, step), odd));
+  }
+  template <int J>
+  OPWEAVE_INLINE static Vec spread(Vec factors) {
+    return _mm512_moveldup_ps(factors);
   }
 };
 
@@ -154,17 +189,15 @@ struct Steps8_0 : ScalesOfLanes, ByteProducts<255> {
 
 // Blocks of q4_k and q5_k: 64 bytes have the units 4v, 4v + 2 in the low four bits, and 4v + 1,
 // 4v + 3 in the high ones. Scales are in even lanes, and minima in odd ones.
-struct StepsSixBits : ByteProducts<31> {
+struct StepsSixBits : ByteProducts<31>, OffsetsInOddLanes {
   static constexpr int kSlices = 4, kJoined = 1, kZero = 0;
   static constexpr int kByteBias = 0;
-  static constexpr bool kHasOffsets = true;
-  static constexpr float kOffsetSign = -1;
+  static constexpr float kOffsetFactor = -1;
 
   static constexpr int column(int slice, int byte) {
     return (slice / 2 * 4 + slice % 2 + byte / 32 * 2) * kUnit32 + byte % 32;
   }
   static constexpr int place(int lane) { return lane / 2; }
-  static constexpr bool is_offset(int lane) { return lane % 2 == 1; }
   OPWEAVE_INLINE static Vec factors(const uint8_t* from) {
     uint32_t both;
     memcpy(&both, from, sizeof(both));
@@ -188,10 +221,6 @@ struct StepsSixBits : ByteProducts<31> {
     const __m512i places =
         _mm512_mask_blend_epi32(0xff00, _mm512_set1_epi32(kFirst), _mm512_set1_epi32(kFirst + 4));
     return _mm512_permutexvar_ps(places, factors);
-  }
-  OPWEAVE_INLINE static Vec add_offsets(Vec total, Vec factors) {
-    constexpr __mmask16 kOddLanes = 0xaaaa;
-    return _mm512_mask_add_ps(total, kOddLanes, total, factors);
   }
 };
 
@@ -238,7 +267,7 @@ struct Steps6_K : ByteProducts<63> {
   static constexpr int kSlices = 4, kJoined = 1, kZero = 32;
   static constexpr int kByteBias = 0;
   static constexpr bool kHasOffsets = false;
-  static constexpr float kOffsetSign = 0;
+  static constexpr float kOffsetFactor = 0;
 
   static constexpr int column(int slice, int byte) { return slice * 64 + byte; }
   static constexpr int place(int lane) { return lane / 2; }
@@ -275,6 +304,10 @@ struct Steps6_K : ByteProducts<63> {
 template <>
 struct StepsOf<Q4_0> {
   using type = Steps4_0;
+};
+template <>
+struct StepsOf<Q4_1> {
+  using type = Steps4_1;
 };
 template <>
 struct StepsOf<Q8_0> {
