@@ -124,34 +124,28 @@ class GgufProducts {
 };
 
 // How tokens are packed for a format, and multiplied.
-template <class F, class Steps = typename StepsOf<F>::type>
+template <class F, int P, class Steps = typename StepsOf<F, P == kInt8>::type>
 struct Packing {
-  template <int P, int R, int T>
+  template <int R, int T>
   using Products = StepProducts<Steps, P, R, T>;
 
-  template <int P, class T>
+  template <class T>
   static void pack(char* out, const T* x, int64_t width) {
     pack_steps<Steps, P>(out, x, width);
   }
-  template <int P>
-  static int64_t bytes(int64_t width) {
-    return TokenSteps<Steps, P>::bytes(width);
-  }
+  static int64_t bytes(int64_t width) { return TokenSteps<Steps, P>::bytes(width); }
 };
 
-template <class F>
-struct Packing<F, void> {
-  template <int P, int R, int T>
+template <class F, int P>
+struct Packing<F, P, void> {
+  template <int R, int T>
   using Products = GgufProducts<F, P, R, T>;
 
-  template <int P, class T>
+  template <class T>
   static void pack(char* out, const T* x, int64_t width) {
     pack_units<P>(out, x, width);
   }
-  template <int P>
-  static int64_t bytes(int64_t width) {
-    return TokenUnits<P>::bytes(width);
-  }
+  static int64_t bytes(int64_t width) { return TokenUnits<P>::bytes(width); }
 };
 
 struct KeepGgufTokens {
@@ -163,9 +157,9 @@ struct KeepGgufTokens {
       for (int64_t r = begin; r < end; ++r, row.advance(), out += call.stride) {
         const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
         if (call.is_int8) {
-          Packing<decltype(format)>::template pack<kInt8>(out, x, call.width);
+          Packing<decltype(format), kInt8>::pack(out, x, call.width);
         } else {
-          Packing<decltype(format)>::template pack<parts_of(T{})>(out, x, call.width);
+          Packing<decltype(format), parts_of(T{})>::pack(out, x, call.width);
         }
       }
     });
@@ -200,7 +194,7 @@ class GgufRows {
 
   template <int R, int N>
   void add(int64_t row, int64_t apart, int64_t first) const {
-    typename Packing<F>::template Products<P, R, N> products(row, apart, first, call_);
+    typename Packing<F, P>::template Products<R, N> products(row, apart, first, call_);
     products.run();
     for (int r = 0; r < R; ++r) {
       for (int t = 0; t < N; ++t) outputs_.store(row + r * apart, first + t, products.total(r, t));
@@ -326,10 +320,10 @@ int64_t token_bytes(OpweaveDtype dtype, int64_t width, OpweaveGgufFormat format,
                     int32_t is_int8) {
   int64_t bytes = 0;
   with_format(format, [&](auto f) {
-    using Tokens = Packing<decltype(f)>;
-    bytes = is_int8                    ? Tokens::template bytes<kInt8>(width)
-            : dtype == OPWEAVE_FLOAT32 ? Tokens::template bytes<2>(width)
-                                       : Tokens::template bytes<1>(width);
+    using F = decltype(f);
+    bytes = is_int8                    ? Packing<F, kInt8>::bytes(width)
+            : dtype == OPWEAVE_FLOAT32 ? Packing<F, 2>::bytes(width)
+                                       : Packing<F, 1>::bytes(width);
   });
   return bytes;
 }

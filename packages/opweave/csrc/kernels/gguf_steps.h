@@ -2,13 +2,14 @@
 //
 // A step is one block of 256 columns, or as many smaller blocks as fill vectors; the last step of a
 // row may have fewer. Its weights are slices of 64 columns: vectors of bytes, whose even and odd
-// bytes become words. A lane of 32 bits has four columns of one scale. isa/gguf_steps_avx512.h has
-// for each format:
+// bytes become words. A lane of 32 bits has four columns of one scale. isa/gguf_steps_avx512.h and, for
+// tokens of 8 bits, isa/gguf_steps_avx2.h have for each format:
 //   Format::kSlices      slices per step
 //   Format::kJoined      slices whose lanes have the same scales, one after the other
 //   Format::kZero        the q that stands for zero
-//   Format::column       the column of a byte of a slice
-//   Format::factors      the scales of a step, and its offsets if Format::kHasOffsets
+//   Format::column       the column of a byte of a slice; in order for each 16 bytes
+//   Format::factors      the scales of a step, and its offsets if Format::kHasOffsets, in kFactors
+//                        vectors
 //   Format::place        the factor of what a lane of the packed factors is multiplied by
 //   Format::slice<j>     the words of a slice
 //   Format::bytes<j>     the q of a slice as bytes, plus Format::kByteBias
@@ -23,8 +24,8 @@
 
 namespace {
 
-// The steps of a format; void without steps.
-template <class Block>
+// The steps of a format, for tokens of 8 bits or others; void without steps.
+template <class Block, bool kIsInt8>
 struct StepsOf {
   using type = void;
 };
@@ -33,12 +34,39 @@ struct StepsOf {
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include "kernels/isa/gguf_steps_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "kernels/isa/gguf_steps_avx2.h"
 #endif
 
 namespace {
 
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define OPWEAVE_STEPS(Block, Steps)  \
+  template <bool kIsInt8>            \
+  struct StepsOf<Block, kIsInt8> {   \
+    using type = Steps;              \
+  }
+#else
+#define OPWEAVE_STEPS(Block, Steps) \
+  template <>                       \
+  struct StepsOf<Block, true> {     \
+    using type = Steps;             \
+  }
+#endif
+OPWEAVE_STEPS(Q8_0, Steps8_0);
+OPWEAVE_STEPS(Q4_0, Steps4_0);
+OPWEAVE_STEPS(Q4_1, Steps4_1);
+OPWEAVE_STEPS(Q4_K, Steps4_K);
+OPWEAVE_STEPS(Q5_K, Steps5_K);
+OPWEAVE_STEPS(Q6_K, Steps6_K);
+#undef OPWEAVE_STEPS
+#endif
+
 constexpr int kSliceColumns = 4 * static_cast<int>(kLanes);
 
+template <class F>
+constexpr int64_t kFactorLanes = F::kFactors * kLanes;
 template <class F>
 constexpr int64_t kStepColumns = kSliceColumns * F::kSlices;
 template <class F>
@@ -69,13 +97,14 @@ template <class F, int P>
 struct TokenSteps {
   static int64_t count(int64_t width) { return (width + kStepColumns<F> - 1) / kStepColumns<F>; }
   static int64_t bytes(int64_t width) {
-    constexpr auto kStep = static_cast<int64_t>(sizeof(Vec) + F::kSlices * sizeof(SliceX<P>));
-    return ((static_cast<int64_t>(sizeof(TokenHeader)) + count(width) * kStep) / 64 | 1) * 64;
+    constexpr auto kStep =
+        static_cast<int64_t>(F::kFactors * sizeof(Vec) + F::kSlices * sizeof(SliceX<P>));
+    return ((static_cast<int64_t>(sizeof(TokenHeader)) + count(width) * kStep + 63) / 64 | 1) * 64;
   }
 
   OPWEAVE_INLINE TokenSteps(const char* token, int64_t width)
       : factors(reinterpret_cast<const float*>(token + sizeof(TokenHeader))),
-        slices(reinterpret_cast<const SliceX<P>*>(factors + count(width) * kLanes)) {}
+        slices(reinterpret_cast<const SliceX<P>*>(factors + (count(width) * kFactorLanes<F> + 15) / 16 * 16)) {}
 
   const float* factors;
   const SliceX<P>* slices;
@@ -93,7 +122,7 @@ inline uint32_t pack_step(float* factors, SliceX<P>* slices, const float* column
     const uint32_t magnitude = pack_unit<P>(units[u], scales[u], sums[u], columns + u * kUnit32);
     largest = magnitude > largest ? magnitude : largest;
   }
-  for (int lane = 0; lane < kLanes; ++lane) {
+  for (int lane = 0; lane < kFactorLanes<F>; ++lane) {
     const int unit = F::place(lane);
     factors[lane] = F::is_offset(lane) ? F::kOffsetFactor * sums[unit] : scales[unit];
   }
@@ -101,11 +130,11 @@ inline uint32_t pack_step(float* factors, SliceX<P>* slices, const float* column
     for (int p = 0; p < kParts<P>; ++p) {
       int32_t* start = slices[j / F::kJoined * F::kJoined].start[p];
       for (int lane = 0; lane < kLanes; ++lane) start[lane] = j % F::kJoined == 0 ? 0 : start[lane];
-      for (int i = 0; i < kSliceColumns; ++i) {
-        const int column = F::column(j, i);
-        const int16_t number = units[column / kUnit32].numbers[p][column % kUnit32];
-        slices[j].set(p, i, number);
-        start[i / 4] -= kZeroOf<F, P> * number;
+      for (int run = 0; run < kSliceColumns; run += 16) {
+        const int column = F::column(j, run);
+        const int16_t* numbers = units[column / kUnit32].numbers[p] + column % kUnit32;
+        for (int i = 0; i < 16; ++i) slices[j].set(p, run + i, numbers[i]);
+        for (int i = 0; i < 16; ++i) start[(run + i) / 4] -= kZeroOf<F, P> * numbers[i];
       }
     }
   }
@@ -118,7 +147,8 @@ inline void pack_steps(char* out, const T* x, int64_t width) {
   auto* factors = const_cast<float*>(token.factors);
   auto* slices = const_cast<SliceX<P>*>(token.slices);
   uint32_t largest = 0;
-  for (int64_t c = 0; c < width; c += kStepColumns<F>, factors += kLanes, slices += F::kSlices) {
+  for (int64_t c = 0; c < width; c += kStepColumns<F>, factors += kFactorLanes<F>,
+               slices += F::kSlices) {
     alignas(64) float columns[kStepColumns<F>] = {};
     const int64_t count = width - c < kStepColumns<F> ? width - c : kStepColumns<F>;
     for_each_vec(count, [&](int64_t i, auto part) {
@@ -189,11 +219,14 @@ class StepProducts {
 
  private:
   OPWEAVE_INLINE void add_step(Vec (&totals)[T], int64_t step, const uint8_t* from) const {
-    const Vec of_weights = F::factors(from);
-    Vec factors[T];
+    Vec of_weights[F::kFactors];
+    F::factors(of_weights, from);
+    Vec factors[T][F::kFactors];
     OPWEAVE_UNROLL for (int t = 0; t < T; ++t) {
-      const float* of_token = TokenSteps<F, P>(x_[t], width_).factors + step * kLanes;
-      factors[t] = mul(of_weights, Lanes<float>::load(of_token, Full{}));
+      const float* of_token = TokenSteps<F, P>(x_[t], width_).factors + step * kFactorLanes<F>;
+      OPWEAVE_UNROLL for (int i = 0; i < F::kFactors; ++i) {
+        factors[t][i] = mul(of_weights[i], Lanes<float>::load(of_token + i * kLanes, Full{}));
+      }
       if constexpr (F::kHasOffsets) totals[t] = F::add_offsets(totals[t], factors[t]);
     }
     each_index<F::kSlices / F::kJoined>([&](auto index) __attribute__((always_inline)) {

@@ -88,8 +88,8 @@ struct ScalesOfLanes {
 
   static constexpr bool is_offset(int) { return false; }
   template <int J>
-  OPWEAVE_INLINE static Vec spread(Vec factors) {
-    return factors;
+  OPWEAVE_INLINE static Vec spread(const Vec (&factors)[1]) {
+    return factors[0];
   }
 };
 
@@ -98,9 +98,9 @@ struct OffsetsInOddLanes {
   static constexpr bool kHasOffsets = true;
 
   static constexpr bool is_offset(int lane) { return lane % 2 == 1; }
-  OPWEAVE_INLINE static Vec add_offsets(Vec total, Vec factors) {
+  OPWEAVE_INLINE static Vec add_offsets(Vec total, const Vec (&factors)[1]) {
     constexpr __mmask16 kOddLanes = 0xaaaa;
-    return _mm512_mask_add_ps(total, kOddLanes, total, factors);
+    return _mm512_mask_add_ps(total, kOddLanes, total, factors[0]);
   }
 };
 
@@ -108,7 +108,7 @@ struct OffsetsInOddLanes {
 template <class B>
 struct StepsOfNibbles : ByteProducts<15> {
   using Block = B;
-  static constexpr int kSlices = 2, kJoined = 2;
+  static constexpr int kSlices = 2, kJoined = 2, kFactors = 1;
   static constexpr int kByteBias = 0;
 
   static constexpr int column(int slice, int byte) {
@@ -128,11 +128,11 @@ struct StepsOfNibbles : ByteProducts<15> {
 struct Steps4_0 : StepsOfNibbles<Q4_0>, ScalesOfLanes {
   static constexpr int kZero = 8;
 
-  OPWEAVE_INLINE static Vec factors(const uint8_t* from) {
+  OPWEAVE_INLINE static void factors(Vec (&to)[1], const uint8_t* from) {
     constexpr int kWords = Block::kBytes / 2;
     const __m256i step = _mm256_set1_epi16(kWords);
     const __m256i blocks = _mm256_setr_epi16(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    return halves_at(from, _mm256_mullo_epi16(blocks, step));
+    to[0] = halves_at(from, _mm256_mullo_epi16(blocks, step));
   }
 };
 
@@ -141,30 +141,30 @@ struct Steps4_1 : StepsOfNibbles<Q4_1>, OffsetsInOddLanes {
   static constexpr int kZero = 0;
   static constexpr float kOffsetFactor = 0.5f;
 
-  OPWEAVE_INLINE static Vec factors(const uint8_t* from) {
+  OPWEAVE_INLINE static void factors(Vec (&to)[1], const uint8_t* from) {
     constexpr int kWords = Block::kBytes / 2;
     const __m256i step = _mm256_set1_epi16(kWords);
     const __m256i blocks = _mm256_setr_epi16(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     const __m256i odd = _mm256_set1_epi32(1 << 16);
-    return halves_at(from, _mm256_add_epi16(_mm256_mullo_epi16(blocks, step), odd));
+    to[0] = halves_at(from, _mm256_add_epi16(_mm256_mullo_epi16(blocks, step), odd));
   }
   template <int J>
-  OPWEAVE_INLINE static Vec spread(Vec factors) {
-    return _mm512_moveldup_ps(factors);
+  OPWEAVE_INLINE static Vec spread(const Vec (&factors)[1]) {
+    return _mm512_moveldup_ps(factors[0]);
   }
 };
 
 // Two blocks of 32 bytes.
 struct Steps8_0 : ScalesOfLanes, ByteProducts<255> {
   using Block = Q8_0;
-  static constexpr int kSlices = 1, kJoined = 1, kZero = 0;
+  static constexpr int kSlices = 1, kJoined = 1, kFactors = 1, kZero = 0;
   static constexpr int kByteBias = 128;
 
   static constexpr int column(int, int byte) { return byte; }
   static constexpr int place(int lane) { return lane / 8; }
-  OPWEAVE_INLINE static Vec factors(const uint8_t* from) {
+  OPWEAVE_INLINE static void factors(Vec (&to)[1], const uint8_t* from) {
     const __m256i second = _mm256_set1_epi16(Block::kBytes / 2);
-    return halves_at(from, _mm256_inserti128_si256(second, _mm_setzero_si128(), 0));
+    to[0] = halves_at(from, _mm256_inserti128_si256(second, _mm_setzero_si128(), 0));
   }
   template <int J>
   OPWEAVE_INLINE static void slice(Words (&to)[2], const uint8_t* from) {
@@ -190,7 +190,7 @@ struct Steps8_0 : ScalesOfLanes, ByteProducts<255> {
 // Blocks of q4_k and q5_k: 64 bytes have the units 4v, 4v + 2 in the low four bits, and 4v + 1,
 // 4v + 3 in the high ones. Scales are in even lanes, and minima in odd ones.
 struct StepsSixBits : ByteProducts<31>, OffsetsInOddLanes {
-  static constexpr int kSlices = 4, kJoined = 1, kZero = 0;
+  static constexpr int kSlices = 4, kJoined = 1, kFactors = 1, kZero = 0;
   static constexpr int kByteBias = 0;
   static constexpr float kOffsetFactor = -1;
 
@@ -198,7 +198,7 @@ struct StepsSixBits : ByteProducts<31>, OffsetsInOddLanes {
     return (slice / 2 * 4 + slice % 2 + byte / 32 * 2) * kUnit32 + byte % 32;
   }
   static constexpr int place(int lane) { return lane / 2; }
-  OPWEAVE_INLINE static Vec factors(const uint8_t* from) {
+  OPWEAVE_INLINE static void factors(Vec (&to)[1], const uint8_t* from) {
     uint32_t both;
     memcpy(&both, from, sizeof(both));
     const Vec of_block = _mm512_cvtph_ps(_mm256_set1_epi32(static_cast<int>(both)));
@@ -213,14 +213,14 @@ struct StepsSixBits : ByteProducts<31>, OffsetsInOddLanes {
     const uint64_t minima = (low >> 32) | ((((last >> 4) & 0x0f0f0f0f) | (top >> 32)) << 32);
     const __m128i bytes = _mm_unpacklo_epi8(_mm_cvtsi64_si128(static_cast<int64_t>(scales)),
                                             _mm_cvtsi64_si128(static_cast<int64_t>(minima)));
-    return mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), of_block);
+    to[0] = mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), of_block);
   }
   template <int J>
-  OPWEAVE_INLINE static Vec spread(Vec factors) {
+  OPWEAVE_INLINE static Vec spread(const Vec (&factors)[1]) {
     constexpr int kFirst = 2 * (J / 2 * 4 + J % 2);
     const __m512i places =
         _mm512_mask_blend_epi32(0xff00, _mm512_set1_epi32(kFirst), _mm512_set1_epi32(kFirst + 4));
-    return _mm512_permutexvar_ps(places, factors);
+    return _mm512_permutexvar_ps(places, factors[0]);
   }
 };
 
@@ -264,7 +264,7 @@ struct Steps5_K : StepsSixBits {
 // and two bits of four units.
 struct Steps6_K : ByteProducts<63> {
   using Block = Q6_K;
-  static constexpr int kSlices = 4, kJoined = 1, kZero = 32;
+  static constexpr int kSlices = 4, kJoined = 1, kFactors = 1, kZero = 32;
   static constexpr int kByteBias = 0;
   static constexpr bool kHasOffsets = false;
   static constexpr float kOffsetFactor = 0;
@@ -272,11 +272,11 @@ struct Steps6_K : ByteProducts<63> {
   static constexpr int column(int slice, int byte) { return slice * 64 + byte; }
   static constexpr int place(int lane) { return lane / 2; }
   static constexpr bool is_offset(int) { return false; }
-  OPWEAVE_INLINE static Vec factors(const uint8_t* from) {
+  OPWEAVE_INLINE static void factors(Vec (&to)[1], const uint8_t* from) {
     int16_t scale;
     memcpy(&scale, from + 208, sizeof(scale));
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 192));
-    return mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)),
+    to[0] = mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)),
                _mm512_cvtph_ps(_mm256_set1_epi16(scale)));
   }
   template <int J>
@@ -295,35 +295,10 @@ struct Steps6_K : ByteProducts<63> {
     return _mm512_and_si512(either, _mm512_set1_epi8(63));
   }
   template <int J>
-  OPWEAVE_INLINE static Vec spread(Vec factors) {
+  OPWEAVE_INLINE static Vec spread(const Vec (&factors)[1]) {
     const __m512i quarters = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    return _mm512_permutexvar_ps(_mm512_add_epi32(quarters, _mm512_set1_epi32(4 * J)), factors);
+    return _mm512_permutexvar_ps(_mm512_add_epi32(quarters, _mm512_set1_epi32(4 * J)), factors[0]);
   }
-};
-
-template <>
-struct StepsOf<Q4_0> {
-  using type = Steps4_0;
-};
-template <>
-struct StepsOf<Q4_1> {
-  using type = Steps4_1;
-};
-template <>
-struct StepsOf<Q8_0> {
-  using type = Steps8_0;
-};
-template <>
-struct StepsOf<Q4_K> {
-  using type = Steps4_K;
-};
-template <>
-struct StepsOf<Q5_K> {
-  using type = Steps5_K;
-};
-template <>
-struct StepsOf<Q6_K> {
-  using type = Steps6_K;
 };
 
 }  // namespace
