@@ -2,8 +2,8 @@
 //
 // A step is one block of 256 columns, or as many smaller blocks as fill vectors; the last step of a
 // row may have fewer. Its weights are slices of 64 columns: vectors of bytes, whose even and odd
-// bytes become words. A lane of 32 bits has four columns of one scale. isa/gguf_steps_avx512.h and, for
-// tokens of 8 bits, isa/gguf_steps_avx2.h have for each format:
+// bytes become words. A lane of 32 bits has four columns of one scale. isa/gguf_steps_avx512.h and,
+// for tokens of 8 bits, isa/gguf_steps_avx2.h have for each format:
 //   Format::kSlices      slices per step
 //   Format::kJoined      slices whose lanes have the same scales, one after the other
 //   Format::kZero        the q that stands for zero
@@ -147,8 +147,7 @@ inline void pack_steps(char* out, const T* x, int64_t width) {
   auto* factors = const_cast<float*>(token.factors);
   auto* slices = const_cast<SliceX<P>*>(token.slices);
   uint32_t largest = 0;
-  for (int64_t c = 0; c < width; c += kStepColumns<F>, factors += kFactorLanes<F>,
-               slices += F::kSlices) {
+  for (int64_t c = 0; c < width; c += kStepColumns<F>) {
     alignas(64) float columns[kStepColumns<F>] = {};
     const int64_t count = width - c < kStepColumns<F> ? width - c : kStepColumns<F>;
     for_each_vec(count, [&](int64_t i, auto part) {
@@ -156,6 +155,8 @@ inline void pack_steps(char* out, const T* x, int64_t width) {
     });
     const uint32_t magnitude = pack_step<F, P>(factors, slices, columns);
     largest = magnitude > largest ? magnitude : largest;
+    factors += kFactorLanes<F>;
+    slices += F::kSlices;
   }
   reinterpret_cast<TokenHeader*>(out)->is_finite = largest < 0x7f800000u;
 }

@@ -1,5 +1,5 @@
 // Tokens packed for products with the blocks of GGUF files: as in low_bit_tokens.h, but in the order
-// of the columns, with a scale for 32 of them. Integers of 8 bits are one part that fits into bytes.
+// of the columns, with a scale for 32 of them. Integers of 8 bits are one part that fits into a byte.
 #pragma once
 
 #include "kernels/gguf_blocks.h"

@@ -1,7 +1,8 @@
 // Tokens as integers of 8 bits, with a scale for every 32 columns.
 //
-// The largest magnitude of 32 columns becomes 127, and every number the nearest integer, ties to even:
-// as in the blocks q8_0 of GGUF, but with a scale of 32 bits. llama.cpp rounds activations so, too.
+// The largest magnitude of 32 columns becomes 127, and every number the nearest integer, ties to
+// even: as in the blocks q8_0 of GGUF, but with a scale of 32 bits. llama.cpp rounds activations so,
+// too.
 #pragma once
 
 #include "kernels/low_bit_tokens.h"

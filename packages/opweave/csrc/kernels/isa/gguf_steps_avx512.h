@@ -69,7 +69,7 @@ OPWEAVE_INLINE void byte_words(Words (&to)[2], __m512i bytes) {
   to[1] = _mm512_srli_epi16(bytes, 8);
 }
 
-// The last 16 bytes of four blocks. To insert them is faster than to load each into all four places.
+// The last 16 bytes of four blocks. Inserting them is faster than loading each into all four places.
 template <int kBytes>
 OPWEAVE_INLINE __m512i four_blocks(const uint8_t* from) {
   const auto at = [from](int block) {
