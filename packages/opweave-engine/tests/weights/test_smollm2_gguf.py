@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from opweave import ir
 from opweave_engine import LLM, SamplingParams, load_model
 from support import ROOT
 from weights.trained_models import smollm2, smollm2_gguf
@@ -57,6 +58,23 @@ def test_logits_and_perplexity(theirs: Any, windows: Tensor) -> None:
     ours, reference = (math.exp(loss / len(windows)) for loss in losses.tolist())
     assert abs(ours / reference - 1) < 0.005
     assert 5 < reference < 100  # it is a language model
+
+
+def test_perplexity_with_activations_of_8_bits(
+    windows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens by the kernel for few of them, as if they were decoded one by one."""
+    monkeypatch.setattr("opweave.kernels.opweave_c_int8._MAX_TOKENS_Q", {torch.float32: WINDOW})
+    model, losses, logits = load_model(smollm2_gguf(), dtype="float32"), [], []
+    for provider in ("opweave_c", "opweave_c_int8"):
+        with torch.inference_mode(), ir.priority(linear_q=[f"{provider}!"]):
+            found = [model.compute_logits(model(w, torch.arange(WINDOW))) for w in windows]
+        logits.append(torch.stack(found))
+        predicted = logits[-1][:, :-1].flatten(0, 1)
+        losses.append(torch.nn.functional.cross_entropy(predicted, windows[:, 1:].flatten()))
+    exact, rounded = logits
+    assert 0 < (rounded - exact).norm() <= 4e-2 * exact.norm()
+    assert abs(math.exp(losses[1] - losses[0]) - 1) < 0.01
 
 
 def test_tokens(llm: LLM) -> None:

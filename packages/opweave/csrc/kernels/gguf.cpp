@@ -68,7 +68,7 @@ class GgufProducts {
 
   OPWEAVE_INLINE void add_block(int r, int64_t block) {
     const uint8_t* from = blocks_[r] + block * F::kBytes;
-    if constexpr (R == kStreams) prefetch(from + Tuning::kStreamAhead, F::kBytes);
+    if constexpr (R == kStreams) prefetch(from + Tuning::kLowBitStreamAhead, F::kBytes);
     Factors factors;
     F::load(factors, from);
     each_index<F::kUnits>([&](auto u) __attribute__((always_inline)) {
@@ -124,34 +124,28 @@ class GgufProducts {
 };
 
 // How tokens are packed for a format, and multiplied.
-template <class F, class Steps = typename StepsOf<F>::type>
+template <class F, int P, class Steps = typename StepsOf<F, P == kInt8>::type>
 struct Packing {
-  template <int P, int R, int T>
+  template <int R, int T>
   using Products = StepProducts<Steps, P, R, T>;
 
-  template <int P, class T>
+  template <class T>
   static void pack(char* out, const T* x, int64_t width) {
     pack_steps<Steps, P>(out, x, width);
   }
-  template <int P>
-  static int64_t bytes(int64_t width) {
-    return TokenSteps<Steps, P>::bytes(width);
-  }
+  static int64_t bytes(int64_t width) { return TokenSteps<Steps, P>::bytes(width); }
 };
 
-template <class F>
-struct Packing<F, void> {
-  template <int P, int R, int T>
+template <class F, int P>
+struct Packing<F, P, void> {
+  template <int R, int T>
   using Products = GgufProducts<F, P, R, T>;
 
-  template <int P, class T>
+  template <class T>
   static void pack(char* out, const T* x, int64_t width) {
     pack_units<P>(out, x, width);
   }
-  template <int P>
-  static int64_t bytes(int64_t width) {
-    return TokenUnits<P>::bytes(width);
-  }
+  static int64_t bytes(int64_t width) { return TokenUnits<P>::bytes(width); }
 };
 
 struct KeepGgufTokens {
@@ -161,15 +155,19 @@ struct KeepGgufTokens {
       RowCursor row(call.rows, begin);
       char* out = static_cast<char*>(call.out);
       for (int64_t r = begin; r < end; ++r, row.advance(), out += call.stride) {
-        Packing<decltype(format)>::template pack<parts_of(T{})>(
-            out, reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1)),
-            call.width);
+        const T* x = reinterpret_cast<const T*>(row.in(static_cast<const char*>(call.x), 1));
+        if (call.is_int8) {
+          Packing<decltype(format), kInt8>::pack(out, x, call.width);
+        } else {
+          Packing<decltype(format), parts_of(T{})>::pack(out, x, call.width);
+        }
       }
     });
   }
 };
 
-template <class T, class F>
+// The outputs of tokens of type T that became P parts.
+template <class T, class F, int P>
 class GgufRows {
  public:
   explicit GgufRows(const OpweaveLinearGguf& call) : outputs_(call), call_(call) {}
@@ -196,7 +194,7 @@ class GgufRows {
 
   template <int R, int N>
   void add(int64_t row, int64_t apart, int64_t first) const {
-    typename Packing<F>::template Products<parts_of(T{}), R, N> products(row, apart, first, call_);
+    typename Packing<F, P>::template Products<R, N> products(row, apart, first, call_);
     products.run();
     for (int r = 0; r < R; ++r) {
       for (int t = 0; t < N; ++t) outputs_.store(row + r * apart, first + t, products.total(r, t));
@@ -231,7 +229,9 @@ void linear_gguf(int64_t begin, int64_t end, void* erased) {
   const OpweaveLinearGguf& call = *static_cast<const OpweaveLinearGguf*>(erased);
   with_storage(call.kept->dtype, [&](auto storage) {
     with_format(call.weight.format, [&](auto format) {
-      GgufRows<decltype(storage), decltype(format)>(call).run(begin, end);
+      using T = decltype(storage);
+      if (call.kept->is_int8) return GgufRows<T, decltype(format), kInt8>(call).run(begin, end);
+      GgufRows<T, decltype(format), parts_of(T{})>(call).run(begin, end);
     });
   });
 }
@@ -316,12 +316,14 @@ int64_t block_bytes(OpweaveGgufFormat format) {
   return bytes;
 }
 
-int64_t token_bytes(OpweaveDtype dtype, int64_t width, OpweaveGgufFormat format) {
+int64_t token_bytes(OpweaveDtype dtype, int64_t width, OpweaveGgufFormat format,
+                    int32_t is_int8) {
   int64_t bytes = 0;
   with_format(format, [&](auto f) {
-    using Tokens = Packing<decltype(f)>;
-    bytes = dtype == OPWEAVE_FLOAT32 ? Tokens::template bytes<2>(width)
-                                     : Tokens::template bytes<1>(width);
+    using F = decltype(f);
+    bytes = is_int8                    ? Packing<F, kInt8>::bytes(width)
+            : dtype == OPWEAVE_FLOAT32 ? Packing<F, 2>::bytes(width)
+                                       : Packing<F, 1>::bytes(width);
   });
   return bytes;
 }

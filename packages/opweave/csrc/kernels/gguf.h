@@ -29,6 +29,7 @@ struct OpweaveGgufTokens {
   int64_t stride;  // in bytes; at least token_bytes
   enum OpweaveDtype dtype;
   enum OpweaveGgufFormat format;  // of the weights
+  int32_t is_int8;  // integers of 8 bits; otherwise of 16, or of 31 for float32
 };
 
 struct OpweaveGgufWeight {
@@ -68,7 +69,8 @@ struct OpweaveWidenGguf {
 struct OpweaveGgufKernels {
   int64_t (*block_columns)(enum OpweaveGgufFormat format);
   int64_t (*block_bytes)(enum OpweaveGgufFormat format);
-  int64_t (*token_bytes)(enum OpweaveDtype dtype, int64_t width, enum OpweaveGgufFormat format);
+  int64_t (*token_bytes)(enum OpweaveDtype dtype, int64_t width, enum OpweaveGgufFormat format,
+                         int32_t is_int8);
   OpweaveRangeKernel keep;    // call: OpweaveGgufTokens*
   OpweaveRangeKernel linear;  // call: OpweaveLinearGguf*
   OpweaveRangeKernel widen;   // call: OpweaveWidenGguf*

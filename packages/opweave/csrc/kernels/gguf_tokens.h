@@ -1,15 +1,31 @@
 // Tokens packed for products with the blocks of GGUF files: as in low_bit_tokens.h, but in the order
-// of the columns, with a scale for 32 of them.
+// of the columns, with a scale for 32 of them. Integers of 8 bits are one part that fits into a byte.
 #pragma once
 
 #include "kernels/gguf_blocks.h"
+#include "kernels/int8_tokens.h"
 #include "kernels/low_bit_tokens.h"
 
 namespace {
 
+// In place of the number of parts.
+constexpr int kInt8 = 0;
+
+template <int P>
+constexpr int kParts = P == kInt8 ? 1 : P;
+
+template <int P>
+struct ScaleOf {
+  using type = PowerScale;
+};
+template <>
+struct ScaleOf<kInt8> {
+  using type = Int8Scale;
+};
+
 template <int P>
 struct alignas(64) UnitX {
-  int16_t numbers[P][kUnit32];
+  int16_t numbers[kParts<P>][kUnit32];
 };
 
 // A packed token: whether it is finite, its units, their scales and their sums. The sums of eight
@@ -45,11 +61,11 @@ inline uint32_t pack_unit(UnitX<P>& to, float& scale, float& sum, const float* c
     const uint32_t magnitude = bits_of_float(columns[i]) & 0x7fffffffu;
     largest = magnitude > largest ? magnitude : largest;
   }
-  const PowerScale power(largest);
+  const typename ScaleOf<P>::type power(largest);
   int32_t sums[2] = {};
   for (int i = 0; i < kUnit32; ++i) {
     const float wanted = power.scaled(columns[i]);
-    if constexpr (P == 1) {
+    if constexpr (P != 2) {
       const int32_t number = at_most_int16(nearest(wanted));
       to.numbers[0][i] = static_cast<int16_t>(number);
       sums[0] += number;

@@ -67,7 +67,7 @@ __attribute__((always_inline)) inline void each_product(const uint8_t* const (&w
                                                         Part part, Add add) {
   OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
     const uint8_t* from = weights[r] + chunk * (kChunk / 2);
-    if constexpr (R == kStreams) prefetch(from + Tuning::kStreamAhead, kChunk / 2);
+    if constexpr (R == kStreams) prefetch(from + Tuning::kLowBitStreamAhead, kChunk / 2);
     const Words packed = load_packed(from, part);
     const Words numbers[4] = {nibbles<0>(packed), nibbles<1>(packed), nibbles<2>(packed),
                               nibbles<3>(packed)};

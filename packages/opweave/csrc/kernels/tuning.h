@@ -26,6 +26,8 @@ struct Generic {
   // and one that hides the latency of the L2 cache, or 0.
   static constexpr int64_t kStreamAhead = 2048;
   static constexpr int64_t kStreamNear = 0;
+  // The first of them for weights of few bits, whose rows are shorter; best on Zen 4 and Xeons.
+  static constexpr int64_t kLowBitStreamAhead = 1024;
 };
 
 struct Zen4 : Generic {

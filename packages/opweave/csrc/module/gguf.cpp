@@ -32,9 +32,8 @@ OpweaveGgufWeight checked_weight(const View& weight, int64_t width, int64_t form
   return result;
 }
 
-// out = x @ dequantized(weight).T + bias.
-void linear_gguf(const View& out, const View& x, const View& weight, const View* bias,
-                 int64_t format) {
+void multiply_few(const View& out, const View& x, const View& weight, const View* bias,
+                  int64_t format, bool is_int8) {
   check_activation(x);
   OpweaveLinearGguf call;
   call.weight = checked_weight(weight, x.sizes[x.rank - 1], format);
@@ -46,9 +45,22 @@ void linear_gguf(const View& out, const View& x, const View& weight, const View*
   OpweaveGgufTokens kept;
   kept.width = call.weight.width;
   kept.format = call.weight.format;
-  kept.stride = kernels.token_bytes(x.dtype, kept.width, kept.format);
+  kept.is_int8 = is_int8;
+  kept.stride = kernels.token_bytes(x.dtype, kept.width, kept.format, kept.is_int8);
   run_packed(kernels, kept, call, out, x, weight.sizes[0], bias, OPWEAVE_GGUF_TOKENS,
              weight.sizes[1]);
+}
+
+// out = x @ dequantized(weight).T + bias.
+void linear_gguf(const View& out, const View& x, const View& weight, const View* bias,
+                 int64_t format) {
+  multiply_few(out, x, weight, bias, format, false);
+}
+
+// Like linear_gguf, but with x rounded to 8 bits, with a scale for 32 columns.
+void linear_gguf_int8(const View& out, const View& x, const View& weight, const View* bias,
+                      int64_t format) {
+  multiply_few(out, x, weight, bias, format, true);
 }
 
 // Like linear_gguf, but with at least `fewest` tokens in bfloat16, use the kernel for many tokens,
@@ -91,6 +103,9 @@ OPWEAVE_EXTENSION_MODULE(m) {
   m.def(
       "linear_gguf(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, int format) -> ()",
       opweave::linear_gguf);
+  m.def(
+      "linear_gguf_int8(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, int format) -> ()",
+      opweave::linear_gguf_int8);
   m.def(
       "linear_gguf_many(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, int format,"
       " int fewest) -> ()",

@@ -108,7 +108,7 @@ def test_q_is_its_definition(format: str, dtype: torch.dtype) -> None:
                     found = linear_q.using(f"{provider}!")(*values)
                     wide = dequantized_blocks(weight, format, torch.float64)
                     wanted = product(x, wide, bias)
-                    check(linear_q, found, wanted, (provider, shape), (x,))
+                    check(linear_q, found, wanted, (provider, shape), (x,), provider)
 
 
 X, Q, SCALE = torch.ones(2, 64), torch.ones(3, 32, dtype=torch.uint8), torch.ones(3, 2)

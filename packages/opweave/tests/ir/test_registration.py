@@ -289,6 +289,10 @@ def test_tolerances_are_set_by_op(op: ir.IrOp) -> None:
     op.override_tolerance(torch.int32, atol=1, rtol=0)
     assert op.get_tolerance(torch.float32) == ir.Tolerance(0.5, 0.25)
     assert op.get_tolerance(torch.int32) == ir.Tolerance(1, 0)
+    op.override_tolerance(torch.float32, atol=2, rtol=0, provider="rounds")
+    assert op.get_tolerance(torch.float32, "rounds") == ir.Tolerance(2, 0)
+    assert op.get_tolerance(torch.float32, "other") == ir.Tolerance(0.5, 0.25)
+    assert op.get_tolerance(torch.int32, "rounds") == ir.Tolerance(1, 0)
     assert other.get_tolerance(torch.float32) == ir.Tolerance(1e-5, 1.3e-6)
     assert other.get_tolerance(torch.int8) == ir.Tolerance(1, 0)
     with pytest.raises(MissingToleranceError):

@@ -131,8 +131,15 @@ def tuple_of(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def check(op: ir.IrOp, found: Any, expected: Any, what: object = "", values: Any = ()) -> None:
-    """Compare outputs within the op's tolerance: values, shapes and dtypes.
+def check(
+    op: ir.IrOp,
+    found: Any,
+    expected: Any,
+    what: object = "",
+    values: Any = (),
+    provider: str | None = None,
+) -> None:
+    """Compare outputs within the tolerance of the op or *provider*: values, shapes and dtypes.
 
     An op that rounds to the dtype of one of its *values* on the way is no more exact than that.
     """
@@ -141,7 +148,7 @@ def check(op: ir.IrOp, found: Any, expected: Any, what: object = "", values: Any
         coarsest = b.dtype
         if b.is_floating_point():
             coarsest = max([b.dtype, *floats], key=lambda d: torch.finfo(d).eps)
-        atol, rtol = op.get_tolerance(coarsest)
+        atol, rtol = op.get_tolerance(coarsest, provider)
         torch.testing.assert_close(
             a, b, atol=atol, rtol=rtol, equal_nan=True, msg=lambda m: f"{what}\n{m}"
         )

@@ -1,4 +1,4 @@
-"""Every implementation of opweave_c against the definition of its op, on every instruction set.
+"""Every C++ implementation against the definition of its op, on every instruction set.
 
 The kit compares values, strides, dtypes and omitted tensors with native, and rows alone with rows
 of a batch. The other files of this folder hold what the kit cannot express: bits, instruction sets,
@@ -21,7 +21,7 @@ from opweave.ir import IrOp
 from .conftest import ISAS
 from .oracle import FP8, as_tuple, same_bits, using_threads
 
-ALL = subjects(providers=["opweave_c"])
+ALL = subjects(providers=["opweave_c", "opweave_c_int8"])
 OF_KERNELS = ["values", "options", "none", "layouts", "dtypes", "precision", "extremes"]
 OF_CALLS = [
     *("empty", "dimensions", "combinations", "mutation", "donation", "aliases", "determinism"),

@@ -270,6 +270,25 @@ def q_by_many(
     return call(module, "linear_gguf_many", x, weight, bias, FORMATS.index(format), fewest)
 
 
+def q_int8(
+    module: ModuleType, x: Tensor, weight: Tensor, bias: Tensor | None, format: str
+) -> Tensor:
+    """By the kernel for few tokens, which rounds them to 8 bits."""
+    return call(module, "linear_gguf_int8", x, weight, bias, FORMATS.index(format))
+
+
+def rounded_to_int8(x: Tensor) -> Tensor:
+    """Return *x* rounded to 8 bits, in float64; the scales are float32."""
+    columns = torch.unflatten(x.float(), -1, (-1, 32))
+    largest = columns.abs().amax(-1, keepdim=True).clamp(min=2.0**-97)
+    rounded = (columns * (127 / largest)).round().double() * (largest / 127).double()
+    return torch.where(largest.isfinite(), rounded, columns.double()).flatten(-2)
+
+
+def int8_oracle(x: Tensor, weight: Tensor, bias: Tensor | None, format: str) -> Tensor:
+    return q_oracle(rounded_to_int8(x), weight, bias, format).to(x.dtype)
+
+
 def near_q(got: Tensor, wanted: Tensor) -> None:
     assert_op_close(linear_q, got, wanted, share=0)
 
@@ -316,7 +335,7 @@ def test_q_layouts(module: ModuleType, isa: str, dtype: torch.dtype, format: str
     wanted = q_oracle(x, weight, bias, format)
     for most in (0, 100):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(provider, "_MAX_TOKENS_Q", dict.fromkeys(DTYPES, most))
+            patch.setattr(provider, "MAX_TOKENS_Q", dict.fromkeys(DTYPES, most))
             patch.setattr(provider, "_MIN_TOKENS_AMX", None)
             found = provider.linear_q(x, wide[::2, 13:-7], bias, format)
             near_q(found, wanted)
@@ -324,7 +343,7 @@ def test_q_layouts(module: ModuleType, isa: str, dtype: torch.dtype, format: str
 
 
 @each_format
-@pytest.mark.parametrize("kernel", [run_q, q_by_many], ids=["few", "many"])
+@pytest.mark.parametrize("kernel", [run_q, q_by_many, q_int8], ids=["few", "many", "int8"])
 def test_tokens_and_rows_are_independent(
     module: ModuleType, isa: str, kernel: Kernel, format: str
 ) -> None:
@@ -342,7 +361,10 @@ def test_tokens_and_rows_are_independent(
             some = x[:5].clone()
             some[3, place] = value
             got = kernel(module, some, weight, None, format)
-            near_q(got, q_oracle(some, weight, None, format, isa=used))
+            if kernel is q_int8:
+                near_q(got, int8_oracle(some, weight, None, format))
+            else:
+                near_q(got, q_oracle(some, weight, None, format, isa=used))
             assert not got[3].isfinite().any()
             got[3] = whole[3]
             assert torch.equal(got, whole[:5])
@@ -363,6 +385,53 @@ def test_q_values(
             wanted = q_oracle(x, weight, bias, format, isa=used)
             for tokens in (1, 2, 7, 16, 33, 300):
                 near_q(kernel(module, x[:tokens], weight, bias, format), wanted[:tokens])
+
+
+@each_format
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_int8_values(module: ModuleType, isa: str, dtype: torch.dtype, format: str) -> None:
+    """Scales that differ, zeros and denormals."""
+    biases = (None, random(ROWS, dtype=dtype), random(ROWS, dtype=torch.float32))
+    small = (96,) if GGUF_BLOCKS[format].columns == 32 else ()
+    for columns, bias in zip((*small, 256, 2048), biases, strict=False):
+        weight, x = random_blocks(ROWS, columns, format), random(33, columns, dtype=dtype)
+        x *= 2.0 ** torch.randint(-9, 10, (33, columns // 32)).repeat_interleave(32, 1)
+        x[5, :32], x[6, 32:64], x[7] = 0, 1e-38, 1e-37
+        wanted = int8_oracle(x, weight, bias, format)
+        for tokens in (1, 2, 7, 33):
+            got = q_int8(module, x[:tokens], weight, bias, format)
+            size = wanted.abs().amax(1, keepdim=True).clamp(min=1)[:tokens]
+            near_q(got / size, wanted[:tokens] / size)
+
+
+@each_format
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_int8_is_near_the_product_of_exact_tokens(
+    module: ModuleType, isa: str, dtype: torch.dtype, format: str
+) -> None:
+    weight, x = random_blocks(ROWS, 1024, format), random(99, 1024, dtype=dtype)
+    wanted = q_oracle(x, weight, None, format)
+    got = q_int8(module, x, weight, None, format)
+    assert relative_error(got, wanted.double()) < 0.008
+    atol, rtol = linear_q.get_tolerance(dtype, "opweave_c_int8")
+    torch.testing.assert_close(got, wanted, atol=atol, rtol=rtol)
+
+
+@each_format
+def test_int8_sums_are_exact(module: ModuleType, isa: str, format: str) -> None:
+    """With scales that are powers of two, the largest integers, and every weight."""
+    columns = 512
+    weight = random_blocks(ROWS, columns, format)
+    blocks = weight.view(ROWS, -1, GGUF_BLOCKS[format].size)
+    for place in GGUF_BLOCKS[format].factors:
+        blocks[..., place : place + 2] = torch.tensor([1.0]).half().view(torch.uint8)
+    x = torch.randint(-127, 128, (9, columns)).float()
+    x[:, ::32] = 127
+    x[0], x[1] = 0, 0
+    x[0, :64], x[1, -64:] = 127, -127
+    wanted = q_oracle(x.double(), weight, None, format)
+    assert wanted.abs().max() < 2**24
+    assert torch.equal(q_int8(module, x, weight, None, format), wanted.float())
 
 
 def test_the_kernel_for_many_of_q_needs_the_fewest_tokens(module: ModuleType, isa: str) -> None:

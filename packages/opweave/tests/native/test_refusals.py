@@ -206,6 +206,7 @@ BASES: dict[str, Callable[[], Arguments]] = {
         "out": ones(3, 64), "weight": q4()["weight"], "scale": ones(3, 2), "offset": None,
     },
     "linear_gguf": q4_k,
+    "linear_gguf_int8": q4_k,
     "linear_gguf_many": lambda: q4_k(fewest=1),
     "widen_gguf": lambda: {
         "out": ones(3, 256), "weight": q4_k()["weight"], "format": q4_k()["format"],
@@ -410,7 +411,7 @@ def linear_layers() -> Iterator[Refusal]:
         yield op, {"offset": ones(3, 1)}, "offset must"
         yield op, {"scale": within("out", 3, 1)}, f"out {SHARED_WITH}"
     yield "widen_w4", {"out": ones(2, 3)}, "out must have shape [3, 64]"
-    for op in ("linear_gguf", "linear_gguf_many"):
+    for op in ("linear_gguf", "linear_gguf_int8", "linear_gguf_many"):
         yield op, {"format": 6}, "format must be from 0 to 5, found 6"
         yield op, {"format": -1}, "format must be from 0 to 5, found -1"
         yield op, {"format": 0}, "weight must have shape [out_features, 272], blocks for"

@@ -56,7 +56,8 @@ def generated(subject: Subject, **options: Any) -> Case | None:
         values = arguments(subject, **options)
     except (ValueError, RuntimeError, ZeroDivisionError, IndexError, TypeError):
         return None  # sizes that do not fit each other
-    return Case(subject.op, _label({**dict(subject.options), **options}), values)
+    label = _label({**dict(subject.options), **options})
+    return Case(subject.op, label, values, subject.provider)
 
 
 def usual(subject: Subject, dtypes: int | None = None) -> Iterator[Case]:

@@ -125,10 +125,15 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Case:
-    """Arguments for *op*; *label* describes how they were generated."""
+    """Arguments for *op*; *label* describes how they were generated.
 
-    def __init__(self, op: IrOp, label: str, values: Sequence[Any]) -> None:
-        self.op, self.label, self.values = op, label, tuple(values)
+    The *provider*, if given, is the one whose tolerance applies.
+    """
+
+    def __init__(
+        self, op: IrOp, label: str, values: Sequence[Any], provider: str | None = None
+    ) -> None:
+        self.op, self.label, self.values, self.provider = op, label, tuple(values), provider
 
     def __str__(self) -> str:
         arguments = ", ".join(map(shown, self.values))
@@ -136,7 +141,8 @@ class Case:
 
     def with_values(self, label: str, values: Sequence[Any]) -> Case:
         """Return a case of the same op with other arguments."""
-        return Case(self.op, f"{self.label}, {label}" if self.label else label, values)
+        joined = f"{self.label}, {label}" if self.label else label
+        return Case(self.op, joined, values, self.provider)
 
     def replaced(self, label: str, values: Mapping[int, Any]) -> Case:
         """Return a case with other values for the arguments at these positions."""

@@ -381,6 +381,7 @@ class OpDefinition:
         # By provider; several implementations where the function has tunable parameters.
         self._groups: dict[str, Sequence[IrOpImpl]] = {NATIVE: [self._impls[NATIVE]]}
         self._tolerances = dict(DEFAULT_TOLERANCES)
+        self._provider_tolerances: dict[tuple[str | None, torch.dtype], Tolerance] = {}
         self._input_generator: Callable[..., tuple[Any, ...]] | None = None
         self.spellings: tuple[Spelling, ...] = ()
 
@@ -586,16 +587,32 @@ class OpDefinition:
 
         return decorate
 
-    def override_tolerance(self, dtype: torch.dtype, *, atol: float, rtol: float) -> None:
-        """Set the tolerance for comparing implementations with native in *dtype*."""
-        self._tolerances[dtype] = Tolerance(atol, rtol)
+    def override_tolerance(
+        self, dtype: torch.dtype, *, atol: float, rtol: float, provider: str | None = None
+    ) -> None:
+        """Set the tolerance for comparing implementations with native in *dtype*.
 
-    def get_tolerance(self, dtype: torch.dtype) -> Tolerance:
+        With a *provider*, it holds for that one only, which rounds more than the definition.
+        """
+        if provider is None:
+            self._tolerances[dtype] = Tolerance(atol, rtol)
+        else:
+            self._provider_tolerances[provider, dtype] = Tolerance(atol, rtol)
+
+    def has_own_tolerance(self, dtype: torch.dtype, provider: str | None) -> bool:
+        """Whether *provider* has a tolerance of its own in *dtype*."""
+        return (provider, dtype) in self._provider_tolerances
+
+    def get_tolerance(self, dtype: torch.dtype, provider: str | None = None) -> Tolerance:
         """Return the tolerance for comparing implementations with native in *dtype*.
+
+        With a *provider*, return its own tolerance if it has one.
 
         Raises:
             MissingToleranceError: none is defined for the dtype.
         """
+        if self.has_own_tolerance(dtype, provider):
+            return self._provider_tolerances[provider, dtype]
         try:
             return self._tolerances[dtype]
         except KeyError:
