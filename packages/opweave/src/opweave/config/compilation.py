@@ -15,6 +15,7 @@ from typing import Any, Self, cast
 from opweave.config import environment, sources
 from opweave.config.values import Config, Origin, read_object
 from opweave.ir.errors import SettingError, did_you_mean
+from opweave.registration import bound
 
 # The list of enabled ``CustomOp`` ops: ``all``, ``none``, ``+op`` and ``-op``.
 
@@ -312,11 +313,8 @@ def compilation_config(config: CompilationConfig) -> Iterator[CompilationConfig]
 
     ``with compilation_config(CompilationConfig(custom_ops=["none", "+rms_norm"])): ...``
     """
-    token = _scoped.set(config)
-    try:
+    with bound(_scoped, config):
         yield config
-    finally:
-        _scoped.reset(token)
 
 
 def apply_command_line_config(values: Mapping[str, object]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from math import gcd
@@ -16,6 +16,7 @@ from opweave import ir
 from opweave.ir.ops.low_bit import GGUF_BLOCKS
 from opweave.layers.parallel import describe, dim_of, fill, set_weight_attrs
 from opweave.layers.registry import LayerArgumentError, ShardingError
+from opweave.registration import bound
 
 # The strategy of a linear layer: weight format and computation. Quantization replaces it.
 
@@ -161,18 +162,13 @@ class DeferredMethod(UnquantizedLinearMethod):
 _defers: ContextVar[bool] = ContextVar("opweave_defers_weights", default=False)
 
 
-@contextmanager
-def deferred_weights() -> Iterator[None]:
+def deferred_weights() -> AbstractContextManager[None]:
     """Inside the block, layers without a *quant_config* get no memory for weights.
 
     A checkpoint's tensors decide how each is kept, and the names of layers are known only when the
     model is whole.
     """
-    token = _defers.set(True)
-    try:
-        yield
-    finally:
-        _defers.reset(token)
+    return bound(_defers, True)
 
 
 def weights_are_deferred() -> bool:

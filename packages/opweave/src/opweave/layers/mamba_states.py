@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
@@ -18,6 +18,7 @@ from opweave.ir.torch_ops import opaque_op
 from opweave.layers.linear import MergedColumnParallelLinear, Part, ShardId
 from opweave.layers.linear_methods import QuantConfig
 from opweave.layers.registry import DuplicateLayerError, LayerArgumentError, PluggableLayer
+from opweave.registration import bound
 
 # Stateful layers, and their names, which are unique within a model.
 
@@ -62,11 +63,8 @@ class StatefulLayer(PluggableLayer):
 def stateful_layers() -> Iterator[dict[str, StatefulLayer]]:
     """Collect the stateful layers of the model that is built inside the block, by name."""
     layers: dict[str, StatefulLayer] = {}
-    token = _layers.set(layers)
-    try:
+    with bound(_layers, layers):
         yield layers
-    finally:
-        _layers.reset(token)
 
 
 def state_dtype(dtype: torch.dtype, kind: str) -> torch.dtype:
@@ -200,14 +198,9 @@ _current: ContextVar[SequenceStates | None] = ContextVar("opweave_sequence_state
 current_sequence_states = _current.get
 
 
-@contextmanager
-def sequence_states(states: SequenceStates | None) -> Iterator[None]:
+def sequence_states(states: SequenceStates | None) -> AbstractContextManager[None]:
     """Make layers use *states* inside the block, in this thread or asyncio task."""
-    token = _current.set(states)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return bound(_current, states)
 
 
 def states_of(tokens: Tensor) -> SequenceStates:

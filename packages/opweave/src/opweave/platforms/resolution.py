@@ -47,7 +47,7 @@ from opweave.plugins import (
 from opweave.plugins.entry import PlatformReentryError, ReferenceNameError, split_qualname
 from opweave.plugins.loader import choose as best_candidate
 from opweave.plugins.loader import loader, refuse_reentry
-from opweave.registration import Owner
+from opweave.registration import Owner, bound
 
 # The platform of a process in a form that its child processes read, so that they use the same.
 
@@ -300,11 +300,9 @@ def _once(find: Callable[[], Resolution]) -> Resolution:
         )
     with _lock:
         if _found is None:
-            token, trace = _resolving.set(True), _trace()
-            try:
+            trace = _trace()
+            with bound(_resolving, True):
                 _found = replace(find(), trace=trace)
-            finally:
-                _resolving.reset(token)
         return _found
 
 
