@@ -9,9 +9,10 @@ import hashlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -245,13 +246,9 @@ def _name(function: Any) -> str:
 
 def _source(function: Callable[..., Any]) -> bytes:
     function = without_values(function)  # the provider names the values
-    try:
-        file = inspect.getsourcefile(function)
-        if file is not None:
-            with open(file, "rb") as handle:
-                return handle.read()
-    except (OSError, TypeError):
-        pass
+    with suppress(OSError, TypeError):
+        if (file := inspect.getsourcefile(function)) is not None:
+            return Path(file).read_bytes()
     code = getattr(function, "__code__", None)
     parts = (code.co_code, code.co_consts, code.co_names) if code else (repr(function),)
     return repr(parts).encode()
@@ -394,13 +391,15 @@ class OpDefinition:
         lines = (inspect.getdoc(self.native) or "").splitlines()
         return f"{self.name}: {lines[0]}" if lines else self.name
 
-    def bind(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Return one value per parameter, defaults filled in; raise TypeError as a call would."""
-        return self._binder(*args, **kwargs)
-
     @cached_property
-    def _binder(self) -> Callable[..., tuple[Any, ...]]:
-        return self.schema.binder(self.name)
+    def bind(self) -> Callable[..., tuple[Any, ...]]:
+        """Function that returns one value per parameter, defaults filled in.
+
+        It raises TypeError as a call would.
+        """
+        function = self.schema.function(f"({''.join(f'{name}, ' for name in self.schema.names)})")
+        function.__qualname__ = self.name  # shown in "missing argument" errors
+        return function
 
     @property
     def activation_indices(self) -> list[int]:

@@ -78,7 +78,13 @@ class IrOp(OpDefinition, Callee):
         self._call_sites: dict[tuple[str, ...], CallSite] = {}  # grows without the lock
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self.registry.reduce(self)
+        registered = _registries.get(self.namespace)
+        if registered is not self.registry or registered.ops.get(self.name) is not self:
+            raise UnknownOpError(  # it could not be loaded
+                f"{self!r} cannot be pickled: it is no longer registered in {self.namespace!r}. "
+                "Pickle the op that is registered under its name."
+            )
+        return unpickled, (self.name, self.namespace)
 
     # Priority
 
@@ -236,19 +242,6 @@ class Registry:
             return self._ops[str(name)]
         except KeyError:
             raise UnknownOpError(f"unknown op {name!r}. {did_you_mean(name, self._ops)}") from None
-
-    def reduce(self, op: IrOp) -> tuple[Any, ...]:
-        """Return the ``__reduce__`` value of *op*: a call of :func:`unpickled`.
-
-        Raises:
-            UnknownOpError: *op* is not the registered op of its name, so it could not be loaded.
-        """
-        if self._ops.get(op.name) is not op or _registries.get(self.namespace) is not self:
-            raise UnknownOpError(
-                f"{op!r} cannot be pickled: it is no longer registered in {self.namespace!r}. "
-                "Pickle the op that is registered under its name."
-            )
-        return unpickled, (op.name, self.namespace)
 
     def add(self, op: IrOp, *, override: bool = False) -> IrOp:
         """Add *op* and define its torch ops; *override* replaces an op of the same name.

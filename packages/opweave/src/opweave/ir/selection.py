@@ -306,7 +306,8 @@ def warn_of_fallback(selection: Selection) -> None:
     if _warned or DIFFERENTIABLE not in selection.policy.required:
         return
     impls = selection.op.impls
-    passed_over = [r.provider for r in selection.rejected if _has_no_gradient(impls[r.provider])]
+    rejected = [impls[r.provider] for r in selection.rejected]
+    passed_over = [i.provider for i in rejected if i.supported and DIFFERENTIABLE not in i.traits]
     if not passed_over:
         return
     _warned = True
@@ -317,7 +318,3 @@ def warn_of_fallback(selection: Selection) -> None:
         GradientFallbackWarning,
         stacklevel=3,
     )
-
-
-def _has_no_gradient(impl: IrOpImpl) -> bool:
-    return impl.supported and DIFFERENTIABLE not in impl.traits

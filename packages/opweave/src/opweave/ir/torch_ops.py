@@ -231,22 +231,18 @@ class TorchOps:
         return self.default
 
     def _define(self, qualified: str, schema: str, *, annotated: bool = False) -> Function:
-        library = self._library
+        library: Any = self._library  # torch does not annotate define and impl
         name, _, overload = qualified.partition(".")
-        untyped: Any = library  # torch does not annotate define and impl
-        untyped.define(qualified + schema)
+        library.define(qualified + schema)
         packet = getattr(getattr(torch.ops, library.ns), name)
         torch_op: Function = getattr(packet, overload or "default")
         kernel, batched, fake = self._plain_kernel(), self._batched, self._fake
         if annotated:
-            kernel, fake = (
-                _drop_annotations(self._kernel, reads_using=True),
-                _drop_annotations(fake),
-            )
-            batched = _drop_annotations(batched, reads_using=True)
-        untyped.impl(qualified, kernel, "CompositeExplicitAutograd")
-        untyped.impl(qualified, partial(self._autograd, torch_op, annotated=annotated), "Autograd")
-        untyped.impl(qualified, batched, "FuncTorchBatched")
+            kernel = _drop_annotations(self._kernel, reads_using=True)
+            batched, fake = _drop_annotations(batched, reads_using=True), _drop_annotations(fake)
+        library.impl(qualified, kernel, "CompositeExplicitAutograd")
+        library.impl(qualified, partial(self._autograd, torch_op, annotated=annotated), "Autograd")
+        library.impl(qualified, batched, "FuncTorchBatched")
         torch_compat.register_fake(library, qualified, fake)
         _all[torch_op] = self
         return torch_op
