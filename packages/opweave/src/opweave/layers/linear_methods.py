@@ -431,11 +431,10 @@ class W8A8Method(MethodOfWeights):
             return quantize(x, largest), largest
         if self.block_rows is not None:
             codes, scale = ops.per_token_group_quant_fp8(x, GROUP, self.activations.use_ue8m0)
-            return codes, scale
-        if is_int:
+        elif is_int:
             codes, scale = ops.dynamic_per_token_quant_int8(x)
-            return codes, scale
-        upper = self.activations.upper_bound
-        bound = None if upper is None else torch.full((1,), upper, device=x.device)
-        codes, scale = ops.dynamic_per_token_quant_fp8(x, bound)
+        else:
+            upper = self.activations.upper_bound
+            bound = None if upper is None else torch.full((1,), upper, device=x.device)
+            codes, scale = ops.dynamic_per_token_quant_fp8(x, bound)
         return codes, scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -212,14 +212,6 @@ def _fused_experts(
 ParameterMapping = tuple[str, str, int, str]
 
 
-class ActivationOptions(TypedDict):
-    """Constants of the activation; None: the activation's default."""
-
-    alpha: float | None
-    beta: float | None
-    limit: float | None
-
-
 @PluggableLayer.register("fused_moe")
 class FusedMoE(PluggableLayer):
     """Top-k mixture of experts: routes each token and sums the experts' outputs.
@@ -314,7 +306,8 @@ class FusedMoE(PluggableLayer):
                 f"apply_router_weight_on_input is for top_k=1; this layer has top_k={top_k}."
             )
         self.activation = activation
-        self.activation_options = ActivationOptions(alpha=alpha, beta=beta, limit=limit)
+        # Constants of the activation; None: the activation's default.
+        self.activation_options = {"alpha": alpha, "beta": beta, "limit": limit}
         self.grouped_topk = None
         if use_grouped_topk:
             if num_expert_group is None or topk_group is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -103,18 +104,9 @@ def put_back(module: Replaced) -> None:
     module.__class__ = module._opweave_original  # type: ignore[assignment]
 
 
-_classes: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
-
-
+@cache
 def class_of(original: type[nn.Module], replacement: Replacement) -> type[nn.Module]:
     """Return the subclass of *original* that runs *replacement*, the same for every module."""
-    key = original, replacement.name
-    if key not in _classes:
-        _classes[key] = _derive(original, replacement)
-    return _classes[key]
-
-
-def _derive(original: type[nn.Module], replacement: Replacement) -> type[nn.Module]:
     members = {
         "_opweave_replacement": replacement,
         "_opweave_original": original,
