@@ -20,16 +20,8 @@ import torch
 from torch import Tensor
 
 from opweave import torch_compat, transaction
-from opweave.ir.errors import (
-    DuplicateImplError,
-    InvalidOpError,
-    MissingInputGeneratorError,
-    MissingToleranceError,
-    PredicateFailedError,
-    UnknownProviderError,
-    described,
-    did_you_mean,
-)
+from opweave.ir import errors
+from opweave.ir.errors import described, did_you_mean
 from opweave.ir.priority import NATIVE, Entries, Tunable, base_of, variants, without_values
 from opweave.ir.rules import (
     DIFFERENTIABLE,
@@ -216,7 +208,7 @@ class IrOpImpl:
             unusual = next((layout for layout in layouts if layout is not torch.strided), None)
             if unusual is not None and isinstance(self.supports_args, Rule):
                 return f"a tensor has the layout {unusual} (supports strided)"
-            raise PredicateFailedError(
+            raise errors.PredicateFailedError(
                 f"{self.op.name}: the predicate of provider {self.provider!r} ({self.place}) "
                 f"raised {described(error)}. A predicate must return True or False for any "
                 "arguments of the op; fix it, or leave the provider out of the priority."
@@ -350,7 +342,7 @@ class OpDefinition:
             UnknownTraitError: a trait does not exist.
         """
         if not inspect.isfunction(native):
-            raise InvalidOpError(
+            raise errors.InvalidOpError(
                 f"an op must be declared with a Python function (def), not with {native!r}."
             )
         # Plain attributes: generated code and Dynamo read them without calling a property.
@@ -361,12 +353,12 @@ class OpDefinition:
         self.schema = Schema.of(native, self.name)
         self.activations = _activations(self.schema, self.name, activations)
         if allow_inplace and len(self.activations) != self.schema.num_outputs:
-            raise InvalidOpError(
+            raise errors.InvalidOpError(
                 f"op {self.name!r}: allow_inplace=True needs as many activations as outputs; found "
                 f"activations {list(self.activations)} and {self.schema.num_outputs} output(s)."
             )
         for activation in sorted(set(keeps_strides).difference(self.activations)):
-            raise InvalidOpError(
+            raise errors.InvalidOpError(
                 f"op {self.name!r}: keeps_strides names {activation!r}, which is not an "
                 f"activation. {did_you_mean(activation, self.activations)}"
             )
@@ -463,17 +455,19 @@ class OpDefinition:
         """
         check_provider_name(provider)
         if functional is not None and not inplace:
-            raise InvalidOpError(
+            raise errors.InvalidOpError(
                 f"{self.name}: functional= is for an in-place implementation (inplace=True); "
                 "otherwise the decorated function is the functional one."
             )
         if inplace and not self.allow_inplace:
-            raise InvalidOpError(
+            raise errors.InvalidOpError(
                 f"{self.name}: an in-place implementation needs an op declared with "
                 f"allow_inplace=True; {self.name} ({self.site}) is not."
             )
         if not isinstance(supported, bool):
-            raise InvalidOpError(f"{self.name}: supported={supported!r} is neither True nor False.")
+            raise errors.InvalidOpError(
+                f"{self.name}: supported={supported!r} is neither True nor False."
+            )
 
         def decorate(function: Function) -> Function:
             check_is_not_ours(provider, self.native, function)
@@ -495,7 +489,7 @@ class OpDefinition:
             ]
             if (first := self._impls.get(provider)) is not None and not override:
                 by = "" if first.owner is None else f" by the plugin {first.owner}"
-                raise DuplicateImplError(
+                raise errors.DuplicateImplError(
                     f"{self.name}: provider {provider!r} is registered already{by}, at "
                     f"{first.site}; this is {impls[0].site}. Use another name, or override=True."
                 )
@@ -518,7 +512,7 @@ class OpDefinition:
         """Raise UnknownProviderError if an entry names no implementation of this op."""
         for entry in entries:
             if entry.provider not in self.impls:
-                raise UnknownProviderError(
+                raise errors.UnknownProviderError(
                     f"{self.name}: unknown provider {entry.provider!r} ({entry.origin}). "
                     f"{did_you_mean(entry.provider, self.impls)}"
                 )
@@ -553,7 +547,7 @@ class OpDefinition:
             MissingInputGeneratorError: none is registered.
         """
         if self._input_generator is None:
-            raise MissingInputGeneratorError(
+            raise errors.MissingInputGeneratorError(
                 f"No input generator for {self.name}: register one with "
                 f"@ir.ops.{self.name}.register_input_generator."
             )
@@ -598,7 +592,7 @@ class OpDefinition:
         try:
             return self._tolerances[dtype]
         except KeyError:
-            raise MissingToleranceError(
+            raise errors.MissingToleranceError(
                 f"No tolerance defined for {dtype} of {self.name}. Known: "
                 f"{', '.join(map(str, self._tolerances))}. Set one with override_tolerance."
             ) from None
@@ -610,7 +604,7 @@ def _activations(schema: Schema, op_name: str, names: Sequence[str] | None) -> t
         return tuple(name for name in tensors if name.startswith("x"))
     for name in names:
         if name not in tensors:
-            raise InvalidOpError(
+            raise errors.InvalidOpError(
                 f"op {op_name!r}: activation {name!r} is not a required tensor parameter. "
                 f"{did_you_mean(name, tensors)}"
             )

@@ -24,12 +24,6 @@ from opweave.config.values import OpenRegistry
 from opweave.ir.errors import OpweaveError
 from opweave.packages import installed_version
 from opweave.platforms import base
-from opweave.platforms.base import (
-    Platform,
-    PlatformContractError,
-    PlatformMismatchError,
-    UnsupportedByPlatformError,
-)
 from opweave.platforms.builtin import BUILTIN
 from opweave.plugins import (
     BUILTIN_PLATFORMS,
@@ -95,7 +89,7 @@ class Handover:
             claim, owner = Claim(**data.pop("claim")), data.pop("owner")
             return cls(claim=claim, owner=None if owner is None else Owner(**owner), **data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PlatformMismatchError(
+            raise base.PlatformMismatchError(
                 f"{VARIABLE} must be the result of Resolution.to_json() in the parent process; "
                 f"found {text!r}."
             ) from error
@@ -109,7 +103,7 @@ class Handover:
             version = installed_version(name)
             if version != expected:
                 installed = f"no {name}" if version is None else f"{name} {version}"
-                raise PlatformMismatchError(
+                raise base.PlatformMismatchError(
                     f"the parent process runs on {self.claim.platform} with {name} {expected}; "
                     f"this process finds {installed}. Both must use one environment."
                 )
@@ -130,7 +124,7 @@ class Resolution:
         trace: the stack of the first access, formatted as in a traceback.
     """
 
-    platform: Platform
+    platform: base.Platform
     chosen: PlatformCandidate
     candidates: tuple[PlatformCandidate, ...]
     why: str
@@ -200,7 +194,7 @@ def _why(choice: Choice) -> str:
     return choice.chosen.claim.why or "its plugin claims this machine"
 
 
-def _made(chosen: PlatformCandidate) -> Platform:
+def _made(chosen: PlatformCandidate) -> base.Platform:
     _, claim, owner = chosen
     with _way_out(owner), hook(owner, "__init__"):
         platform = _object(claim.platform, owner)
@@ -214,7 +208,7 @@ def _way_out(owner: Owner | None) -> Iterator[None]:
     """Add to errors about a plugin's class how to disable the plugin."""
     try:
         yield
-    except (PlatformContractError, ReferenceNameError) as error:
+    except (base.PlatformContractError, ReferenceNameError) as error:
         if owner is None:
             raise
         setting = loader().policy.leaving_out(owner.plugin)
@@ -222,16 +216,16 @@ def _way_out(owner: Owner | None) -> Iterator[None]:
         raise type(error)(message) from error
 
 
-def _object(qualname: str, owner: Owner | None) -> Platform:
+def _object(qualname: str, owner: Owner | None) -> base.Platform:
     cls = resolve_obj_by_qualname(qualname)
-    if not (isinstance(cls, type) and issubclass(cls, Platform)):
-        raise PlatformContractError(
+    if not (isinstance(cls, type) and issubclass(cls, base.Platform)):
+        raise base.PlatformContractError(
             f"{qualname} is {cls!r}; it should be a class derived from Platform."
         )
     platform = cls()
-    base.check_object(platform, Platform, qualname)
+    base.check_object(platform, base.Platform, qualname)
     if owner is not None and platform.name in BUILTIN_PLATFORMS:
-        raise PlatformContractError(
+        raise base.PlatformContractError(
             f"{qualname}.name is {platform.name!r}, which is a platform of opweave. Choose another."
         )
     return platform
@@ -277,7 +271,7 @@ def impose(text: str) -> Resolution:
     parent = Handover.from_json(text)
     found = _once(partial(imposed, parent))
     if found.qualname != parent.claim.platform or found.owner != parent.owner:
-        raise PlatformMismatchError(
+        raise base.PlatformMismatchError(
             f"the parent process runs on {parent.claim.platform}, but this process has resolved "
             f"{found.qualname} ({found.why}), here:\n{found.trace}"
         )
@@ -353,7 +347,7 @@ def register_pass(qualname: str) -> None:
     registered_passes.add(qualname, qualname)
 
 
-def pass_references(platform: Platform) -> list[PassReference]:
+def pass_references(platform: base.Platform) -> list[PassReference]:
     """Return the passes in the order in which they run: registered ones, then the platform's."""
     owners = {name: entry.owner for name, entry in registered_passes.entries.items()}
     for name in platform.extra_passes(None):
@@ -367,7 +361,7 @@ def pass_references(platform: Platform) -> list[PassReference]:
 _OPS, _BACKEND = "compilation_config.custom_ops", "compilation_config.backend"
 
 
-def configured(config: EngineConfig, platform: Platform | None = None) -> EngineConfig:
+def configured(config: EngineConfig, platform: base.Platform | None = None) -> EngineConfig:
     """Return *config* with the platform's patches; user settings stay unless a patch has force.
 
     Applies the platform's defaults for values, the compile backend and ``CustomOp`` ops, then the
@@ -392,16 +386,16 @@ def configured(config: EngineConfig, platform: Platform | None = None) -> Engine
     return config
 
 
-def _check_dtype(config: EngineConfig, platform: Platform) -> None:
+def _check_dtype(config: EngineConfig, platform: base.Platform) -> None:
     supported = [str(dtype).removeprefix("torch.") for dtype in platform.supported_dtypes]
     if config.dtype not in ("auto", *supported):
-        raise UnsupportedByPlatformError(
+        raise base.UnsupportedByPlatformError(
             f"dtype={config.dtype!r} is not supported by platform {platform.name!r}; choose one of "
             f"{', '.join(supported)}."
         )
 
 
-def _defaults(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
+def _defaults(config: EngineConfig, platform: base.Platform) -> Sequence[ConfigPatch]:
     with hook(_owner(platform), "config_defaults"):
         patches = list(platform.config_defaults(config))
     for patch in patches:
@@ -413,7 +407,7 @@ def _defaults(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]
     return patches
 
 
-def _custom_ops(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
+def _custom_ops(config: EngineConfig, platform: base.Platform) -> Sequence[ConfigPatch]:
     with hook(_owner(platform), "default_custom_ops"):
         custom_ops = list(platform.default_custom_ops(config))
     if not custom_ops or config.compilation.origin("custom_ops").by_user:
@@ -422,7 +416,7 @@ def _custom_ops(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatc
     return [ConfigPatch(_OPS, typed.custom_ops, "the platform's ops")]
 
 
-def _backend(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
+def _backend(config: EngineConfig, platform: base.Platform) -> Sequence[ConfigPatch]:
     with hook(_owner(platform), "get_compile_backend"):
         backend = platform.get_compile_backend(config)
     if config.compilation.origin("backend").by_user:
@@ -430,11 +424,11 @@ def _backend(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
     return [ConfigPatch(_BACKEND, backend, "the platform's compiler")]
 
 
-def _checked(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
+def _checked(config: EngineConfig, platform: base.Platform) -> Sequence[ConfigPatch]:
     with hook(_owner(platform), "check_and_update_config"):
         return list(platform.check_and_update_config(config))
 
 
-def _owner(platform: Platform) -> Owner | None:
+def _owner(platform: base.Platform) -> Owner | None:
     found = resolution()
     return found.owner if found.platform is platform else None
