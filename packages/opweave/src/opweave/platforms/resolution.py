@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Self
 
+from opweave import plugins
 from opweave.config import EngineConfig
 from opweave.config.patches import ConfigPatch, PatchError, apply_patches
 from opweave.config.plugin_options import PluginOptions, given_plugin_options, set_plugin_options
@@ -25,19 +26,6 @@ from opweave.ir.errors import OpweaveError
 from opweave.packages import installed_version
 from opweave.platforms import base
 from opweave.platforms.builtin import BUILTIN
-from opweave.plugins import (
-    BUILTIN_PLATFORMS,
-    PLATFORM_API,
-    Choice,
-    Claim,
-    PlatformCandidate,
-    PluginWarning,
-    State,
-    choose_platform,
-    hook,
-    plugin_report,
-    resolve_obj_by_qualname,
-)
 from opweave.plugins.entry import PlatformReentryError, ReferenceNameError, split_qualname
 from opweave.plugins.loader import choose as best_candidate
 from opweave.plugins.loader import loader, refuse_reentry
@@ -47,7 +35,7 @@ from opweave.registration import Owner, bound
 
 
 VARIABLE = "OPWEAVE_PLATFORM_RESOLUTION"
-_IN_USE = (State.LOADED, State.ACTIVE)
+_IN_USE = (plugins.State.LOADED, plugins.State.ACTIVE)
 
 
 @dataclass(frozen=True)
@@ -63,15 +51,15 @@ class Handover:
     """
 
     name: str
-    claim: Claim
+    claim: plugins.Claim
     owner: Owner | None = None
     versions: dict[str, str | None] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, claim: Claim, owner: Owner | None) -> Self:
+    def of(cls, name: str, claim: plugins.Claim, owner: Owner | None) -> Self:
         """Return the handover of this process."""
-        used = {r.distribution for r in plugin_report() if r.state in _IN_USE}
+        used = {r.distribution for r in plugins.plugin_report() if r.state in _IN_USE}
         if owner is not None:
             used.add(owner.distribution)
         versions = {name: installed_version(name) for name in ("opweave", "torch", *sorted(used))}
@@ -86,7 +74,7 @@ class Handover:
         """
         try:
             data = json.loads(text)
-            claim, owner = Claim(**data.pop("claim")), data.pop("owner")
+            claim, owner = plugins.Claim(**data.pop("claim")), data.pop("owner")
             return cls(claim=claim, owner=None if owner is None else Owner(**owner), **data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise base.PlatformMismatchError(
@@ -125,8 +113,8 @@ class Resolution:
     """
 
     platform: base.Platform
-    chosen: PlatformCandidate
-    candidates: tuple[PlatformCandidate, ...]
+    chosen: plugins.PlatformCandidate
+    candidates: tuple[plugins.PlatformCandidate, ...]
     why: str
     trace: str = ""
 
@@ -157,7 +145,7 @@ def choose() -> Resolution:
     text = os.environ.get(VARIABLE)
     if text:
         return imposed(Handover.from_json(text))
-    return _first_usable(choose_platform(BUILTIN))
+    return _first_usable(plugins.choose_platform(BUILTIN))
 
 
 def imposed(parent: Handover) -> Resolution:
@@ -168,14 +156,14 @@ def imposed(parent: Handover) -> Resolution:
         PluginError, PlatformError: the class cannot be used here.
     """
     parent.check_versions()
-    base.check_api(parent.claim.api, parent.claim.platform, PLATFORM_API)
+    base.check_api(parent.claim.api, parent.claim.platform, plugins.PLATFORM_API)
     set_plugin_options(parent.options)
-    chosen = PlatformCandidate(parent.name, parent.claim, parent.owner)
+    chosen = plugins.PlatformCandidate(parent.name, parent.claim, parent.owner)
     platform = _made(chosen)
     return Resolution(platform, chosen, (chosen,), "the parent process runs on it")
 
 
-def _first_usable(choice: Choice) -> Resolution:
+def _first_usable(choice: plugins.Choice) -> Resolution:
     """Return the chosen platform, or the next best if it is broken and plugins are not strict."""
     chosen = choice.chosen
     try:
@@ -184,21 +172,21 @@ def _first_usable(choice: Choice) -> Resolution:
         others = tuple(other for other in choice.candidates if other is not chosen)
         if chosen.owner is None or choice.selected or not others or loader().policy.strict:
             raise
-        warnings.warn(str(error), PluginWarning, stacklevel=2)
-    return _first_usable(Choice(best_candidate(others), others, None))
+        warnings.warn(str(error), plugins.PluginWarning, stacklevel=2)
+    return _first_usable(plugins.Choice(best_candidate(others), others, None))
 
 
-def _why(choice: Choice) -> str:
+def _why(choice: plugins.Choice) -> str:
     if choice.selected is not None:
         return f"OPWEAVE_PLATFORM={choice.selected}"
     return choice.chosen.claim.why or "its plugin claims this machine"
 
 
-def _made(chosen: PlatformCandidate) -> base.Platform:
+def _made(chosen: plugins.PlatformCandidate) -> base.Platform:
     _, claim, owner = chosen
-    with _way_out(owner), hook(owner, "__init__"):
+    with _way_out(owner), plugins.hook(owner, "__init__"):
         platform = _object(claim.platform, owner)
-    with hook(owner, "extend_cli"):
+    with plugins.hook(owner, "extend_cli"):
         platform.extend_cli(PluginOptions(platform.name))
     return platform
 
@@ -217,14 +205,14 @@ def _way_out(owner: Owner | None) -> Iterator[None]:
 
 
 def _object(qualname: str, owner: Owner | None) -> base.Platform:
-    cls = resolve_obj_by_qualname(qualname)
+    cls = plugins.resolve_obj_by_qualname(qualname)
     if not (isinstance(cls, type) and issubclass(cls, base.Platform)):
         raise base.PlatformContractError(
             f"{qualname} is {cls!r}; it should be a class derived from Platform."
         )
     platform = cls()
     base.check_object(platform, base.Platform, qualname)
-    if owner is not None and platform.name in BUILTIN_PLATFORMS:
+    if owner is not None and platform.name in plugins.BUILTIN_PLATFORMS:
         raise base.PlatformContractError(
             f"{qualname}.name is {platform.name!r}, which is a platform of opweave. Choose another."
         )
@@ -396,7 +384,7 @@ def _check_dtype(config: EngineConfig, platform: base.Platform) -> None:
 
 
 def _defaults(config: EngineConfig, platform: base.Platform) -> Sequence[ConfigPatch]:
-    with hook(_owner(platform), "config_defaults"):
+    with plugins.hook(_owner(platform), "config_defaults"):
         patches = list(platform.config_defaults(config))
     for patch in patches:
         if isinstance(patch, ConfigPatch) and patch.force:
@@ -408,7 +396,7 @@ def _defaults(config: EngineConfig, platform: base.Platform) -> Sequence[ConfigP
 
 
 def _custom_ops(config: EngineConfig, platform: base.Platform) -> Sequence[ConfigPatch]:
-    with hook(_owner(platform), "default_custom_ops"):
+    with plugins.hook(_owner(platform), "default_custom_ops"):
         custom_ops = list(platform.default_custom_ops(config))
     if not custom_ops or config.compilation.origin("custom_ops").by_user:
         return ()
@@ -417,7 +405,7 @@ def _custom_ops(config: EngineConfig, platform: base.Platform) -> Sequence[Confi
 
 
 def _backend(config: EngineConfig, platform: base.Platform) -> Sequence[ConfigPatch]:
-    with hook(_owner(platform), "get_compile_backend"):
+    with plugins.hook(_owner(platform), "get_compile_backend"):
         backend = platform.get_compile_backend(config)
     if config.compilation.origin("backend").by_user:
         return ()
@@ -425,7 +413,7 @@ def _backend(config: EngineConfig, platform: base.Platform) -> Sequence[ConfigPa
 
 
 def _checked(config: EngineConfig, platform: base.Platform) -> Sequence[ConfigPatch]:
-    with hook(_owner(platform), "check_and_update_config"):
+    with plugins.hook(_owner(platform), "check_and_update_config"):
         return list(platform.check_and_update_config(config))
 
 
