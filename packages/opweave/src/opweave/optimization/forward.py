@@ -68,16 +68,15 @@ _TENSOR_TYPES = (Tensor, nn.Parameter)
 _replacements: dict[str, Replacement] = {}
 
 
-def register(
-    name: str,
-    *ops: str,
-    kept: Callable[[nn.Module], Mapping[str, Any]] = lambda module: {},
-    settings: tuple[str, ...] = (),
-) -> Callable[[Forward], Replacement]:
-    """Register the decorated function as a replacement that pickled modules refer to by name."""
+def register(name: str, *ops: str, **options: Any) -> Callable[[Forward], Replacement]:
+    """Register the decorated function as a replacement that pickled modules refer to by name.
+
+    Args:
+        name, ops, options: attributes of :class:`Replacement`.
+    """
 
     def decorate(forward: Forward) -> Replacement:
-        replacement = _replacements[name] = Replacement(name, ops, forward, kept, settings)
+        replacement = _replacements[name] = Replacement(name, ops, forward, **options)
         return replacement
 
     return decorate
