@@ -5,7 +5,6 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -103,16 +102,21 @@ def put_back(module: Replaced) -> None:
     module.__class__ = module._opweave_original  # type: ignore[assignment]
 
 
-@cache
+_classes: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
+
+
 def class_of(original: type[nn.Module], replacement: Replacement) -> type[nn.Module]:
     """Return the subclass of *original* that runs *replacement*, the same for every module."""
-    members = {
-        "_opweave_replacement": replacement,
-        "_opweave_original": original,
-        "__module__": original.__module__,
-        "__doc__": original.__doc__,
-    }
-    return type(original.__name__, (Replaced, original), members)
+    key = original, replacement.name
+    if key not in _classes:
+        members = {
+            "_opweave_replacement": replacement,
+            "_opweave_original": original,
+            "__module__": original.__module__,
+            "__doc__": original.__doc__,
+        }
+        _classes[key] = type(original.__name__, (Replaced, original), members)
+    return _classes[key]
 
 
 def _new(original: type[nn.Module], name: str) -> nn.Module:
