@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from os.path import dirname, join
 from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # Registration sites: file and line of the user's code.
 
@@ -82,13 +85,18 @@ def current_owner() -> Owner | None:
 
 
 @contextmanager
-def owned_by(owner: Owner | None) -> Iterator[None]:
-    """Make *owner* the owner of everything that is registered inside the block."""
-    token = _owner.set(owner)
+def bound(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Give *variable* the value inside the block, in this thread or asyncio task only."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _owner.reset(token)
+        variable.reset(token)
+
+
+def owned_by(owner: Owner | None) -> AbstractContextManager[None]:
+    """Make *owner* the owner of everything that is registered inside the block."""
+    return bound(_owner, owner)
 
 
 def is_own_import() -> bool:

@@ -7,12 +7,12 @@ the registrations of a plugin that fails halfway are taken back, and a report ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from opweave.errors import TransactionClosedError
-from opweave.registration import current_owner, is_own_import
+from opweave.registration import bound, current_owner, is_own_import
 
 
 class _Change(NamedTuple):
@@ -108,24 +108,17 @@ def _assign(table: MutableMapping[Any, Any], key: Any, value: Any) -> None:
 def begin() -> Iterator[Transaction]:
     """Take back everything that is registered inside the block if the block raises."""
     outer, inner = _current.get(), Transaction(of_plugin=current_owner() is not None)
-    token = _current.set(inner)
-    try:
-        yield inner
-    except BaseException:
-        inner.close("its transaction has failed")
-        inner.roll_back()
-        raise
-    finally:
-        _current.reset(token)
+    with bound(_current, inner):
+        try:
+            yield inner
+        except BaseException:
+            inner.close("its transaction has failed")
+            inner.roll_back()
+            raise
     if outer is not None:
         outer.include(inner)
 
 
-@contextmanager
-def detached() -> Iterator[None]:
+def detached() -> AbstractContextManager[None]:
     """Keep what the block registers, even if the enclosing transaction fails."""
-    token = _current.set(None)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return bound(_current, None)

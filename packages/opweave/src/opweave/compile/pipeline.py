@@ -14,19 +14,11 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from opweave.compile import compat, fingerprint
+from opweave.compile import compat, fingerprint, passes
 from opweave.compile.fuse import fuse
 from opweave.compile.graph import GraphInfo, all_calls, all_graphs, fake_of, graph_text, has_fakes
 from opweave.compile.lowering import is_kept, lower_functional, lower_inplace
 from opweave.compile.options import CompileOptions, UnloweredOpError, logger
-from opweave.compile.passes import (
-    carry_autocast,
-    carry_donations,
-    clean_up,
-    eliminate_noops,
-    note_gradients,
-    run_plugin_pass,
-)
 from opweave.compile.plan import Context, Plan
 from opweave.compile.recognize import recognize
 from opweave.compile.report import WITH_GRADIENTS, PassReport, Report
@@ -147,18 +139,18 @@ class Pass(NamedTuple):
 
 
 PASSES = (
-    Pass("carry donations", Stage.DYNAMO, carry_donations),
-    Pass("carry autocast", Stage.DYNAMO, carry_autocast),
-    Pass("note gradients", Stage.DYNAMO, note_gradients),
+    Pass("carry donations", Stage.DYNAMO, passes.carry_donations),
+    Pass("carry autocast", Stage.DYNAMO, passes.carry_autocast),
+    Pass("note gradients", Stage.DYNAMO, passes.note_gradients),
     Pass("recognize", Stage.JOINT, recognize, lambda o: o.recognition),
-    Pass("eliminate noops", Stage.JOINT, eliminate_noops, lambda o: o.noop_elimination),
+    Pass("eliminate noops", Stage.JOINT, passes.eliminate_noops, lambda o: o.noop_elimination),
     Pass("fuse", Stage.JOINT, fuse, lambda o: o.fusion),
-    Pass("clean up", Stage.JOINT, clean_up),
+    Pass("clean up", Stage.JOINT, passes.clean_up),
     Pass("shard tokens", Stage.JOINT, shard_tokens, lambda o: o.sequence_parallelism),
     Pass("lower functional", Stage.JOINT, lower_functional),
-    Pass("clean up", Stage.JOINT, clean_up),
+    Pass("clean up", Stage.JOINT, passes.clean_up),
     Pass("lower in place", Stage.POST_GRAD, lower_inplace),
-    Pass("clean up", Stage.POST_GRAD, clean_up),
+    Pass("clean up", Stage.POST_GRAD, passes.clean_up),
 )
 
 
@@ -210,9 +202,8 @@ def steps(stage: Stage, plan: Plan) -> Iterator[Pass]:
     """Yield the enabled passes of *stage* in order; plugin passes run just before lowering."""
     for step in PASSES:
         if step.run is lower_functional and stage is step.stage:
-            yield from (
-                Pass(p.name, stage, partial(run_plugin_pass, p), owner=p.owner) for p in plan.passes
-            )
+            for p in plan.passes:
+                yield Pass(p.name, stage, partial(passes.run_plugin_pass, p), owner=p.owner)
         if step.stage is stage and step.enabled(plan.options):
             yield step
 

@@ -203,17 +203,9 @@ def _along(node: Node) -> bool:
     return bool(dims) and not any(dim in (0, -_tensors(node)[0].ndim) for dim in dims)
 
 
-def _unsqueeze(node: Node) -> bool:
-    return node.args[1] not in (0, -fake_of(node).ndim)
-
-
 def _permute(node: Node) -> bool:
     dims: Any = node.args[1]
     return dims[0] in (0, -len(dims))
-
-
-def _transpose(node: Node) -> bool:
-    return not {0, -fake_of(node).ndim}.intersection(node.args[1:])
 
 
 def _padding(node: Node) -> bool:
@@ -302,9 +294,9 @@ _KEEPS_ROWS: dict[object, Callable[[Node], bool]] = {
     **dict.fromkeys(_REDUCTIONS | _PARTS, _along),
     **dict.fromkeys(_RESHAPES, _reshape),
     aten.permute.default: _permute,
-    aten.transpose.int: _transpose,
+    aten.transpose.int: lambda node: not {0, -fake_of(node).ndim}.intersection(node.args[1:]),
     aten.constant_pad_nd.default: _padding,
-    aten.unsqueeze.default: _unsqueeze,
+    aten.unsqueeze.default: lambda node: node.args[1] not in (0, -fake_of(node).ndim),
 }
 _VIEWS: set[object] = {*VIEWS, *_PARTS, *_RESHAPES, operator.getitem}
 _VIEWS |= {aten.permute.default, aten.transpose.int, aten.copy.default}

@@ -13,16 +13,16 @@ from typing import Any, cast
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.overrides import TorchFunctionMode
 
 from opweave.compile import compat
 from opweave.compile.aliasing import Relocation, are_movable, expressions, same_layout
 from opweave.compile.graph import GraphInfo, IrCall, computed_fake, fake_of, tensors_of
 from opweave.compile.options import logger
 from opweave.ir import IrOpImpl
+from opweave.ir.dispatch import OpMode
 from opweave.ir.errors import described
-from opweave.ir.registry import find_target
-from opweave.ir.schema import ANNOTATIONS, Schema
+from opweave.ir.op import OpDefinition
+from opweave.ir.schema import Schema
 from opweave.ir.torch_ops import entered
 
 # Prepare operators that write to an argument for Inductor, which expects functional graphs.
@@ -354,25 +354,14 @@ def _flat(values: Sequence[Any]) -> list[Any]:
     return [i for v in values for i in (v if isinstance(v, (list, tuple)) else (v,))]
 
 
-class _CallsNative(TorchFunctionMode):
-    """Replaces calls of ops by their native functions while the autocast state is still known."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        target, keywords = find_target(function), kwargs or {}
-        if target is None:
-            return function(*args, **keywords)
-        state = nullcontext() if target.op.autocast else compat.no_autocast()
-        with self, state:  # torch disables the mode here, but native functions may call other ops
-            return target.op.native(
-                *args, **{k: v for k, v in keywords.items() if k not in ANNOTATIONS}
-            )
+def _call_native(op: OpDefinition, *args: Any, **kwargs: Any) -> Any:
+    with nullcontext() if op.autocast else compat.no_autocast():
+        return op.native(*args, **kwargs)
 
 
 def _under_autocast(function: Function, autocast: str) -> Function:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with entered(autocast), _CallsNative():
+        with entered(autocast), OpMode(_call_native):  # the autocast state is still known here
             return function(*args, **kwargs)
 
     return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,8 +12,9 @@ from functools import cache
 from typing import Any, Self, cast
 
 from opweave.config import environment, sources
-from opweave.config.values import Config, Origin, read_object
+from opweave.config.values import Config, Origin, parsed, read_object
 from opweave.ir.errors import SettingError, did_you_mean
+from opweave.registration import bound
 
 # The list of enabled ``CustomOp`` ops: ``all``, ``none``, ``+op`` and ``-op``.
 
@@ -28,9 +28,8 @@ class CustomOps(tuple[str, ...]):
     Attributes:
         given: the user's list, without the appended default.
 
-    >>> ops = CustomOps.parse("+rms_norm,-silu_and_mul", default="all")
-    >>> ops, ops.enables("rms_norm"), ops.enables("silu_and_mul"), ops.enables("relu2")
-    (('+rms_norm', '-silu_and_mul', 'all'), True, False, True)
+    >>> CustomOps.parse("+rms_norm,-silu_and_mul", default="all")
+    ('+rms_norm', '-silu_and_mul', 'all')
     """
 
     given: tuple[str, ...]
@@ -62,26 +61,11 @@ class CustomOps(tuple[str, ...]):
         ops.given = given
         return ops
 
-    @property
-    def default_on(self) -> bool:
-        """Whether ops are enabled that are not in the list."""
-        return "all" in self
-
-    @property
-    def named(self) -> frozenset[str]:
-        """The ops in the list."""
-        return _named(self, "+") | _named(self, "-")
-
-    def enables(self, name: str | None) -> bool:
-        """Whether the op is enabled; *name* is its registered name, if it has one."""
-        if f"-{name}" in self:
-            return False
-        return self.default_on or f"+{name}" in self
-
 
 def _tokens(value: object) -> Iterable[str]:
     if isinstance(value, str):
-        items = _from_json(value) if value.strip().startswith("[") else [value]
+        form = 'JSON list, such as ["none", "+rms_norm"]'
+        items = parsed("custom_ops", value, form) if value.strip().startswith("[") else [value]
     elif isinstance(value, Iterable):
         items = list(value)
     else:
@@ -101,15 +85,6 @@ def _token(written: str) -> str:
     if token in _BASES or (token[:1] in ("+", "-") and token[1:].isidentifier()):
         return token
     raise SettingError(f"custom_ops: {written!r} must be 'all', 'none', '+op' or '-op'.")
-
-
-def _from_json(text: str) -> list[object]:
-    try:
-        return list(json.loads(text))  # a list, because it starts with a bracket
-    except json.JSONDecodeError as error:
-        raise SettingError(
-            f'custom_ops {text!r} is not a JSON list, such as ["none", "+rms_norm"]: {error}.'
-        ) from error
 
 
 def _named(tokens: Iterable[str], sign: str) -> frozenset[str]:
@@ -211,16 +186,22 @@ class CompilationConfig(Config):
     @property
     def custom_ops_default_on(self) -> bool:
         """Whether ops are enabled that are not in ``custom_ops``."""
-        return self._ops.default_on
+        return "all" in self._ops
 
     @property
     def named_custom_ops(self) -> frozenset[str]:
         """The ops in ``custom_ops``."""
-        return self._ops.named
+        return _named(self._ops, "+") | _named(self._ops, "-")
 
     def enables_custom_op(self, name: str | None) -> bool:
-        """Whether the op is enabled; *name* is its registered name, if it has one."""
-        return self._ops.enables(name)
+        """Whether the op is enabled; *name* is its registered name, if it has one.
+
+        >>> config = CompilationConfig(custom_ops="all,-silu_and_mul")
+        >>> config.enables_custom_op("silu_and_mul"), config.enables_custom_op("relu2")
+        (False, True)
+        """
+        enabled = self.custom_ops_default_on or f"+{name}" in self._ops
+        return enabled and f"-{name}" not in self._ops
 
     def count_custom_op(self, name: str, *, enabled: bool) -> None:
         """Count an instance of an op that was created under this config."""
@@ -312,11 +293,8 @@ def compilation_config(config: CompilationConfig) -> Iterator[CompilationConfig]
 
     ``with compilation_config(CompilationConfig(custom_ops=["none", "+rms_norm"])): ...``
     """
-    token = _scoped.set(config)
-    try:
+    with bound(_scoped, config):
         yield config
-    finally:
-        _scoped.reset(token)
 
 
 def apply_command_line_config(values: Mapping[str, object]) -> None:

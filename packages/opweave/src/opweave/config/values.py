@@ -88,35 +88,36 @@ def read_object(name: str, value: object) -> dict[str, Any]:
     >>> read_object("options", '{"fusion": false}')
     {'fusion': False}
     """
-    found = _parsed(name, value) if isinstance(value, str) else value
+    form = 'JSON object, such as {"fusion": false}'
+    found = parsed(name, value, form) if isinstance(value, str) else value
     if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
-        raise SettingError(
-            f'{name}={value!r} must be a mapping or a JSON object, such as {{"fusion": false}}.'
-        )
+        raise SettingError(f"{name}={value!r} must be a mapping or a {form}.")
     return dict(found)
 
 
-def _parsed(name: str, text: str) -> object:
+def parsed(name: str, text: str, form: str) -> Any:
+    """Return the value of the JSON *text*.
+
+    Raises:
+        SettingError: it is not JSON; the message says that it should be a *form*.
+    """
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise SettingError(
-            f'{name}={text!r} is not a JSON object, such as {{"fusion": false}}: {error}.'
-        ) from error
+        raise SettingError(f"{name}={text!r} is not a {form}: {error}.") from error
 
 
 # Typed values of plugin settings, parsed from text: bool, int, float or str.
 
 
-KINDS = (bool, int, float, str)
 TRUE = frozenset({"1", "true", "yes", "on"})
 FALSE = frozenset({"0", "false", "no", "off", ""})
 
 
 def check_kind(where: str, kind: type, default: object) -> None:
     """Raise :class:`SettingError` unless *kind* is supported and *default* is of that type."""
-    if kind not in KINDS:
-        names = ", ".join(supported.__name__ for supported in KINDS)
+    if kind not in _DESCRIPTIONS:
+        names = ", ".join(supported.__name__ for supported in _DESCRIPTIONS)
         raise SettingError(f"{where}: kind={kind!r} must be one of {names}.")
     if not _is(kind, default):
         raise SettingError(f"{where}: default={default!r} must be of type {kind.__name__}.")

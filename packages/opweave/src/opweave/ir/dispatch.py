@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import methodcaller
 from typing import Any, NamedTuple, Self
@@ -373,7 +373,8 @@ def _is_undisturbed(tensors: Sequence[Tensor]) -> bool:
 def _expected(impl: IrOpImpl, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Output]:
     """Return the outputs of the op's fake implementation, or an empty list if that fails."""
     try:
-        with torch.no_grad(), _Faking():
+        # Kernels do not support meta tensors, so ops called inside are faked too.
+        with torch.no_grad(), OpMode(lambda op, *args, **kwargs: op.fake(*args, **kwargs)):
             result = impl.op.fake(*map(_meta, args), **{k: _meta(v) for k, v in kwargs.items()})
     except Exception:  # data-dependent shapes, or a faulty fake: not an error of the kernel
         return []
@@ -397,8 +398,16 @@ def _meta(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
 
 
-class _Faking(TorchFunctionMode):
-    """Runs the fake implementations of ops, since kernels do not support meta tensors."""
+class OpMode(TorchFunctionMode):
+    """Runs a function of each op that is called, instead of its torch op.
+
+    Args:
+        call: runs the op with the arguments, without annotations.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self._call = call
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -406,10 +415,9 @@ class _Faking(TorchFunctionMode):
         torch_ops, named = torch_ops_with(function), kwargs or {}
         if torch_ops is None:
             return function(*args, **named)
-        with self:  # also for ops called inside
-            return torch_ops.op.fake(
-                *args, **{k: v for k, v in named.items() if k not in ANNOTATIONS}
-            )
+        with self:  # torch disables the mode here, but the function may call other ops
+            rest = {name: value for name, value in named.items() if name not in ANNOTATIONS}
+            return self._call(torch_ops.op, *args, **rest)
 
 
 def _invalid(impl: IrOpImpl, problem: str) -> InvalidResultError:

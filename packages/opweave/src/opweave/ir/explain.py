@@ -207,26 +207,24 @@ def _plugin(op: OpDefinition, provider: str) -> str:
 class Record:
     """The implementations that ran: the number of calls for each distinct outcome of each op."""
 
-    _counts: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    _examples: dict[tuple[Any, ...], Explanation] = field(default_factory=dict)
+    _outcomes: dict[tuple[Any, ...], tuple[Explanation, int]] = field(default_factory=dict)
 
     def add(self, selection: Selection, values: tuple[Any, ...]) -> None:
         """Count one call."""
         key = (selection.op.name, selection.provider, selection.rejected)
-        if key not in self._examples:
-            self._examples[key] = explained(selection, values)
-        self._counts[key] = self._counts.get(key, 0) + 1
+        example, count = self._outcomes.get(key) or (explained(selection, values), 0)
+        self._outcomes[key] = example, count + 1
 
     def outcomes(self) -> list[tuple[Explanation, int]]:
         """Return an example call for each distinct outcome, and the number of such calls."""
         # A copy, because another thread may add calls.
-        return [(self._examples[key], count) for key, count in list(self._counts.items())]
+        return list(self._outcomes.values())
 
     @property
     def selected_impls(self) -> dict[str, dict[str, int]]:
         """Calls by op and provider: ``{"rms_norm": {"opweave_c": 26}}``."""
         result: dict[str, dict[str, int]] = {}
-        for (op, provider, _), count in self._counts.items():
+        for (op, provider, _), (_, count) in self._outcomes.items():
             by_provider = result.setdefault(op, {})
             by_provider[provider] = by_provider.get(provider, 0) + count
         return result

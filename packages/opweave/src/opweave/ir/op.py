@@ -9,9 +9,10 @@ import hashlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,16 +20,8 @@ import torch
 from torch import Tensor
 
 from opweave import torch_compat, transaction
-from opweave.ir.errors import (
-    DuplicateImplError,
-    InvalidOpError,
-    MissingInputGeneratorError,
-    MissingToleranceError,
-    PredicateFailedError,
-    UnknownProviderError,
-    described,
-    did_you_mean,
-)
+from opweave.ir import errors
+from opweave.ir.errors import described, did_you_mean
 from opweave.ir.priority import NATIVE, Entries, Tunable, base_of, variants, without_values
 from opweave.ir.rules import (
     DIFFERENTIABLE,
@@ -215,7 +208,7 @@ class IrOpImpl:
             unusual = next((layout for layout in layouts if layout is not torch.strided), None)
             if unusual is not None and isinstance(self.supports_args, Rule):
                 return f"a tensor has the layout {unusual} (supports strided)"
-            raise PredicateFailedError(
+            raise errors.PredicateFailedError(
                 f"{self.op.name}: the predicate of provider {self.provider!r} ({self.place}) "
                 f"raised {described(error)}. A predicate must return True or False for any "
                 "arguments of the op; fix it, or leave the provider out of the priority."
@@ -245,13 +238,9 @@ def _name(function: Any) -> str:
 
 def _source(function: Callable[..., Any]) -> bytes:
     function = without_values(function)  # the provider names the values
-    try:
-        file = inspect.getsourcefile(function)
-        if file is not None:
-            with open(file, "rb") as handle:
-                return handle.read()
-    except (OSError, TypeError):
-        pass
+    with suppress(OSError, TypeError):
+        if (file := inspect.getsourcefile(function)) is not None:
+            return Path(file).read_bytes()
     code = getattr(function, "__code__", None)
     parts = (code.co_code, code.co_consts, code.co_names) if code else (repr(function),)
     return repr(parts).encode()
@@ -353,7 +342,7 @@ class OpDefinition:
             UnknownTraitError: a trait does not exist.
         """
         if not inspect.isfunction(native):
-            raise InvalidOpError(
+            raise errors.InvalidOpError(
                 f"an op must be declared with a Python function (def), not with {native!r}."
             )
         # Plain attributes: generated code and Dynamo read them without calling a property.
@@ -364,12 +353,12 @@ class OpDefinition:
         self.schema = Schema.of(native, self.name)
         self.activations = _activations(self.schema, self.name, activations)
         if allow_inplace and len(self.activations) != self.schema.num_outputs:
-            raise InvalidOpError(
+            raise errors.InvalidOpError(
                 f"op {self.name!r}: allow_inplace=True needs as many activations as outputs; found "
                 f"activations {list(self.activations)} and {self.schema.num_outputs} output(s)."
             )
         for activation in sorted(set(keeps_strides).difference(self.activations)):
-            raise InvalidOpError(
+            raise errors.InvalidOpError(
                 f"op {self.name!r}: keeps_strides names {activation!r}, which is not an "
                 f"activation. {did_you_mean(activation, self.activations)}"
             )
@@ -395,13 +384,15 @@ class OpDefinition:
         lines = (inspect.getdoc(self.native) or "").splitlines()
         return f"{self.name}: {lines[0]}" if lines else self.name
 
-    def bind(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Return one value per parameter, defaults filled in; raise TypeError as a call would."""
-        return self._binder(*args, **kwargs)
-
     @cached_property
-    def _binder(self) -> Callable[..., tuple[Any, ...]]:
-        return self.schema.binder(self.name)
+    def bind(self) -> Callable[..., tuple[Any, ...]]:
+        """Function that returns one value per parameter, defaults filled in.
+
+        It raises TypeError as a call would.
+        """
+        function = self.schema.function(f"({''.join(f'{name}, ' for name in self.schema.names)})")
+        function.__qualname__ = self.name  # shown in "missing argument" errors
+        return function
 
     @property
     def activation_indices(self) -> list[int]:
@@ -465,17 +456,19 @@ class OpDefinition:
         """
         check_provider_name(provider)
         if functional is not None and not inplace:
-            raise InvalidOpError(
+            raise errors.InvalidOpError(
                 f"{self.name}: functional= is for an in-place implementation (inplace=True); "
                 "otherwise the decorated function is the functional one."
             )
         if inplace and not self.allow_inplace:
-            raise InvalidOpError(
+            raise errors.InvalidOpError(
                 f"{self.name}: an in-place implementation needs an op declared with "
                 f"allow_inplace=True; {self.name} ({self.site}) is not."
             )
         if not isinstance(supported, bool):
-            raise InvalidOpError(f"{self.name}: supported={supported!r} is neither True nor False.")
+            raise errors.InvalidOpError(
+                f"{self.name}: supported={supported!r} is neither True nor False."
+            )
 
         def decorate(function: Function) -> Function:
             check_is_not_ours(provider, self.native, function)
@@ -497,7 +490,7 @@ class OpDefinition:
             ]
             if (first := self._impls.get(provider)) is not None and not override:
                 by = "" if first.owner is None else f" by the plugin {first.owner}"
-                raise DuplicateImplError(
+                raise errors.DuplicateImplError(
                     f"{self.name}: provider {provider!r} is registered already{by}, at "
                     f"{first.site}; this is {impls[0].site}. Use another name, or override=True."
                 )
@@ -520,7 +513,7 @@ class OpDefinition:
         """Raise UnknownProviderError if an entry names no implementation of this op."""
         for entry in entries:
             if entry.provider not in self.impls:
-                raise UnknownProviderError(
+                raise errors.UnknownProviderError(
                     f"{self.name}: unknown provider {entry.provider!r} ({entry.origin}). "
                     f"{did_you_mean(entry.provider, self.impls)}"
                 )
@@ -555,7 +548,7 @@ class OpDefinition:
             MissingInputGeneratorError: none is registered.
         """
         if self._input_generator is None:
-            raise MissingInputGeneratorError(
+            raise errors.MissingInputGeneratorError(
                 f"No input generator for {self.name}: register one with "
                 f"@ir.ops.{self.name}.register_input_generator."
             )
@@ -616,7 +609,7 @@ class OpDefinition:
         try:
             return self._tolerances[dtype]
         except KeyError:
-            raise MissingToleranceError(
+            raise errors.MissingToleranceError(
                 f"No tolerance defined for {dtype} of {self.name}. Known: "
                 f"{', '.join(map(str, self._tolerances))}. Set one with override_tolerance."
             ) from None
@@ -628,7 +621,7 @@ def _activations(schema: Schema, op_name: str, names: Sequence[str] | None) -> t
         return tuple(name for name in tensors if name.startswith("x"))
     for name in names:
         if name not in tensors:
-            raise InvalidOpError(
+            raise errors.InvalidOpError(
                 f"op {op_name!r}: activation {name!r} is not a required tensor parameter. "
                 f"{did_you_mean(name, tensors)}"
             )

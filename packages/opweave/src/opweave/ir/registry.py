@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 from torch.library import Library
 
 from opweave import torch_compat, transaction
+from opweave.ir import errors
 from opweave.ir.codegen import Kind
 from opweave.ir.dispatch import (
     Callee,
@@ -23,15 +24,7 @@ from opweave.ir.dispatch import (
     TracedCallSite,
     dispatched,
 )
-from opweave.ir.errors import (
-    DonationError,
-    DuplicateOpError,
-    IrError,
-    SettingError,
-    UnknownOpError,
-    UnknownOpWarning,
-    did_you_mean,
-)
+from opweave.ir.errors import did_you_mean
 from opweave.ir.op import IrOpImpl, OpDefinition
 from opweave.ir.priority import Entries, parse
 from opweave.ir.schema import Function
@@ -79,7 +72,13 @@ class IrOp(OpDefinition, Callee):
         self._call_sites: dict[tuple[str, ...], CallSite] = {}  # grows without the lock
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self.registry.reduce(self)
+        registered = _registries.get(self.namespace)
+        if registered is not self.registry or registered.ops.get(self.name) is not self:
+            raise errors.UnknownOpError(  # it could not be loaded
+                f"{self!r} cannot be pickled: it is no longer registered in {self.namespace!r}. "
+                "Pickle the op that is registered under its name."
+            )
+        return unpickled, (self.name, self.namespace)
 
     # Priority
 
@@ -126,7 +125,7 @@ class IrOp(OpDefinition, Callee):
 
     def __getattr__(self, name: str) -> Any:
         if name == "maybe_inplace":
-            raise DonationError(
+            raise errors.DonationError(
                 f"{self.name} ({self.site}) was not declared with allow_inplace=True, so there is "
                 "no maybe_inplace. Call the op itself."
             )
@@ -239,20 +238,9 @@ class Registry:
         try:
             return self._ops[str(name)]
         except KeyError:
-            raise UnknownOpError(f"unknown op {name!r}. {did_you_mean(name, self._ops)}") from None
-
-    def reduce(self, op: IrOp) -> tuple[Any, ...]:
-        """Return the ``__reduce__`` value of *op*: a call of :func:`unpickled`.
-
-        Raises:
-            UnknownOpError: *op* is not the registered op of its name, so it could not be loaded.
-        """
-        if self._ops.get(op.name) is not op or _registries.get(self.namespace) is not self:
-            raise UnknownOpError(
-                f"{op!r} cannot be pickled: it is no longer registered in {self.namespace!r}. "
-                "Pickle the op that is registered under its name."
-            )
-        return unpickled, (op.name, self.namespace)
+            raise errors.UnknownOpError(
+                f"unknown op {name!r}. {did_you_mean(name, self._ops)}"
+            ) from None
 
     def add(self, op: IrOp, *, override: bool = False) -> IrOp:
         """Add *op* and define its torch ops; *override* replaces an op of the same name.
@@ -270,7 +258,7 @@ class Registry:
                         if is_own
                         else "In a notebook, declare it again with override=True"
                     )
-                    raise DuplicateOpError(
+                    raise errors.DuplicateOpError(
                         f"op {op.name!r} is declared already, at {former.site}; this is {op.site}. "
                         "Choose another name, or register an implementation of the existing op "
                         f"with @ir.ops.{op.name}.register_impl. {advice}."
@@ -342,8 +330,8 @@ class Registry:
                 op = self.op(name)
                 for entries in self.settings.priorities(name, op.impls):
                     op.check_providers(entries)
-            except IrError as error:
-                raise SettingError(f"{origin}: {error}") from error
+            except errors.IrError as error:
+                raise errors.SettingError(f"{origin}: {error}") from error
 
     def _warn_of_unknown_ops(self) -> None:
         # Not an error yet: a plugin or the program may declare the op later.
@@ -351,7 +339,7 @@ class Registry:
             if name not in self._ops:
                 warnings.warn(
                     f"{origin}: op {name!r} is not declared yet. {did_you_mean(name, self._ops)}",
-                    UnknownOpWarning,
+                    errors.UnknownOpWarning,
                     stacklevel=2,
                 )
 
@@ -384,7 +372,7 @@ def unpickled(name: str, namespace: str) -> IrOp:
     """
     registry = _registries.get(namespace)
     if registry is None:
-        raise UnknownOpError(
+        raise errors.UnknownOpError(
             f"unknown op {name!r} of the registry {namespace!r}, which does not exist here. "
             f"{did_you_mean(namespace, _registries)} Declare the op in a registry of that "
             "namespace (ir.isolated_registry(namespace)) before it is loaded."
@@ -505,7 +493,7 @@ def priority(
         SettingError: a list is malformed.
     """
     if priorities is not None and not isinstance(priorities, Mapping):
-        raise SettingError(
+        raise errors.SettingError(
             "ir.priority takes priority lists by op name, such as "
             f"ir.priority(rms_norm=['native']), not {priorities!r}."
         )

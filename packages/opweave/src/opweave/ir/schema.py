@@ -207,12 +207,6 @@ class Schema(NamedTuple):
             f"{p.name}={names[p.name]}" if p.keyword_only else names[p.name] for p in self.params
         )
 
-    def binder(self, op_name: str) -> Callable[..., tuple[Any, ...]]:
-        """Return a function of the parameters that returns their values, defaults filled in."""
-        function = self.function(f"({''.join(f'{name}, ' for name in self.names)})")
-        function.__qualname__ = op_name  # shown in "missing argument" errors
-        return function
-
     def function(self, body: str, **names: Any) -> Callable[..., Any]:
         """Compile a function of the parameters that returns the expression *body*.
 
@@ -268,13 +262,9 @@ def check_same(
 
 def check_returns(function: object, label: str, error: type[Exception]) -> None:
     """Raise *error* if *function* is an async or generator function."""
-    for test in (
-        inspect.iscoroutinefunction,
-        inspect.isgeneratorfunction,
-        inspect.isasyncgenfunction,
-    ):
-        if test(function):
-            raise error(f"{label} is an async or generator function; it must return its results.")
+    tests = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(test(function) for test in tests):
+        raise error(f"{label} is an async or generator function; it must return its results.")
 
 
 def _difference(expected: inspect.Signature, actual: inspect.Signature) -> str | None:

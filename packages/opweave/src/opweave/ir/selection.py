@@ -9,12 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from opweave import torch_compat
-from opweave.ir.errors import (
-    GradientFallbackWarning,
-    NoImplementationError,
-    ProviderRejectedError,
-    ProviderUnavailableError,
-)
+from opweave.ir import errors
 from opweave.ir.op import IrOpImpl, OpDefinition, tensors_in
 from opweave.ir.priority import NATIVE, Entries, PriorityEntry, SizeRange, merge
 from opweave.ir.rules import DIFFERENTIABLE
@@ -202,7 +197,7 @@ def _first(
         if entry.strict:
             raise _strict_error(op, candidate, reason)
     reasons = "; ".join(f"{r.provider}: {r.reason}" for r in rejected)
-    raise NoImplementationError(
+    raise errors.NoImplementationError(
         f"{op.name}: no implementation has the required traits. {reasons}. Add a provider that has "
         "them to the priority, or drop the requirement."
     )
@@ -247,7 +242,7 @@ def native_for(selection: Selection) -> Selection:
         requirement = (
             f"{selection.provider}!" if strict else f"the traits {sorted(policy.required)}"
         )
-        error = ProviderRejectedError if strict else NoImplementationError
+        error = errors.ProviderRejectedError if strict else errors.NoImplementationError
         raise error(
             f"{op.name} is called under torch.autocast, where only its native implementation casts "
             f"as torch's operators do, but {requirement} is required. Call it under "
@@ -290,8 +285,10 @@ def _strict_error(op: OpDefinition, candidate: Candidate, reason: str) -> Except
     )
     request = f"{op.name}: provider {name!r} was requested as '{name}!' ({candidate.entry.origin})"
     if candidate.obstacle:
-        return ProviderUnavailableError(f"{request} but cannot be used: {reason}. {advice}")
-    return ProviderRejectedError(f"{request} but does not accept the arguments: {reason}. {advice}")
+        return errors.ProviderUnavailableError(f"{request} but cannot be used: {reason}. {advice}")
+    return errors.ProviderRejectedError(
+        f"{request} but does not accept the arguments: {reason}. {advice}"
+    )
 
 
 # Warn if a required gradient prevents a kernel from running, which inference rarely intends.
@@ -306,7 +303,8 @@ def warn_of_fallback(selection: Selection) -> None:
     if _warned or DIFFERENTIABLE not in selection.policy.required:
         return
     impls = selection.op.impls
-    passed_over = [r.provider for r in selection.rejected if _has_no_gradient(impls[r.provider])]
+    rejected = [impls[r.provider] for r in selection.rejected]
+    passed_over = [i.provider for i in rejected if i.supported and DIFFERENTIABLE not in i.traits]
     if not passed_over:
         return
     _warned = True
@@ -314,10 +312,6 @@ def warn_of_fallback(selection: Selection) -> None:
         f"{selection.op.name} runs {selection.provider} instead of {passed_over[0]}, which is not "
         "differentiable, because an argument requires a gradient. For inference, call the model "
         "under torch.no_grad() or torch.inference_mode(). This is shown once, for the first op.",
-        GradientFallbackWarning,
+        errors.GradientFallbackWarning,
         stacklevel=3,
     )
-
-
-def _has_no_gradient(impl: IrOpImpl) -> bool:
-    return impl.supported and DIFFERENTIABLE not in impl.traits

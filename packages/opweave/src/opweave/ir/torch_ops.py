@@ -243,31 +243,22 @@ class TorchOps:
         return self.default
 
     def _define(
-        self,
-        qualified: str,
-        schema: str,
-        autograd: Function | None = None,
-        *,
-        annotated: bool = False,
+        self, name: str, schema: str, autograd: Function | None = None, *, annotated: bool = False
     ) -> Function:
-        library = self._library
-        name, _, overload = qualified.partition(".")
-        untyped: Any = library  # torch does not annotate define and impl
-        untyped.define(qualified + schema)
-        packet = getattr(getattr(torch.ops, library.ns), name)
+        library: Any = self._library  # torch does not annotate define and impl
+        base, _, overload = name.partition(".")
+        library.define(name + schema)
+        packet = getattr(getattr(torch.ops, library.ns), base)
         torch_op: Function = getattr(packet, overload or "default")
         kernel, batched, fake = self._plain_kernel(), self._batched, self._fake
         if annotated:
-            kernel, fake = (
-                _drop_annotations(self._kernel, reads_using=True),
-                _drop_annotations(fake),
-            )
-            batched = _drop_annotations(batched, reads_using=True)
-        untyped.impl(qualified, kernel, "CompositeExplicitAutograd")
+            kernel = _drop_annotations(self._kernel, reads_using=True)
+            batched, fake = _drop_annotations(batched, reads_using=True), _drop_annotations(fake)
         autograd = autograd or partial(self.autograd, torch_op, annotated=annotated)
-        untyped.impl(qualified, autograd, "Autograd")
-        untyped.impl(qualified, batched, "FuncTorchBatched")
-        torch_compat.register_fake(library, qualified, fake)
+        library.impl(name, kernel, "CompositeExplicitAutograd")
+        library.impl(name, autograd, "Autograd")
+        library.impl(name, batched, "FuncTorchBatched")
+        torch_compat.register_fake(library, name, fake)
         self._packets.append(packet)
         flop_registry[packet] = self._flops
         _all[torch_op] = self

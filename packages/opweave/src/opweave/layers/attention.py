@@ -285,9 +285,8 @@ class MMEncoderAttention(CustomOp):
         packed: Callable[..., Tensor],
     ) -> Tensor:
         q = self._heads(query, self.num_heads, "query")
-        k, v = (
-            self._heads(x, self.num_kv_heads, name) for x, name in ((key, "key"), (value, "value"))
-        )
+        k = self._heads(key, self.num_kv_heads, "key")
+        v = self._heads(value, self.num_kv_heads, "value")
         _check_tokens(q, k, v, cu_seqlens)
         if cu_seqlens is None:
             return dense(q, k, v, self.scale).reshape(query.shape)

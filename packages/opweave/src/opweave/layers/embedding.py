@@ -11,13 +11,8 @@ from torch import Tensor, nn
 
 from opweave import ir
 from opweave.ir.ops.low_bit import dequantized_blocks
+from opweave.layers import linear_methods
 from opweave.layers.linear import HasLinearMethod
-from opweave.layers.linear_methods import (
-    BlockMethod,
-    LinearMethod,
-    QuantConfig,
-    UnquantizedLinearMethod,
-)
 from opweave.layers.parallel import (
     ALONE,
     TensorParallel,
@@ -141,14 +136,14 @@ class VocabShard:
 
 
 @runtime_checkable
-class EmbeddingMethod(LinearMethod, Protocol):
+class EmbeddingMethod(linear_methods.LinearMethod, Protocol):
     """The strategy of a vocabulary table: a :class:`LinearMethod` that can also look up rows."""
 
     def embedding(self, layer: VocabParallelEmbedding, input_ids: Tensor) -> Tensor:
         """Return the rows of *input_ids*, and zeros for ids that are not in ``layer.shard``."""
 
 
-class UnquantizedEmbeddingMethod(UnquantizedLinearMethod):
+class UnquantizedEmbeddingMethod(linear_methods.UnquantizedLinearMethod):
     """One table ``(rows, embedding_dim)``: ``ir.ops.embedding`` and ``ir.ops.masked_embedding``."""
 
     def embedding(self, layer: VocabParallelEmbedding, input_ids: Tensor) -> Tensor:
@@ -202,7 +197,7 @@ class VocabParallelEmbedding(HasLinearMethod):
         params_dtype: torch.dtype | None = None,
         org_num_embeddings: int | None = None,
         padding_size: int = 64,
-        quant_config: QuantConfig | None = None,
+        quant_config: linear_methods.QuantConfig | None = None,
         prefix: str = "",
         *,
         disable_tp: bool = False,
@@ -316,7 +311,7 @@ _BLOCK_ROWS = UnquantizedEmbeddingMethod()
 
 
 @dataclass(frozen=True)
-class BlockEmbeddingMethod(BlockMethod):
+class BlockEmbeddingMethod(linear_methods.BlockMethod):
     """A table in blocks, as the file has them: only the rows that are looked up are dequantized.
 
     Blocks of zeros, in rows that a rank does not have, are zeros in every format.
@@ -353,7 +348,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         params_dtype: torch.dtype | None = None,
         org_num_embeddings: int | None = None,
         padding_size: int = 64,
-        quant_config: QuantConfig | None = None,
+        quant_config: linear_methods.QuantConfig | None = None,
         prefix: str = "",
         *,
         disable_tp: bool = False,

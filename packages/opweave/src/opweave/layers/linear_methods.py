@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from math import gcd
@@ -16,6 +16,7 @@ from opweave import ir
 from opweave.ir.ops.low_bit import GGUF_BLOCKS
 from opweave.layers.parallel import describe, dim_of, fill, set_weight_attrs
 from opweave.layers.registry import LayerArgumentError, ShardingError
+from opweave.registration import bound
 
 # The strategy of a linear layer: weight format and computation. Quantization replaces it.
 
@@ -161,18 +162,13 @@ class DeferredMethod(UnquantizedLinearMethod):
 _defers: ContextVar[bool] = ContextVar("opweave_defers_weights", default=False)
 
 
-@contextmanager
-def deferred_weights() -> Iterator[None]:
+def deferred_weights() -> AbstractContextManager[None]:
     """Inside the block, layers without a *quant_config* get no memory for weights.
 
     A checkpoint's tensors decide how each is kept, and the names of layers are known only when the
     model is whole.
     """
-    token = _defers.set(True)
-    try:
-        yield
-    finally:
-        _defers.reset(token)
+    return bound(_defers, True)
 
 
 def weights_are_deferred() -> bool:
@@ -435,11 +431,10 @@ class W8A8Method(MethodOfWeights):
             return quantize(x, largest), largest
         if self.block_rows is not None:
             codes, scale = ops.per_token_group_quant_fp8(x, GROUP, self.activations.use_ue8m0)
-            return codes, scale
-        if is_int:
+        elif is_int:
             codes, scale = ops.dynamic_per_token_quant_int8(x)
-            return codes, scale
-        upper = self.activations.upper_bound
-        bound = None if upper is None else torch.full((1,), upper, device=x.device)
-        codes, scale = ops.dynamic_per_token_quant_fp8(x, bound)
+        else:
+            upper = self.activations.upper_bound
+            bound = None if upper is None else torch.full((1,), upper, device=x.device)
+            codes, scale = ops.dynamic_per_token_quant_fp8(x, bound)
         return codes, scale

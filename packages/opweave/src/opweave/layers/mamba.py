@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from opweave.layers import mamba_states
 from opweave.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -16,13 +17,6 @@ from opweave.layers.linear import (
     tensor_of,
 )
 from opweave.layers.linear_methods import QuantConfig
-from opweave.layers.mamba_states import (
-    CausalConv1d,
-    MixedColumnParallelLinear,
-    StatefulLayer,
-    selective_scan,
-    ssd_chunk_scan,
-)
 from opweave.layers.norm import Mixer2RMSNormGated, RMSNorm
 from opweave.layers.parallel import WeightLoader, current_tensor_parallel, fill, set_weight_attrs
 from opweave.layers.registry import LayerArgumentError, PluggableLayer, ShardingError
@@ -33,7 +27,7 @@ from opweave.layers.registry import LayerArgumentError, PluggableLayer, Sharding
 LinearT = TypeVar("LinearT", bound=LinearBase)
 
 
-class _Mixer(StatefulLayer):
+class _Mixer(mamba_states.StatefulLayer):
     """A stateful layer of linear layers with the same options, and sharded parameters of a scan."""
 
     def __init__(
@@ -78,10 +72,10 @@ class _Mixer(StatefulLayer):
         bias: bool,
         activation: str | None = None,
         whole: tuple[int, ...] = (),
-    ) -> CausalConv1d:
+    ) -> mamba_states.CausalConv1d:
         """Return the convolution of this layer; see :class:`CausalConv1d`."""
-        options: Any = {"activation": activation, "params_dtype": self.params_dtype}
-        return CausalConv1d(channels, kernel_size, self.prefix, whole, bias=bias, **options)
+        options: Any = {"bias": bias, "activation": activation, "params_dtype": self.params_dtype}
+        return mamba_states.CausalConv1d(channels, kernel_size, self.prefix, whole, **options)
 
     def _scan_parameter(self, name: str, *shape: int, is_rate: bool = False) -> nn.Parameter:
         """Return an uninitialized parameter, sharded along its first dimension.
@@ -199,7 +193,7 @@ class MambaMixer(_Mixer):
         u = self.conv1d(u)
         dt, b, c = self._dt_b_c(u)
         bias = self.dt_proj.bias
-        y = selective_scan(u, dt, self.A, b, c, self.D, gate, bias, self.prefix)
+        y = mamba_states.selective_scan(u, dt, self.A, b, c, self.D, gate, bias, self.prefix)
         return tensor_of(self.out_proj(y))
 
     def _dt_b_c(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -301,7 +295,7 @@ class MambaMixer2(_Mixer):
         grouped = n_groups * ssm_state_size
         mixed = [intermediate_size, grouped, grouped]  # x, B, C
         is_shared = n_groups == 1  # by all ranks
-        self.in_proj = MixedColumnParallelLinear(
+        self.in_proj = mamba_states.MixedColumnParallelLinear(
             hidden_size,
             [intermediate_size, *mixed, num_heads],
             (2, 3) if is_shared else (),
@@ -341,7 +335,7 @@ class MambaMixer2(_Mixer):
         x = torch.unflatten(x, -1, (self.num_heads, self.head_dim))
         b, c = (torch.unflatten(t, -1, (self.n_groups, self.ssm_state_size)) for t in (b, c))
         options = self.prefix, self.chunk_size, self.dt_min, self.dt_max
-        y = ssd_chunk_scan(x, dt, self.A, b, c, self.D, None, self.dt_bias, *options)
+        y = mamba_states.ssd_chunk_scan(x, dt, self.A, b, c, self.D, None, self.dt_bias, *options)
         return tensor_of(self.out_proj(self.norm(y.flatten(1), gate)))
 
 
@@ -432,7 +426,7 @@ class Plamo2MambaMixer(_Mixer):
         b, c, dt = self.B_norm(b), self.C_norm(c), self.dt_norm(dt)
         x, gate = (torch.unflatten(t, -1, (self.num_heads, self.head_dim)) for t in (x, gate))
         dt, options = tensor_of(self.dt_proj(dt)), (self.prefix, self.chunk_size)
-        y = ssd_chunk_scan(x, dt, self.A, b, c, self.D, gate, self.dt_bias, *options)
+        y = mamba_states.ssd_chunk_scan(x, dt, self.A, b, c, self.D, gate, self.dt_bias, *options)
         return tensor_of(self.out_proj(y.flatten(1)))
 
 

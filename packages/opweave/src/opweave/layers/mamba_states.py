@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
@@ -18,6 +18,7 @@ from opweave.ir.torch_ops import opaque_op
 from opweave.layers.linear import MergedColumnParallelLinear, Part, ShardId
 from opweave.layers.linear_methods import QuantConfig
 from opweave.layers.registry import DuplicateLayerError, LayerArgumentError, PluggableLayer
+from opweave.registration import bound
 
 # Stateful layers, and their names, which are unique within a model.
 
@@ -62,11 +63,8 @@ class StatefulLayer(PluggableLayer):
 def stateful_layers() -> Iterator[dict[str, StatefulLayer]]:
     """Collect the stateful layers of the model that is built inside the block, by name."""
     layers: dict[str, StatefulLayer] = {}
-    token = _layers.set(layers)
-    try:
+    with bound(_layers, layers):
         yield layers
-    finally:
-        _layers.reset(token)
 
 
 def state_dtype(dtype: torch.dtype, kind: str) -> torch.dtype:
@@ -200,14 +198,9 @@ _current: ContextVar[SequenceStates | None] = ContextVar("opweave_sequence_state
 current_sequence_states = _current.get
 
 
-@contextmanager
-def sequence_states(states: SequenceStates | None) -> Iterator[None]:
+def sequence_states(states: SequenceStates | None) -> AbstractContextManager[None]:
     """Make layers use *states* inside the block, in this thread or asyncio task."""
-    token = _current.set(states)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return bound(_current, states)
 
 
 def states_of(tokens: Tensor) -> SequenceStates:
@@ -257,22 +250,15 @@ def causal_conv1d(
         x, weight, bias, activation: as in ``ir.ops.causal_conv1d``.
         layer: the name of the layer that owns the states.
     """
-    states = states_of(x)
-    shape = (x.shape[1], weight.shape[1] - 1)
-    state, results = _state(states, layer, "conv", shape, x), []
-    if states.num_decodes:
-        # A copy: only the state is given up, since a graph may go on to read x.
-        y, state = ir.ops.causal_conv1d_update.maybe_inplace(
-            x[: states.num_decodes].clone(), weight, bias, state, states.decodes(), activation
-        )
-        results.append(y)
-    if states.has_others(x):
-        y, state = ir.ops.causal_conv1d.maybe_inplace(
-            x[states.num_decodes :].clone(), weight, bias, state, *states.others(), activation
-        )
-        results.append(y)
-    states.cache.put(layer, "conv", state)
-    return _joined(results)
+
+    def part(rows: slice) -> tuple[Tensor | None, ...]:
+        return x[rows].clone(), weight, bias
+
+    shape, ops = (x.shape[1], weight.shape[1] - 1), ir.ops
+    options = {"activation": activation}
+    return _advance(
+        ops.causal_conv1d_update, ops.causal_conv1d, part, x, layer, "conv", shape, (), options
+    )
 
 
 @_in_context("selective_scan_in_context")
@@ -329,36 +315,47 @@ def _scan(
     layer: str,
     shape: tuple[int, ...],
     options: tuple[int, ...],
-    limits: dict[str, float | None],
+    limits: dict[str, Any],
 ) -> Tensor:
     """Scan with *op*, whose state has this *shape*; *limits* are those of the time step."""
     x, dt, a, b, c, d, z, dt_bias = inputs
-    states = states_of(x)
-    state, results = _state(states, layer, "ssm", shape, x), []
 
     def part(rows: slice) -> tuple[Tensor | None, ...]:
         gate = None if z is None else z[rows]
         return x[rows].clone(), dt[rows], a, b[rows], c[rows], d, gate, dt_bias
 
-    if states.num_decodes:
-        update, tokens = ir.ops.selective_state_update, part(slice(0, states.num_decodes))
-        y, state = update.maybe_inplace(*tokens, state, states.decodes(), **limits)
+    update = ir.ops.selective_state_update
+    return _advance(update, op, part, x, layer, "ssm", shape, options, limits)
+
+
+def _advance(
+    update: ir.IrOp,
+    op: ir.IrOp,
+    part: Callable[[slice], tuple[Tensor | None, ...]],
+    x: Tensor,
+    layer: str,
+    kind: str,
+    shape: tuple[int, ...],
+    options: tuple[int, ...],
+    named: dict[str, Any],
+) -> Tensor:
+    """Run *update* on the sequences with one new token, and *op* on the others.
+
+    *part* returns the arguments for some rows of *x*, of which *x* itself is a copy: only the state
+    is given up, since a graph may go on to read x.
+    """
+    states = states_of(x)
+    count, dtype = states.num_decodes, state_dtype(x.dtype, kind)
+    state, results = states.cache.get(layer, kind, shape, dtype, x.device), []
+    if count:
+        tokens = part(slice(0, count))
+        y, state = update.maybe_inplace(*tokens, state, states.decodes(), **named)
         results.append(y)
     if states.has_others(x):
-        tokens = part(slice(states.num_decodes, None))
-        y, state = op.maybe_inplace(*tokens, state, *states.others(), *options, **limits)
+        tokens = part(slice(count, None))
+        y, state = op.maybe_inplace(*tokens, state, *states.others(), *options, **named)
         results.append(y)
-    states.cache.put(layer, "ssm", state)
-    return _joined(results)
-
-
-def _state(
-    states: SequenceStates, layer: str, kind: str, shape: tuple[int, ...], x: Tensor
-) -> Tensor:
-    return states.cache.get(layer, kind, shape, state_dtype(x.dtype, kind), x.device)
-
-
-def _joined(results: list[Tensor]) -> Tensor:
+    states.cache.put(layer, kind, state)
     return results[0] if len(results) == 1 else torch.cat(results)
 
 

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from opweave.ir import ops
 from opweave.ir.ops.fused_experts import Routed, expert_activation, route
+from opweave.layers import linear_methods
 from opweave.layers.custom_op import CustomOp
-from opweave.layers.linear_methods import (
-    BlockMethod,
-    GroupedInt4Method,
-    LinearMethod,
-    W8A8Method,
-    Weight8Method,
-    weights_are_deferred,
-)
 from opweave.layers.moe_routing import ExpertPlacement, GroupedTopk, Router, RoutingFunction
 from opweave.layers.parallel import current_tensor_parallel, fill
 from opweave.layers.registry import (
@@ -212,14 +205,6 @@ def _fused_experts(
 ParameterMapping = tuple[str, str, int, str]
 
 
-class ActivationOptions(TypedDict):
-    """Constants of the activation; None: the activation's default."""
-
-    alpha: float | None
-    beta: float | None
-    limit: float | None
-
-
 @PluggableLayer.register("fused_moe")
 class FusedMoE(PluggableLayer):
     """Top-k mixture of experts: routes each token and sums the experts' outputs.
@@ -314,7 +299,8 @@ class FusedMoE(PluggableLayer):
                 f"apply_router_weight_on_input is for top_k=1; this layer has top_k={top_k}."
             )
         self.activation = activation
-        self.activation_options = ActivationOptions(alpha=alpha, beta=beta, limit=limit)
+        # Constants of the activation; None: the activation's default.
+        self.activation_options = {"alpha": alpha, "beta": beta, "limit": limit}
         self.grouped_topk = None
         if use_grouped_topk:
             if num_expert_group is None or topk_group is None:
@@ -338,7 +324,7 @@ class FusedMoE(PluggableLayer):
         self.register_buffer("expert_map", expert_map, persistent=False)
         self._expert_shapes = self._shapes(has_bias, params_dtype, device)
         self.quant_method = _method(self, quant_config)
-        if quant_config is None and weights_are_deferred():
+        if quant_config is None and linear_methods.weights_are_deferred():
             self._create_weights(replace(self._expert_shapes, device="meta"))
         else:
             self._create_weights(self._expert_shapes)
@@ -651,18 +637,18 @@ class FusedMoEModularMethod(FusedMoEMethod):
 # Experts with quantized weights, as a checkpoint has them.
 
 
-def experts_format(method: LinearMethod | None) -> str | None:
+def experts_format(method: linear_methods.LinearMethod | None) -> str | None:
     """Return the format of a linear method for ``fused_experts_quant``; None: unsupported.
 
     Reordered inputs, and static or bounded scales of activations, are not supported.
     """
-    if isinstance(method, GroupedInt4Method):
+    if isinstance(method, linear_methods.GroupedInt4Method):
         return None if method.is_ordered else "w4a16"
-    if isinstance(method, Weight8Method):
+    if isinstance(method, linear_methods.Weight8Method):
         return "w8a16"
-    if isinstance(method, BlockMethod):
+    if isinstance(method, linear_methods.BlockMethod):
         return method.format
-    if not isinstance(method, W8A8Method):
+    if not isinstance(method, linear_methods.W8A8Method):
         return None
     if method.activations.is_static or method.activations.upper_bound is not None:
         return None
@@ -681,7 +667,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethod):
         w2: the linear method of the down projections.
     """
 
-    def __init__(self, w13: LinearMethod, w2: LinearMethod) -> None:
+    def __init__(self, w13: linear_methods.LinearMethod, w2: linear_methods.LinearMethod) -> None:
         super().__init__()
         self.w13, self.w2 = w13, w2
         self.formats = experts_format(w13), experts_format(w2)
@@ -703,7 +689,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethod):
         self,
         layer: FusedMoE,
         name: str,
-        method: LinearMethod,
+        method: linear_methods.LinearMethod,
         shapes: ExpertShapes,
         inputs: tuple[int, int],
         outputs: list[int],

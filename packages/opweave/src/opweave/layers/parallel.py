@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,7 @@ from torch import Tensor, distributed, nn
 
 from opweave import torch_compat
 from opweave.layers.registry import ShardingError, WeightLoadError
+from opweave.registration import bound
 
 # Tensor parallelism for layers: the rank, the size of the group, and two collectives.
 
@@ -118,14 +119,9 @@ _current: ContextVar[TensorParallel] = ContextVar("opweave_tensor_parallel", def
 current_tensor_parallel = _current.get
 
 
-@contextmanager
-def tensor_parallel(parallel: TensorParallel) -> Iterator[None]:
+def tensor_parallel(parallel: TensorParallel) -> AbstractContextManager[None]:
     """Build the layers inside the block for *parallel*, in this thread or asyncio task."""
-    token = _current.set(parallel)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return bound(_current, parallel)
 
 
 # Copies a checkpoint's tensor, or a rank's shard of it, into a parameter.

@@ -91,7 +91,12 @@ def register(kind: type[nn.Module], name: str, layer: type[L]) -> type[L]:
         DuplicateLayerError: (a ValueError) the name is taken.
     """
     _check_name(name)
-    _check_layer(kind, layer)
+    _check_class(layer)
+    if not issubclass(layer, kind):
+        raise InvalidLayerError(
+            f"{full_name(layer)} is not a {kind.__name__}. Derive it from {kind.__name__}, or "
+            "register it with the base class that it does derive from."
+        )
     taken = op_registry.get(name)
     if taken is not None:
         raise DuplicateLayerError(
@@ -210,15 +215,6 @@ def _check_class(layer: object) -> None:
     if not isinstance(layer, type):
         raise InvalidLayerError(
             f"Decorator can only be applied to classes. It was applied to {layer!r}."
-        )
-
-
-def _check_layer(kind: type[nn.Module], layer: type[Any]) -> None:
-    _check_class(layer)
-    if not issubclass(layer, kind):
-        raise InvalidLayerError(
-            f"{full_name(layer)} is not a {kind.__name__}. Derive it from {kind.__name__}, or "
-            "register it with the base class that it does derive from."
         )
 
 

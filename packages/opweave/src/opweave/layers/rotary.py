@@ -270,7 +270,9 @@ class MRotaryEmbedding(RotaryEmbedding):
         self.mrope_section, self.mrope_interleaved = section, mrope_interleaved
         self.apply_rotary_emb = ApplyRotaryEmb(is_neox_style=is_neox_style)
         self.make_cache(_ROWS_PER_POSITION * self.scaling.rows(max_position_embeddings))
-        pairs = _interleaved(section) if mrope_interleaved else _consecutive(section)
+        pairs = [axis for axis, size in enumerate(section) for _ in range(size)]
+        if mrope_interleaved:
+            pairs = _interleaved(section)
         # Cosines and sines of a pair turn together.
         axes = torch.tensor([pairs + pairs], device=self.cos_sin_cache.device)
         self.register_buffer("axes", axes, persistent=False)
@@ -333,10 +335,6 @@ class MRotaryEmbedding(RotaryEmbedding):
         if x.ndim == 3:
             return x
         return torch.unflatten(x, -1, (x.shape[-1] // self.head_size, self.head_size))
-
-
-def _consecutive(section: Sequence[int]) -> list[int]:
-    return [axis for axis, size in enumerate(section) for _ in range(size)]
 
 
 def _interleaved(section: Sequence[int]) -> list[int]:

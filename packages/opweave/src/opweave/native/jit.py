@@ -18,14 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from opweave.ir.errors import did_you_mean
-from opweave.native import cache
-from opweave.native.builder import (
-    Extension,
-    check_list,
-    check_name,
-    check_simd_sources,
-    check_sources,
-)
+from opweave.native import builder, cache
 from opweave.native.cache import Built
 from opweave.native.calls import NativeModule
 from opweave.native.toolchain import NativeBuildError
@@ -72,16 +65,17 @@ def load(
             or this process has loaded *name* from other sources.
         TypeError: *sources*, *simd_sources*, *include_dirs* or flags are not lists.
     """
-    folders = check_list(include_dirs, "include_dirs", "path")
-    extension = Extension(
-        module=check_name(name),
+    folders = builder.check_list(include_dirs, "include_dirs", "path")
+    vectorized = builder.check_list(simd_sources, "simd_sources", "path")
+    extension = builder.Extension(
+        module=builder.check_name(name),
         namespace=name,
-        sources=check_sources(check_list(sources, "sources", "path")),
-        simd_sources=check_simd_sources(check_list(simd_sources, "simd_sources", "path")),
+        sources=builder.check_sources(builder.check_list(sources, "sources", "path")),
+        simd_sources=builder.check_simd_sources(vectorized),
         include_dirs=tuple(Path(folder).absolute() for folder in folders),
-        cflags=check_list(extra_cflags, "extra_cflags", "string"),
-        cuda_cflags=check_list(extra_cuda_cflags, "extra_cuda_cflags", "string"),
-        ldflags=check_list(extra_ldflags, "extra_ldflags", "string"),
+        cflags=builder.check_list(extra_cflags, "extra_cflags", "string"),
+        cuda_cflags=builder.check_list(extra_cuda_cflags, "extra_cuda_cflags", "string"),
+        ldflags=builder.check_list(extra_ldflags, "extra_ldflags", "string"),
     )
     built = cache.build(extension, verbose=verbose)
     with _lock:
@@ -140,13 +134,13 @@ def build(folder: str | Path, *, verbose: bool = False) -> Built:
             f"The module {table['module']} would shadow {target / module}.py; choose another name."
         )
     vectorized = _expand(folder, table["simd-sources"])
-    extension = Extension(
+    extension = builder.Extension(
         module=module,
-        namespace=check_name(package.replace(".", "_")),
-        sources=check_sources(
+        namespace=builder.check_name(package.replace(".", "_")),
+        sources=builder.check_sources(
             path for path in _expand(folder, table["sources"]) if path not in vectorized
         ),
-        simd_sources=check_simd_sources(vectorized),
+        simd_sources=builder.check_simd_sources(vectorized),
         include_dirs=tuple(folder / path for path in table["include-dirs"]),
         cflags=tuple(table["cflags"]),
         cuda_cflags=tuple(table["cuda-cflags"]),

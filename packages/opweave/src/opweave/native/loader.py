@@ -136,10 +136,6 @@ def _import_failure(error: ImportError) -> str:
 # The native check whether a call may bypass torch's dispatcher, with a self-test before use.
 
 
-class _FunctionMode(TorchFunctionMode):
-    pass
-
-
 def plain_check() -> Callable[..., bool] | None:
     """Return the native check (see :func:`opweave.ir.codegen.use_plain_check`), or None.
 
@@ -172,6 +168,6 @@ def _passes(check: Callable[..., bool]) -> bool:
 def _states() -> Iterator[list[AbstractContextManager[object]]]:
     """Yield every thread state in which the check must return False."""
     yield [torch.enable_grad()]
-    yield [torch.no_grad(), _FunctionMode()]
+    yield [torch.no_grad(), TorchFunctionMode()]
     for key in plain_call.MODE_KEYS:
         yield [torch.no_grad(), torch_compat.include_dispatch_key(key)]

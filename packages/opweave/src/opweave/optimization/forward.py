@@ -67,16 +67,15 @@ _TENSOR_TYPES = (Tensor, nn.Parameter)
 _replacements: dict[str, Replacement] = {}
 
 
-def register(
-    name: str,
-    *ops: str,
-    kept: Callable[[nn.Module], Mapping[str, Any]] = lambda module: {},
-    settings: tuple[str, ...] = (),
-) -> Callable[[Forward], Replacement]:
-    """Register the decorated function as a replacement that pickled modules refer to by name."""
+def register(name: str, *ops: str, **options: Any) -> Callable[[Forward], Replacement]:
+    """Register the decorated function as a replacement that pickled modules refer to by name.
+
+    Args:
+        name, ops, options: attributes of :class:`Replacement`.
+    """
 
     def decorate(forward: Forward) -> Replacement:
-        replacement = _replacements[name] = Replacement(name, ops, forward, kept, settings)
+        replacement = _replacements[name] = Replacement(name, ops, forward, **options)
         return replacement
 
     return decorate
@@ -110,18 +109,14 @@ def class_of(original: type[nn.Module], replacement: Replacement) -> type[nn.Mod
     """Return the subclass of *original* that runs *replacement*, the same for every module."""
     key = original, replacement.name
     if key not in _classes:
-        _classes[key] = _derive(original, replacement)
+        members = {
+            "_opweave_replacement": replacement,
+            "_opweave_original": original,
+            "__module__": original.__module__,
+            "__doc__": original.__doc__,
+        }
+        _classes[key] = type(original.__name__, (Replaced, original), members)
     return _classes[key]
-
-
-def _derive(original: type[nn.Module], replacement: Replacement) -> type[nn.Module]:
-    members = {
-        "_opweave_replacement": replacement,
-        "_opweave_original": original,
-        "__module__": original.__module__,
-        "__doc__": original.__doc__,
-    }
-    return type(original.__name__, (Replaced, original), members)
 
 
 def _new(original: type[nn.Module], name: str) -> nn.Module:

@@ -12,14 +12,7 @@ import torch
 from opweave.config import EngineConfig
 from opweave.ir.priority import EVERY_OP
 from opweave.packages import installed_version
-from opweave.platforms import probes
-from opweave.platforms.base import (
-    Capabilities,
-    CudaGraphRecorder,
-    DeviceCapability,
-    GraphRecorder,
-    Platform,
-)
+from opweave.platforms import base, probes
 from opweave.plugins import PLATFORM_API, Claim
 
 # The CPU platform.
@@ -33,7 +26,7 @@ _CPU_TORCH_OPS = (
 )  # fmt: skip
 
 
-class CpuPlatform(Platform):
+class CpuPlatform(base.Platform):
     """The CPU."""
 
     name = "cpu"
@@ -42,9 +35,9 @@ class CpuPlatform(Platform):
     supported_dtypes = (torch.bfloat16, torch.float16, torch.float32)
 
     @cached_property
-    def capabilities(self) -> Capabilities:  # type: ignore[override]
+    def capabilities(self) -> base.Capabilities:  # type: ignore[override]
         found = probes.cpu_features()
-        return Capabilities(
+        return base.Capabilities(
             bf16=bool(found & {"avx512_bf16", "amx_bf16", "bf16"}),
             int8=bool(found & {"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"}),
             unified_memory=True,
@@ -94,9 +87,9 @@ _TRITON_OPS = (
 _INSTINCT = ("gfx908", "gfx90a", "gfx94", "gfx95")  # AMD Instinct, from MI100 on
 
 
-def _gpu_capabilities(properties: Any, **dtypes: bool) -> Capabilities:
+def _gpu_capabilities(properties: Any, **dtypes: bool) -> base.Capabilities:
     """Return the features of a GPU: those that all have, and those for *dtypes*."""
-    return Capabilities(
+    return base.Capabilities(
         streams=True,
         graph_capture=True,
         pinned_memory=True,
@@ -105,7 +98,7 @@ def _gpu_capabilities(properties: Any, **dtypes: bool) -> Capabilities:
     )
 
 
-class _Gpu(Platform):
+class _Gpu(base.Platform):
     device_type = "cuda"
     supported_dtypes = (torch.bfloat16, torch.float16, torch.float32)
     dist_backend = "nccl"  # RCCL in torch for ROCm
@@ -115,15 +108,15 @@ class _Gpu(Platform):
     ) -> dict[str, list[str]]:
         return {op: ["aten"] for op in _CUDA_TORCH_OPS} | {op: ["triton"] for op in _TRITON_OPS}
 
-    def graph_recorder(self) -> GraphRecorder | None:
-        return CudaGraphRecorder()
+    def graph_recorder(self) -> base.GraphRecorder | None:
+        return base.CudaGraphRecorder()
 
     def get_device_name(self, index: int = 0) -> str:
         return str(probes.properties("cuda", index).name)
 
-    def get_device_capability(self, index: int = 0) -> DeviceCapability | None:
+    def get_device_capability(self, index: int = 0) -> base.DeviceCapability | None:
         properties = probes.properties("cuda", index)
-        return DeviceCapability(properties.major, properties.minor)
+        return base.DeviceCapability(properties.major, properties.minor)
 
 
 class CudaPlatform(_Gpu):
@@ -133,7 +126,7 @@ class CudaPlatform(_Gpu):
     dispatch_tags = ("cuda",)
 
     @cached_property
-    def capabilities(self) -> Capabilities:  # type: ignore[override]
+    def capabilities(self) -> base.Capabilities:  # type: ignore[override]
         # Tensor cores support int8 from 7.5 on, bfloat16 from 8.0, float8 from 8.9: CUDA C++
         # Programming Guide, "Compute Capabilities".
         properties = probes.properties("cuda", 0)
@@ -153,7 +146,7 @@ class RocmPlatform(_Gpu):
     dispatch_tags = ("hip", "cuda")
 
     @cached_property
-    def capabilities(self) -> Capabilities:  # type: ignore[override]
+    def capabilities(self) -> base.Capabilities:  # type: ignore[override]
         # gfx950 and gfx12 support float8_e4m3fn; gfx942 supports float8_e4m3fnuz, a different
         # format. AMD, "Data types and precision support".
         properties = probes.properties("cuda", 0)
@@ -171,14 +164,14 @@ class RocmPlatform(_Gpu):
 # Google TPUs, through PyTorch/XLA.
 
 
-class TpuPlatform(Platform):
+class TpuPlatform(base.Platform):
     """TPUs, ``xla`` devices in torch; needs ``torch_xla``."""
 
     name = "tpu"
     device_type = "xla"
     dispatch_tags = ("tpu",)
     supported_dtypes = (torch.bfloat16, torch.float32)
-    capabilities = Capabilities(bf16=True, int8=True)
+    capabilities = base.Capabilities(bf16=True, int8=True)
     dist_backend = "xla"
     simple_compile_backend = "openxla"
 
@@ -210,7 +203,7 @@ def _xla() -> Any:
 # Intel GPUs.
 
 
-class XpuPlatform(Platform):
+class XpuPlatform(base.Platform):
     """Intel GPUs, ``xpu`` devices in torch. Not tested on hardware; all ops use native."""
 
     name = "xpu"
@@ -220,10 +213,10 @@ class XpuPlatform(Platform):
     dist_backend = "xccl"
 
     @cached_property
-    def capabilities(self) -> Capabilities:  # type: ignore[override]
+    def capabilities(self) -> base.Capabilities:  # type: ignore[override]
         properties = probes.properties("xpu", 0)
         matrix = bool(getattr(properties, "has_subgroup_matrix_multiply_accumulate", False))
-        return Capabilities(
+        return base.Capabilities(
             bf16=matrix,
             int8=matrix,
             streams=True,

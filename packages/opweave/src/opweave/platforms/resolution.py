@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Self
 
+from opweave import plugins
 from opweave.config import EngineConfig
 from opweave.config.patches import ConfigPatch, PatchError, apply_patches
 from opweave.config.plugin_options import PluginOptions, given_plugin_options, set_plugin_options
@@ -24,36 +25,17 @@ from opweave.config.values import OpenRegistry
 from opweave.ir.errors import OpweaveError
 from opweave.packages import installed_version
 from opweave.platforms import base
-from opweave.platforms.base import (
-    Platform,
-    PlatformContractError,
-    PlatformMismatchError,
-    UnsupportedByPlatformError,
-)
 from opweave.platforms.builtin import BUILTIN
-from opweave.plugins import (
-    BUILTIN_PLATFORMS,
-    PLATFORM_API,
-    Choice,
-    Claim,
-    PlatformCandidate,
-    PluginWarning,
-    State,
-    choose_platform,
-    hook,
-    plugin_report,
-    resolve_obj_by_qualname,
-)
 from opweave.plugins.entry import PlatformReentryError, ReferenceNameError, split_qualname
 from opweave.plugins.loader import choose as best_candidate
 from opweave.plugins.loader import loader, refuse_reentry
-from opweave.registration import Owner
+from opweave.registration import Owner, bound
 
 # The platform of a process in a form that its child processes read, so that they use the same.
 
 
 VARIABLE = "OPWEAVE_PLATFORM_RESOLUTION"
-_IN_USE = (State.LOADED, State.ACTIVE)
+_IN_USE = (plugins.State.LOADED, plugins.State.ACTIVE)
 
 
 @dataclass(frozen=True)
@@ -69,15 +51,15 @@ class Handover:
     """
 
     name: str
-    claim: Claim
+    claim: plugins.Claim
     owner: Owner | None = None
     versions: dict[str, str | None] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, claim: Claim, owner: Owner | None) -> Self:
+    def of(cls, name: str, claim: plugins.Claim, owner: Owner | None) -> Self:
         """Return the handover of this process."""
-        used = {r.distribution for r in plugin_report() if r.state in _IN_USE}
+        used = {r.distribution for r in plugins.plugin_report() if r.state in _IN_USE}
         if owner is not None:
             used.add(owner.distribution)
         versions = {name: installed_version(name) for name in ("opweave", "torch", *sorted(used))}
@@ -92,10 +74,10 @@ class Handover:
         """
         try:
             data = json.loads(text)
-            claim, owner = Claim(**data.pop("claim")), data.pop("owner")
+            claim, owner = plugins.Claim(**data.pop("claim")), data.pop("owner")
             return cls(claim=claim, owner=None if owner is None else Owner(**owner), **data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PlatformMismatchError(
+            raise base.PlatformMismatchError(
                 f"{VARIABLE} must be the result of Resolution.to_json() in the parent process; "
                 f"found {text!r}."
             ) from error
@@ -109,7 +91,7 @@ class Handover:
             version = installed_version(name)
             if version != expected:
                 installed = f"no {name}" if version is None else f"{name} {version}"
-                raise PlatformMismatchError(
+                raise base.PlatformMismatchError(
                     f"the parent process runs on {self.claim.platform} with {name} {expected}; "
                     f"this process finds {installed}. Both must use one environment."
                 )
@@ -130,9 +112,9 @@ class Resolution:
         trace: the stack of the first access, formatted as in a traceback.
     """
 
-    platform: Platform
-    chosen: PlatformCandidate
-    candidates: tuple[PlatformCandidate, ...]
+    platform: base.Platform
+    chosen: plugins.PlatformCandidate
+    candidates: tuple[plugins.PlatformCandidate, ...]
     why: str
     trace: str = ""
 
@@ -163,7 +145,7 @@ def choose() -> Resolution:
     text = os.environ.get(VARIABLE)
     if text:
         return imposed(Handover.from_json(text))
-    return _first_usable(choose_platform(BUILTIN))
+    return _first_usable(plugins.choose_platform(BUILTIN))
 
 
 def imposed(parent: Handover) -> Resolution:
@@ -174,14 +156,14 @@ def imposed(parent: Handover) -> Resolution:
         PluginError, PlatformError: the class cannot be used here.
     """
     parent.check_versions()
-    base.check_api(parent.claim.api, parent.claim.platform, PLATFORM_API)
+    base.check_api(parent.claim.api, parent.claim.platform, plugins.PLATFORM_API)
     set_plugin_options(parent.options)
-    chosen = PlatformCandidate(parent.name, parent.claim, parent.owner)
+    chosen = plugins.PlatformCandidate(parent.name, parent.claim, parent.owner)
     platform = _made(chosen)
     return Resolution(platform, chosen, (chosen,), "the parent process runs on it")
 
 
-def _first_usable(choice: Choice) -> Resolution:
+def _first_usable(choice: plugins.Choice) -> Resolution:
     """Return the chosen platform, or the next best if it is broken and plugins are not strict."""
     chosen = choice.chosen
     try:
@@ -190,21 +172,21 @@ def _first_usable(choice: Choice) -> Resolution:
         others = tuple(other for other in choice.candidates if other is not chosen)
         if chosen.owner is None or choice.selected or not others or loader().policy.strict:
             raise
-        warnings.warn(str(error), PluginWarning, stacklevel=2)
-    return _first_usable(Choice(best_candidate(others), others, None))
+        warnings.warn(str(error), plugins.PluginWarning, stacklevel=2)
+    return _first_usable(plugins.Choice(best_candidate(others), others, None))
 
 
-def _why(choice: Choice) -> str:
+def _why(choice: plugins.Choice) -> str:
     if choice.selected is not None:
         return f"OPWEAVE_PLATFORM={choice.selected}"
     return choice.chosen.claim.why or "its plugin claims this machine"
 
 
-def _made(chosen: PlatformCandidate) -> Platform:
+def _made(chosen: plugins.PlatformCandidate) -> base.Platform:
     _, claim, owner = chosen
-    with _way_out(owner), hook(owner, "__init__"):
+    with _way_out(owner), plugins.hook(owner, "__init__"):
         platform = _object(claim.platform, owner)
-    with hook(owner, "extend_cli"):
+    with plugins.hook(owner, "extend_cli"):
         platform.extend_cli(PluginOptions(platform.name))
     return platform
 
@@ -214,7 +196,7 @@ def _way_out(owner: Owner | None) -> Iterator[None]:
     """Add to errors about a plugin's class how to disable the plugin."""
     try:
         yield
-    except (PlatformContractError, ReferenceNameError) as error:
+    except (base.PlatformContractError, ReferenceNameError) as error:
         if owner is None:
             raise
         setting = loader().policy.leaving_out(owner.plugin)
@@ -222,16 +204,16 @@ def _way_out(owner: Owner | None) -> Iterator[None]:
         raise type(error)(message) from error
 
 
-def _object(qualname: str, owner: Owner | None) -> Platform:
-    cls = resolve_obj_by_qualname(qualname)
-    if not (isinstance(cls, type) and issubclass(cls, Platform)):
-        raise PlatformContractError(
+def _object(qualname: str, owner: Owner | None) -> base.Platform:
+    cls = plugins.resolve_obj_by_qualname(qualname)
+    if not (isinstance(cls, type) and issubclass(cls, base.Platform)):
+        raise base.PlatformContractError(
             f"{qualname} is {cls!r}; it should be a class derived from Platform."
         )
     platform = cls()
-    base.check_object(platform, Platform, qualname)
-    if owner is not None and platform.name in BUILTIN_PLATFORMS:
-        raise PlatformContractError(
+    base.check_object(platform, base.Platform, qualname)
+    if owner is not None and platform.name in plugins.BUILTIN_PLATFORMS:
+        raise base.PlatformContractError(
             f"{qualname}.name is {platform.name!r}, which is a platform of opweave. Choose another."
         )
     return platform
@@ -277,7 +259,7 @@ def impose(text: str) -> Resolution:
     parent = Handover.from_json(text)
     found = _once(partial(imposed, parent))
     if found.qualname != parent.claim.platform or found.owner != parent.owner:
-        raise PlatformMismatchError(
+        raise base.PlatformMismatchError(
             f"the parent process runs on {parent.claim.platform}, but this process has resolved "
             f"{found.qualname} ({found.why}), here:\n{found.trace}"
         )
@@ -300,11 +282,9 @@ def _once(find: Callable[[], Resolution]) -> Resolution:
         )
     with _lock:
         if _found is None:
-            token, trace = _resolving.set(True), _trace()
-            try:
+            trace = _trace()
+            with bound(_resolving, True):
                 _found = replace(find(), trace=trace)
-            finally:
-                _resolving.reset(token)
         return _found
 
 
@@ -355,7 +335,7 @@ def register_pass(qualname: str) -> None:
     registered_passes.add(qualname, qualname)
 
 
-def pass_references(platform: Platform) -> list[PassReference]:
+def pass_references(platform: base.Platform) -> list[PassReference]:
     """Return the passes in the order in which they run: registered ones, then the platform's."""
     owners = {name: entry.owner for name, entry in registered_passes.entries.items()}
     for name in platform.extra_passes(None):
@@ -369,7 +349,7 @@ def pass_references(platform: Platform) -> list[PassReference]:
 _OPS, _BACKEND = "compilation_config.custom_ops", "compilation_config.backend"
 
 
-def configured(config: EngineConfig, platform: Platform | None = None) -> EngineConfig:
+def configured(config: EngineConfig, platform: base.Platform | None = None) -> EngineConfig:
     """Return *config* with the platform's patches; user settings stay unless a patch has force.
 
     Applies the platform's defaults for values, the compile backend and ``CustomOp`` ops, then the
@@ -394,17 +374,17 @@ def configured(config: EngineConfig, platform: Platform | None = None) -> Engine
     return config
 
 
-def _check_dtype(config: EngineConfig, platform: Platform) -> None:
+def _check_dtype(config: EngineConfig, platform: base.Platform) -> None:
     supported = [str(dtype).removeprefix("torch.") for dtype in platform.supported_dtypes]
     if config.dtype not in ("auto", *supported):
-        raise UnsupportedByPlatformError(
+        raise base.UnsupportedByPlatformError(
             f"dtype={config.dtype!r} is not supported by platform {platform.name!r}; choose one of "
             f"{', '.join(supported)}."
         )
 
 
-def _defaults(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
-    with hook(_owner(platform), "config_defaults"):
+def _defaults(config: EngineConfig, platform: base.Platform) -> Sequence[ConfigPatch]:
+    with plugins.hook(_owner(platform), "config_defaults"):
         patches = list(platform.config_defaults(config))
     for patch in patches:
         if isinstance(patch, ConfigPatch) and patch.force:
@@ -415,8 +395,8 @@ def _defaults(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]
     return patches
 
 
-def _custom_ops(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
-    with hook(_owner(platform), "default_custom_ops"):
+def _custom_ops(config: EngineConfig, platform: base.Platform) -> Sequence[ConfigPatch]:
+    with plugins.hook(_owner(platform), "default_custom_ops"):
         custom_ops = list(platform.default_custom_ops(config))
     if not custom_ops or config.compilation.origin("custom_ops").by_user:
         return ()
@@ -424,19 +404,19 @@ def _custom_ops(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatc
     return [ConfigPatch(_OPS, typed.custom_ops, "the platform's ops")]
 
 
-def _backend(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
-    with hook(_owner(platform), "get_compile_backend"):
+def _backend(config: EngineConfig, platform: base.Platform) -> Sequence[ConfigPatch]:
+    with plugins.hook(_owner(platform), "get_compile_backend"):
         backend = platform.get_compile_backend(config)
     if config.compilation.origin("backend").by_user:
         return ()
     return [ConfigPatch(_BACKEND, backend, "the platform's compiler")]
 
 
-def _checked(config: EngineConfig, platform: Platform) -> Sequence[ConfigPatch]:
-    with hook(_owner(platform), "check_and_update_config"):
+def _checked(config: EngineConfig, platform: base.Platform) -> Sequence[ConfigPatch]:
+    with plugins.hook(_owner(platform), "check_and_update_config"):
         return list(platform.check_and_update_config(config))
 
 
-def _owner(platform: Platform) -> Owner | None:
+def _owner(platform: base.Platform) -> Owner | None:
     found = resolution()
     return found.owner if found.platform is platform else None

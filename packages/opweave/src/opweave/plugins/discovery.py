@@ -155,7 +155,12 @@ def _checked(namesakes: list[PluginEntry]) -> list[PluginEntry]:
     if len({entry.value for entry in namesakes}) > 1:
         fault = _duplicate(namesakes)
     elif first.group == PLATFORM_PLUGINS and first.name in BUILTIN_PLATFORMS:
-        namesakes, fault = [first], _reserved(first)
+        namesakes = [first]
+        fault = ReservedPluginNameError(
+            f"{first} has the name of a platform that comes with opweave "
+            f"({', '.join(BUILTIN_PLATFORMS)}), so nothing could tell them apart. Its authors must "
+            "choose another name"
+        )
     else:
         namesakes = [first]  # the same object, declared twice
     return namesakes if fault is None else [replace(entry, fault=fault) for entry in namesakes]
@@ -168,14 +173,6 @@ def _duplicate(namesakes: list[PluginEntry]) -> DuplicatePluginError:
         f"{GROUPS[first.group].kind} {first.name!r} exists {len(namesakes)} times: {places}. "
         "Uninstall all but one of these distributions (pip uninstall "
         f"{namesakes[-1].owner.distribution})"
-    )
-
-
-def _reserved(entry: PluginEntry) -> ReservedPluginNameError:
-    return ReservedPluginNameError(
-        f"{entry} has the name of a platform that comes with opweave "
-        f"({', '.join(BUILTIN_PLATFORMS)}), so nothing could tell them apart. Its authors must "
-        "choose another name"
     )
 
 
@@ -206,9 +203,13 @@ def in_order(entries: Sequence[PluginEntry]) -> Order:
         try:
             return Order([left[name] for name in _sorted(left)], errors)
         except CycleError as error:
+            # graphlib lists predecessors first; reversed, each entry waits for the next.
             cycle: list[str] = error.args[1][::-1]
             for name in set(cycle):
-                errors[name] = _in_a_cycle(left.pop(name), cycle)
+                errors[name] = PluginRequirementError(
+                    f"{left.pop(name)} can never load, because each of these waits for the next: "
+                    f"{' → '.join(cycle)}. Their entry points must not require each other"
+                )
 
 
 def _sorted(entries: Mapping[str, PluginEntry]) -> list[str]:
@@ -217,11 +218,3 @@ def _sorted(entries: Mapping[str, PluginEntry]) -> list[str]:
         before = {*entry.requires, *entry.after} & entries.keys()
         sorter.add(name, *sorted(before))
     return list(sorter.static_order())
-
-
-def _in_a_cycle(entry: PluginEntry, cycle: Sequence[str]) -> PluginRequirementError:
-    # graphlib lists predecessors first; reversed, each entry waits for the next.
-    return PluginRequirementError(
-        f"{entry} can never load, because each of these waits for the next: "
-        f"{' → '.join(cycle)}. Their entry points must not require each other"
-    )
