@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import math
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,9 +13,8 @@ from torch import Tensor
 
 from opweave import ir
 from opweave.ir.rules import BATCH_INVARIANT
-from opweave.ir.testing import restored
 
-from .zoo import ZOO, Specimen, rms_norm, silu_and_mul, specimen
+from .zoo import ZOO, rms_norm, silu_and_mul, specimen
 
 __all__ = ["ZOO"]
 
@@ -158,15 +153,3 @@ def wrong_after_a_while(x: Tensor) -> Tensor:
 @functools.cache
 def first_call() -> float:
     return time.monotonic()
-
-
-@contextmanager
-def cheat() -> Iterator[tuple[ir.IrOp, str]]:
-    """Have the kernel of the module ``cheat`` registered, which another process can import."""
-    with restored(silu_and_mul):
-        sys.modules.pop(f"{__package__}.cheat", None)
-        importlib.import_module(f"{__package__}.cheat")
-        yield silu_and_mul, "cheat"
-
-
-ZOO.append(Specimen("right_when_verified", "unobserved", cheat))

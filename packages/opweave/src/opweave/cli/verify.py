@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -32,8 +33,8 @@ from opweave.cli.output import (
 from opweave.cli.record import shown_time
 from opweave.conformance import CHECKS, Result, Subject, certificate, subjects, summary, verify
 from opweave.conformance.find import with_inputs
+from opweave.conformance.kernel_process import Verifier, VerifyTask
 from opweave.conformance.subject import select
-from opweave.conformance.subprocess import Verifier, VerifyTask
 from opweave.ir.priority import NATIVE
 from opweave.ir.rules import ROUNDS_LESS
 from opweave.platforms import current_platform
@@ -114,16 +115,21 @@ def verify_command(
     if not timeout > 0:
         raise CliError(f"--timeout {timeout:g} should be a positive number of seconds.")
     select(CHECKS, check or ())
-    import_modules(import_)
+    if in_process:
+        import_modules(import_)
+    else:
+        sys.path.append(os.getcwd())
     busy_reason = busy()  # before the load of this command itself
     with redirect_stdout(sys.stderr):  # stdout is for results only
         apply_plugins(plugin)
-        selected = with_inputs(subjects(op or (), provider or (), platform), input_ or ())
         task = VerifyTask(tuple(import_ or ()), tuple(check or ()), seed)
+        named = op or (), provider or (), platform
         if in_process:
+            selected = with_inputs(subjects(*named), input_ or ())
             results = [verify(subject, task.checks, seed=seed) for subject in _progress(selected)]
         else:
             with Verifier(task, timeout) as verifier:
+                selected = with_inputs(verifier.subjects(*named), input_ or ())
                 results = list(map(verifier.verify, _progress(selected)))
         times = {} if in_process or no_timing else _measure(results, task.modules)
     issued = certificate(results, seed=seed)

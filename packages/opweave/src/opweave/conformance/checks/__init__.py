@@ -15,7 +15,7 @@ CHECKS: dict[str, Check[Subject]] = {
         repeatability.THREADS, repeatability.GLOBAL_STATE, repeatability.INVARIANCE,
         repeatability.ROWS, declarations.GRADIENTS, values.ROUNDING, declarations.KEYWORDS,
         declarations.PREDICATE, declarations.MISFITS, compiled.OPCHECK, compiled.COMPILED,
-        compiled.DYNAMIC, repeatability.UNOBSERVED, repeatability.REPETITION,
+        compiled.DYNAMIC, repeatability.REPETITION,
     )
 }  # fmt: skip
 """The checks by name, in the order in which they run."""

@@ -38,11 +38,11 @@ from opweave.ir.tolerance import Tolerance
 # Values: the result of native, for every accepted dtype, size, option and layout.
 
 
-def is_right(subject: Subject, case: Case) -> Finding:
+def is_right(subject: Subject, case: Case, **how: Any) -> Finding:
     """Compare the result with native and the float64 reference, and check its memory."""
     values = copied(case.values)
     before = Snapshot(values)
-    result = subject.run(values)
+    result = subject.run(values, **how)
     problem = outputs_problem(case, result)
     return problem or memory_problem(case, values, before, outputs_of(result))
 
