@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -65,7 +68,11 @@ class KernelEndedError(BaseException):
 
 
 class KernelCalls(Protocol):
-    """Where an implementation runs."""
+    """The process in which an implementation runs."""
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Return the result of a method of :class:`opweave.ir.calls.Calls`."""
@@ -121,6 +128,16 @@ class Subject:
     @cached_property
     def _calls(self) -> Calls:
         return Calls(self.op, self.provider)
+
+    @property
+    def resident_bytes(self) -> int:
+        """The memory that the process of the implementation uses; 0: unknown."""
+        pid = os.getpid() if self.process is None else self.process.pid
+        try:
+            pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
+        except OSError:
+            return 0
+        return int(pages) * mmap.PAGESIZE
 
     def accepts(self, values: Values) -> bool:
         """Whether the predicate accepts the arguments (PredicateFailedError if it raises)."""

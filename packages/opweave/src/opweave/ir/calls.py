@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -177,6 +178,7 @@ def group_for(op: IrOp, device: str) -> Iterator[None]:
 # Calls.
 
 
+_PREDICATE_CALLS = 5
 _OPCHECK_TESTS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
@@ -211,6 +213,15 @@ class Calls:
     def rejection(self, values: Values, *, fake: bool = False) -> str | None:
         """Return why the predicate rejects the arguments, or those without numbers."""
         return self._impl.rejection(fake_values(values)[1] if fake else values)
+
+    def rejection_seconds(self, values: Values) -> str:
+        """Return the shortest time of several calls of the predicate, as text."""
+        times = []
+        for _ in range(_PREDICATE_CALLS):
+            start = time.perf_counter()
+            self.rejection(values)
+            times.append(time.perf_counter() - start)
+        return str(min(times))
 
     def run(
         self,

@@ -29,6 +29,7 @@ from opweave.ir.tolerance import Tolerance
 # Predicates: they are correct, and depend only on shapes and dtypes.
 
 
+_MAX_MILLISECONDS = 1.0
 _TOKEN_COUNTS = (2, 3, 5, 8, 33, 257)  # with 0 or 1, fewer strides matter
 
 
@@ -55,6 +56,15 @@ def _honest(subject: Subject) -> Findings:
         yield _said(_answer_problem(subject, case), case)
         yield _said(_runs(subject, case), case)
     yield from _sizes(subject)
+    for case in inputs.usual(subject, 1):
+        yield _said(_cost_problem(subject, case), case)
+
+
+def _cost_problem(subject: Subject, case: Case) -> Finding:
+    """Selection asks the predicate before each call that is not compiled."""
+    milliseconds = 1e3 * float(subject.ask("rejection_seconds", case.values))
+    slow = milliseconds > _MAX_MILLISECONDS
+    return f"the predicate takes {milliseconds:.1f} ms for each call" if slow else None
 
 
 def _said(problem: Finding, case: Case) -> Finding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from functools import partial
-from itertools import combinations, islice
+from itertools import combinations, islice, pairwise
 from typing import Any
 
 import torch
@@ -112,6 +112,36 @@ REPETITION = Check(
     "a call gives the same bits after thousands of other calls, and some time later",
     each(lambda subject: islice(_accepted_cases(subject), _MAX_REPEATED_CASES), _stays),
     not_native,
+)
+
+
+# Leaks: the memory of the process does not grow with the number of calls.
+
+
+_LEAK_SECONDS, _MAX_LEAK_CALLS = 0.15, 2000  # of a round
+_LEAK_ROUNDS = 4
+_MIN_LEAK = 512 * 1024  # bytes in a round; less may be the allocator's own
+
+
+def _leaks(subject: Subject, case: Case) -> Finding:
+    subject.ask("repeat", case.values, _MIN_CALLS, keep=False)  # the first one takes longer
+    start = time.perf_counter()
+    subject.ask("repeat", case.values, _MIN_CALLS, keep=False)
+    seconds = (time.perf_counter() - start) / _MIN_CALLS
+    count = int(min(_MAX_LEAK_CALLS, max(_MIN_CALLS, _LEAK_SECONDS / seconds)))
+    sizes = []
+    for _ in range(_LEAK_ROUNDS):
+        subject.ask("repeat", case.values, count, keep=False)
+        sizes.append(subject.resident_bytes)
+    growth = min(b - a for a, b in pairwise(sizes[1:]))  # the first calls fill caches
+    return f"each call keeps {growth // count} bytes of memory" if growth > _MIN_LEAK else None
+
+
+LEAKS = Check(
+    "leaks",
+    "repeated calls do not use more and more memory",
+    each(lambda subject: islice(_accepted_cases(subject), 1), _leaks),
+    lambda subject: not subject.is_native and subject.resident_bytes > 0,
 )
 
 
