@@ -60,6 +60,30 @@ def writes_behind(x):
     return out
 
 
+@op.register_impl("reads_behind")
+def reads_behind(x):
+    memory = x.untyped_storage()
+    if memory.nbytes() % 64 == 0 < memory.nbytes():
+        ctypes.string_at(memory.data_ptr() + memory.nbytes(), 64)
+    return op.native(x)
+
+
+@op.register_impl("reads_before")
+def reads_before(x):
+    memory = x.untyped_storage()
+    if memory.nbytes() % 64:
+        ctypes.string_at(memory.data_ptr() - 64, 64)
+    return op.native(x)
+
+
+@op.register_impl("leaves_the_last")
+def leaves_the_last(x):
+    right = op.native(x)
+    out = torch.empty_like(right)
+    out[..., :-1] = right[..., :-1]
+    return out
+
+
 @op.register_impl("right")
 def right(x):
     print("not a result")
@@ -112,6 +136,19 @@ def test_writing_behind_a_result_is_found(verifier: Verifier) -> None:
     assert result.status == "failed"
     (problem,) = result.outcomes[-1].problems
     assert "SIGABRT, as where memory behind a result is written" in problem
+
+
+@pytest.mark.skipif(not checking_environment(), reason="no glibc, or another allocator is loaded")
+def test_elements_that_are_not_written_are_found(verifier: Verifier) -> None:
+    problems = verifier.verify(Subject(silu_and_mul, "leaves_the_last")).outcomes[0].problems
+    assert problems[0].startswith("output 0: 3.39615e+38 at [0, 63], native has ")
+
+
+@pytest.mark.parametrize("provider", ["reads_behind", "reads_before"])
+def test_reading_around_an_argument_is_found(verifier: Verifier, provider: str) -> None:
+    result = verifier.verify(Subject(silu_and_mul, provider))
+    (problem,) = result.outcomes[-1].problems
+    assert "SIGSEGV, as where memory around an argument is used: silu_and_mul(" in problem
 
 
 def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
