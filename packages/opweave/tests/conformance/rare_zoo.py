@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import math
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,9 +13,8 @@ from torch import Tensor
 
 from opweave import ir
 from opweave.ir.rules import BATCH_INVARIANT
-from opweave.ir.testing import restored
 
-from .zoo import ZOO, Specimen, rms_norm, silu_and_mul, specimen
+from .zoo import ZOO, rms_norm, silu_and_mul, specimen
 
 __all__ = ["ZOO"]
 
@@ -160,13 +155,90 @@ def first_call() -> float:
     return time.monotonic()
 
 
-@contextmanager
-def cheat() -> Iterator[tuple[ir.IrOp, str]]:
-    """Have the kernel of the module ``cheat`` registered, which another process can import."""
-    with restored(silu_and_mul):
-        sys.modules.pop(f"{__package__}.cheat", None)
-        importlib.import_module(f"{__package__}.cheat")
-        yield silu_and_mul, "cheat"
+# Combinations of layouts, sizes and scalars, and one large size
 
 
-ZOO.append(Specimen("right_when_verified", "unobserved", cheat))
+@specimen(silu_and_mul, "combinations")
+def wrong_for_batches_that_are_not_contiguous(x: Tensor) -> Tensor:
+    out: Tensor = silu_and_mul.native(x)
+    return out * 0 if x.ndim == 3 and not x.is_contiguous() else out
+
+
+@specimen(silu_and_mul, "combinations")
+def wrong_for_steps_beside_vectors_of_16(x: Tensor) -> Tensor:
+    out: Tensor = silu_and_mul.native(x)
+    return out * 1.5 if not x.is_contiguous() and out.shape[-1] % 16 else out
+
+
+@specimen(ir.ops.varlen_attention, "combinations")
+def wrong_for_a_sequence_without_keys(*args: Any) -> Tensor:
+    out: Tensor = ir.ops.varlen_attention.native(*args)
+    return out + 1 if (args[4].diff() == 0).any() else out
+
+
+@specimen(ir.ops.causal_attention, "combinations")
+def ignores_windows_above_64(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None,
+    window: int | None = None, soft_cap: float | None = None,
+) -> Tensor:  # fmt: skip
+    shorter = None if window and window > 64 else window
+    out: Tensor = ir.ops.causal_attention.native(query, key, value, scale, shorter, soft_cap)
+    return out
+
+
+@specimen(rms_norm, "determinism")
+def not_deterministic_beyond_300(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+    out: Tensor = rms_norm.native(x, weight, *rest)
+    return out + torch.rand_like(out) * 1e-7 if x.shape[0] > 300 else out
+
+
+@specimen(ir.ops.linear, "values")
+def wrong_for_8192_terms(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    out: Tensor = ir.ops.linear.native(x, weight, bias)
+    return out * 1.1 if x.shape[-1] >= 8192 else out
+
+
+@specimen(ir.ops.embedding, "values")
+def has_16_bits_for_ids(input_ids: Tensor, weight: Tensor) -> Tensor:
+    return ir.ops.embedding.native(input_ids.clamp(max=32767), weight)  # type: ignore[no-any-return]
+
+
+@specimen(rms_norm, "values")
+def has_16_bits_for_rows(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+    out: Tensor = rms_norm.native(x, weight, *rest)
+    out[65535:] = 0
+    return out
+
+
+# Memory and time
+
+
+@specimen(rms_norm, "staleness")
+def keeps_a_weight_by_address_and_version(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+    if weight is None or torch.compiler.is_compiling() or type(weight) is not Tensor:
+        return rms_norm.native(x, weight, *rest)  # type: ignore[no-any-return]
+    key = weight.data_ptr(), weight._version, weight.shape, weight.dtype
+    kept = WEIGHTS.setdefault(key, (weight.clone(), weight))[0]
+    return rms_norm.native(x, kept, *rest)  # type: ignore[no-any-return]
+
+
+WEIGHTS: dict[Any, tuple[Tensor, Tensor]] = {}
+
+
+def waits(x: Tensor) -> bool:
+    time.sleep(0.02)
+    return x.device.type == "cpu"
+
+
+@specimen(silu_and_mul, "predicate", supports_args=waits)
+def asks_a_slow_predicate(x: Tensor) -> Tensor:
+    return silu_and_mul.native(x)  # type: ignore[no-any-return]
+
+
+@specimen(silu_and_mul, "leaks")
+def keeps_every_result(x: Tensor) -> Tensor:
+    KEPT.append(silu_and_mul.native(x))
+    return KEPT[-1].clone()
+
+
+KEPT: list[Tensor] = []

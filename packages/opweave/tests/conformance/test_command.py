@@ -52,7 +52,8 @@ def test_a_table_and_a_certificate(run: Run, tmp_path: Path) -> None:
     assert "silu_and_mul" in out
     assert "batch_invariant" in out
     assert out.strip().endswith(" passed")
-    assert err == f"wrote {file}\n"
+    assert err.endswith(f"wrote {file}\n")
+    assert "silu_and_mul:batch_invariant passed: " in err
     issued = json.loads(file.read_text(encoding="utf-8"))
     assert {result["op"] for result in issued["results"]} == {"silu_and_mul"}
 

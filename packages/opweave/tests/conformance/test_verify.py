@@ -39,7 +39,7 @@ SOME = [
     if subject.provider not in ("opweave_c", "triton")  # tests/triton_kernels
 ]
 OTHERS = [s for s in ALL if s.provider not in ("native", "opweave_c", "triton")]
-SLOW = [*COMPILING, "unobserved", "repetition"]  # seconds for each implementation
+SLOW = [*COMPILING, "repetition"]  # seconds for each implementation
 QUICK = [name for name in CHECKS if name not in SLOW]
 
 

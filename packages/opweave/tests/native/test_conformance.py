@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opweave.conformance import CHECKS, Subject, inputs, subjects, verify
+from opweave.conformance import CHECKS, Subject, draw, inputs, subjects, verify
 from opweave.conformance.checks import COMPILING
 from opweave.ir import IrOp
 
@@ -47,9 +47,9 @@ def _few_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if request.node.get_closest_marker("slow") is None:
         monkeypatch.setattr(inputs, "_SWEEP_SECONDS", 0.02)
         monkeypatch.setattr(inputs, "_SLOW_SECONDS", 0.01)
-        monkeypatch.setattr(inputs, "_MANY_TOKENS", (257, 1031))
         monkeypatch.setattr(inputs, "_WIDTHS", (1, 3, 17, 64, 129, 1000))
-        monkeypatch.setattr("opweave.conformance.checks.values._COMBINATIONS_SECONDS", 2.0)
+        monkeypatch.setattr(draw, "_SECONDS", 1.0)
+        monkeypatch.setattr(draw, "_LARGEST", 2000)
 
 
 @each_subject
@@ -73,7 +73,7 @@ def test_compiled_calls(module: ModuleType, subject: Subject) -> None:
 @pytest.mark.slow
 @each_subject
 def test_every_check(isa: str, subject: Subject) -> None:
-    checks = [name for name in CHECKS if name not in ("unobserved", *COMPILING)]
+    checks = [name for name in CHECKS if name not in COMPILING]
     verify(subject, checks).raise_if_failed()
     for seed in range(1, 100):
         verify(subject, ["combinations", "extremes"], seed=seed).raise_if_failed()

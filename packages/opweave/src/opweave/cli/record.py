@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,6 +36,7 @@ from opweave.cli.output import (
 from opweave.config.engine import LoadFormat
 
 if TYPE_CHECKING:
+    from opweave.conformance.kernel_process import Replayer
     from opweave.tuning import Cell, Effort, Machine, Replay, Time, Trace, Tuned
 
 _OPTIONS = SelectionOptions()
@@ -153,6 +154,8 @@ def replay(
 ) -> int:
     """Run the calls of a trace: compare results with the definition, and time them.
 
+    Right results are also compared in a process that only runs the implementation.
+
     Exits with 1 if a result is wrong, or the provider supports none of the calls.
 
     Parameters
@@ -168,11 +171,14 @@ def replay(
     json
         Print JSON.
     """
+    from opweave.conformance.kernel_process import Replayer
     from opweave.tuning import Effort, Trace
 
     import_modules(import_)
     options.apply()
-    replays = _replays(Trace.load(trace), provider, op or [], Effort(rounds=rounds), seed)
+    with Replayer(import_ or ()) as replayer:
+        chosen = Trace.load(trace), provider, op or []
+        replays = _replays(*chosen, Effort(rounds=rounds), seed, replayer)
     if json:
         print_json({"trace": str(trace), "replays": list(map(_as_data, replays))})
     else:
@@ -185,8 +191,14 @@ def replay(
 
 
 def _replays(
-    trace: Trace, provider: str | None, ops: list[str], effort: Effort, seed: int
+    trace: Trace,
+    provider: str | None,
+    ops: list[str],
+    effort: Effort,
+    seed: int,
+    replayer: Replayer,
 ) -> list[Replay]:
+    from opweave.conformance import Case
     from opweave.ir import current_registry
     from opweave.ir.errors import did_you_mean
     from opweave.tuning import replay as replay_call
@@ -209,7 +221,12 @@ def _replays(
     with progress_bar("replaying") as progress:
         for done, call in enumerate(chosen):
             progress(done, len(chosen), call.op)
-            replays.append(replay_call(trace, call, provider, effort=effort, seed=seed))
+            r = replay_call(trace, call, provider, effort=effort, seed=seed)
+            if r.status == "passed":
+                case = Case(trace.op(call), call.label, trace.values(call, seed))
+                problem = replayer.problem(case, r.provider)
+                r = replace(r, status="failed", reason=problem, time=None) if problem else r
+            replays.append(r)
     return replays
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +26,7 @@ from opweave.cli.output import (
     CliError,
     PlainTable,
     check_writable,
+    err,
     out,
     print_json,
     progress_bar,
@@ -31,9 +34,10 @@ from opweave.cli.output import (
 )
 from opweave.cli.record import shown_time
 from opweave.conformance import CHECKS, Result, Subject, certificate, subjects, summary, verify
+from opweave.conformance.checks import QUICK
 from opweave.conformance.find import with_inputs
+from opweave.conformance.kernel_process import Verifier, VerifyTask
 from opweave.conformance.subject import select
-from opweave.conformance.subprocess import Verifier, VerifyTask
 from opweave.ir.priority import NATIVE
 from opweave.ir.rules import ROUNDS_LESS
 from opweave.platforms import current_platform
@@ -63,6 +67,7 @@ def verify_command(
     seed: SeedOption = 0,
     input_: Annotated[list[str] | None, Parameter(name="--input", negative=())] = None,
     timeout: float = 300.0,
+    quick: Flag = False,
     in_process: Flag = False,
     no_timing: Flag = False,
     certificate_: Annotated[
@@ -96,6 +101,8 @@ def verify_command(
         certain sizes only; repeatable.
     timeout
         Timeout of a case in seconds.
+    quick
+        Run only the checks that take about a second, unless --check names others.
     in_process
         Verify in this process, for a debugger; a crashing kernel then ends the command.
     no_timing
@@ -114,28 +121,44 @@ def verify_command(
     if not timeout > 0:
         raise CliError(f"--timeout {timeout:g} should be a positive number of seconds.")
     select(CHECKS, check or ())
-    import_modules(import_)
+    if in_process:
+        import_modules(import_)
+    else:
+        sys.path.append(os.getcwd())
     busy_reason = busy()  # before the load of this command itself
     with redirect_stdout(sys.stderr):  # stdout is for results only
         apply_plugins(plugin)
-        selected = with_inputs(subjects(op or (), provider or (), platform), input_ or ())
-        task = VerifyTask(tuple(import_ or ()), tuple(check or ()), seed)
+        checks = tuple(check or (QUICK if quick else ()))
+        task = VerifyTask(tuple(import_ or ()), checks, seed)
+        named = op or (), provider or (), platform
         if in_process:
-            results = [verify(subject, task.checks, seed=seed) for subject in _progress(selected)]
+            selected = with_inputs(subjects(*named), input_ or ())
+            run = partial(verify, checks=checks, seed=seed)
+            results = [_reported(run, subject) for subject in _progress(selected)]
         else:
             with Verifier(task, timeout) as verifier:
-                results = list(map(verifier.verify, _progress(selected)))
+                selected = with_inputs(verifier.subjects(*named), input_ or ())
+                results = [_reported(verifier.verify, s) for s in _progress(selected)]
         times = {} if in_process or no_timing else _measure(results, task.modules)
     issued = certificate(results, seed=seed)
     if json:
         rows = zip(issued["results"], results, strict=True)
         print_json({**issued, "results": [{**row, **_as_data(times, r)} for row, r in rows]})
     elif certificate_ != "-":
-        _print(results, times, busy_reason)
+        _print(results, times, busy_reason, seed)
     if certificate_ is not None:
         write_json("--certificate", certificate_, issued)
     counts = summary(results)
     return 1 if counts["failed"] or not counts["passed"] or _excluded(times) else 0
+
+
+def _reported(run: Callable[[Subject], Result], subject: Subject) -> Result:
+    """Return the result, and print it to standard error where there is no progress bar."""
+    result = run(subject)
+    if not err.is_terminal:
+        counts = f"{result.passed} cases, {result.seconds:.1f} s"
+        err.print(f"{subject} {result.status}: {counts}", markup=False, highlight=False)
+    return result
 
 
 def _measure(results: list[Result], modules: tuple[str, ...]) -> Times:
@@ -181,25 +204,30 @@ def _progress(subjects: list[Subject], action: str = "verifying") -> Iterator[Su
             yield subject
 
 
-def _print(results: list[Result], times: Times, busy_reason: str | None) -> None:
+def _print(results: list[Result], times: Times, busy_reason: str | None, seed: int) -> None:
     out.print(_table(results, times))
     if times and busy_reason is not None:
         out.print(f"{busy_reason}: do not compare the times", markup=False)
     for result in results:
-        _print_findings(result)
+        _print_findings(result, seed)
     for line in _excluded(times):
         out.print(f"[bold red]✗[/] {escape(line)}")
     counts = summary(results)
     out.print(", ".join(f"{count} {status}" for status, count in counts.items() if count))
 
 
-def _print_findings(result: Result) -> None:
+def _print_findings(result: Result, seed: int) -> None:
     """Print the first findings, one per check first: one mistake often causes many."""
     failed = [outcome for outcome in result.outcomes if outcome.problems]
     columns = ([(outcome.check, problem) for problem in outcome.problems] for outcome in failed)
     findings = [finding for row in zip_longest(*columns) for finding in row if finding is not None]
     for check, problem in findings[:_MAX_FINDINGS]:
         out.print(f"[bold red]✗[/] {escape(f'{result.subject} {check}')}: {escape(problem)}")
+    if findings:
+        name = f"--op {result.subject.op.name} --provider {result.subject.provider}"
+        out.print(
+            f"  again: opweave verify {name} --check {findings[0][0]} --seed {seed}", markup=False
+        )
     more = len(findings) - _MAX_FINDINGS
     if more > 0:
         out.print(f"  … {more} more findings for {escape(str(result.subject))}: see --json")

@@ -77,7 +77,8 @@ def near_problem(found: Tensor, expected: Tensor, tolerance: Tolerance) -> str |
     """Return where *found* is not within *tolerance* of *expected*, or None."""
     a, b = (_plain(t) for t in (found, expected))
     bad = ~torch.isclose(a, b, atol=tolerance.atol, rtol=tolerance.rtol, equal_nan=True)
-    return _worst(found, expected, bad) if bad.any() else None
+    allowed = tolerance.atol + tolerance.rtol * b.abs()
+    return _worst(found, expected, bad, allowed) if bad.any() else None
 
 
 def _codes_problem(found: Tensor, native: Tensor) -> str | None:
@@ -98,10 +99,11 @@ def _referenced(case: Case, found: Tensor, native: Tensor, reference: Tensor) ->
     # Where native alone is not finite, it says nothing: torch's own kernels overflow, or read NaN
     # past the end of a row.
     usual = torch.where(r.isfinite() & ~n.isfinite(), 0.0, usual)
-    close = error <= atol + rtol * r.abs() + usual
+    allowed = atol + rtol * r.abs() + usual
+    close = error <= allowed
     close |= torch.isclose(f, n, atol=atol, rtol=rtol, equal_nan=True)
     if not close.all():
-        return _worst(found, native, ~close)
+        return _worst(found, native, ~close, allowed)
     finite = error.isfinite() & usual.isfinite()
     if case.op.has_own_tolerance(_coarsest(case, found), case.provider):
         return None  # it rounds more than native, as declared
@@ -151,8 +153,15 @@ def _plain(t: Tensor) -> Tensor:
     return t.to(torch.float32) if t.is_floating_point() else t.to(torch.int64)
 
 
-def _worst(found: Tensor, expected: Tensor, bad: Tensor) -> str:
+def _worst(found: Tensor, expected: Tensor, bad: Tensor, allowed: Tensor | None = None) -> str:
+    """Describe the first element that is *bad*; *allowed* are the differences that are not."""
     places = bad.nonzero()
     place = tuple(places[0].tolist())
     a, b = (_plain(t)[place].item() for t in (found, expected))
-    return f"{a:.6g} at {list(place)}, native has {b:.6g} ({len(places)} of {bad.numel()} elements)"
+    digits = next((n for n in (6, 9) if f"{a:.{n}g}" != f"{b:.{n}g}"), 17)
+    difference = f"difference {abs(a - b):.3g}, "
+    tolerance = "" if allowed is None else f"tolerance {allowed[place].item():.3g}, "
+    return (
+        f"{a:.{digits}g} at {list(place)}, native has {b:.{digits}g} "
+        f"({difference}{tolerance}{len(places)} of {bad.numel()} elements)"
+    )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import json
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -25,7 +28,7 @@ from opweave.conformance.subject import (
     UnknownPlatformError,
 )
 from opweave.ir import IrOpImpl, current_registry
-from opweave.ir.errors import did_you_mean
+from opweave.ir.errors import OpweaveError, did_you_mean
 from opweave.ir.priority import base_of
 
 # The modules that register what is to be verified.
@@ -106,6 +109,38 @@ def package_digest(impl: IrOpImpl) -> str | None:
             digest.update(f"{path.relative_to(folder)}\0".encode())
             digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
+
+
+def origin_of(subject: Subject) -> dict[str, Any]:
+    """Return facts about an implementation that is registered in this process, for JSON."""
+    impl, names = subject.impl, names_by_file()
+    # The module, or the name of its file: no folders of this machine.
+    module = names.get(impl.site.file, Path(impl.site.file).name)
+    return {
+        "op": subject.op.name,
+        "provider": subject.provider,
+        "device": subject.device,
+        "traits": sorted(impl.traits),
+        "registered": f"{module}:{impl.site.line}",
+        "source": impl.uuid(),
+        "package": package_digest(impl),
+        "owner": None if impl.owner is None else asdict(impl.owner),
+    }
+
+
+def serve(connection: Connection) -> None:
+    """Send the implementations that a process would verify, or why there are none, as JSON."""
+    modules, ops, providers, platform = connection.recv()
+    try:
+        for module in modules:
+            import_named("--import", module)
+        matching = subjects(ops, providers, platform)
+        # Names of providers that were imported as modules are imported again.
+        modules += tuple(base_of(p) for p in providers if base_of(p) in sys.modules)
+        answer: Any = [{**origin_of(s), "modules": modules} for s in matching]
+    except OpweaveError as error:
+        answer = f"{error}"
+    connection.send_bytes(json.dumps(answer).encode())
 
 
 # Finds implementations to verify by op, provider and platform, including other packages'.

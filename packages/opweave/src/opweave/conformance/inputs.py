@@ -24,7 +24,6 @@ Generator = Callable[[Subject], Iterable[Case]]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TOKENS = (1, 2, 3, 7, 8, 33)
-_MANY_TOKENS = (130, 257, 1031, 4099)
 _WIDTHS = (1, 2, 3, 8, 17, 31, 62, 64, 66, 128, 129, 256, 1000, 4096, 4097)
 _COUNTS = (1, 2, 3, 5, 8)
 _PART_SIZES = (*_COUNTS, 32, 64, 80, 96, 128, 256)  # of a head, a state, a block
@@ -90,8 +89,10 @@ def while_fast(cases: Iterable[Case]) -> Iterator[Case]:
 
 def few_and_many(subject: Subject) -> Iterator[Case]:
     """Yield cases with one token, and with more tokens than one tile or thread processes."""
-    for count in (1, 33, 257):
-        yield from _existing(subject, {"num_tokens": count})
+    counts = (1, 33, 257, 1031)
+    yield from while_fast(
+        case for count in counts for case in _existing(subject, {"num_tokens": count})
+    )
 
 
 def chained(*generators: Generator) -> Generator:
@@ -118,11 +119,8 @@ def _dtype_options(subject: Subject) -> list[dict[str, Any]]:
 
 
 def _tokens(subject: Subject, dtype: Mapping[str, Any]) -> Iterator[Case]:
-    *few, most = TOKENS
-    for count in few:
+    for count in TOKENS:
         yield from _existing(subject, {"num_tokens": count, **dtype})
-    many = ({"num_tokens": count, **dtype} for count in (most, *_MANY_TOKENS))
-    yield from while_fast(case for options in many for case in _existing(subject, options))
 
 
 def _swept(subject: Subject, name: str) -> Iterator[Case]:
@@ -197,6 +195,12 @@ def mixed(subject: Subject) -> Iterator[Case]:
         for group in {tuple(g): None for g in (rest, *([i] for i in places)) if g}:
             for kind in (_FLOATS, _INTEGERS):
                 yield from _cast(base, group, kind)
+
+
+def other_dtypes(value: Tensor) -> list[torch.dtype]:
+    """Return the dtypes that a tensor may have instead."""
+    kinds = (kind for kind in (_FLOATS, _INTEGERS) if value.dtype in kind)
+    return [dtype for kind in kinds for dtype in kind if dtype is not value.dtype]
 
 
 def _cast(base: Case, group: tuple[int, ...], kind: tuple[torch.dtype, ...]) -> Iterator[Case]:
@@ -325,7 +329,7 @@ def others(param: Param, value: Any) -> list[Any]:
     elif str in kinds:
         candidates += _WORDS
     elif int in kinds and param.is_optional:
-        candidates += [1, 2, 7, 40]
+        candidates += [1, 2, 7, 40, 100, 300]
     return [other for other in candidates if other is None or other != value]
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from opweave import ir
-from opweave.conformance.snapshot import Values, copied, fake_values
 from opweave.ir import IrOp, IrOpImpl
+from opweave.ir.calls import Calls, Values, copied
 from opweave.ir.errors import OpweaveError, did_you_mean
 from opweave.ir.op import shown, tensors_in
 from opweave.ir.priority import NATIVE
@@ -51,10 +54,28 @@ class UnknownInputError(ConformanceError, LookupError):
 
 
 class VerifierFailedError(ConformanceError, RuntimeError):
-    """The process that verifies does not start."""
+    """The process that runs an implementation does not start."""
+
+
+class KernelEndedError(BaseException):
+    """The process of an implementation has ended, or did not return a result in time.
+
+    It is not an Exception: checks report the exceptions of an implementation, and continue.
+    """
 
 
 # The subject of verification: an implementation of an op on a device.
+
+
+class KernelCalls(Protocol):
+    """The process in which an implementation runs."""
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of a method of :class:`opweave.ir.calls.Calls`."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +93,8 @@ class Subject:
     provider: str
     device: str = "cpu"
     options: tuple[tuple[str, Any], ...] = ()
+    process: KernelCalls | None = field(default=None, compare=False, repr=False)
+    origin: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.op.name}:{self.provider}"
@@ -86,34 +109,47 @@ class Subject:
         """Whether it is the native implementation."""
         return self.provider == NATIVE
 
+    @cached_property
+    def facts(self) -> Mapping[str, Any]:
+        """What its registration says: see :meth:`opweave.ir.calls.Calls.facts`."""
+        facts: Mapping[str, Any] = self.ask("facts")
+        return facts
+
     def has(self, trait: str) -> bool:
         """Whether the implementation claims *trait*."""
-        return trait in self.impl.traits
+        return trait in (self.origin or self.facts)["traits"]
+
+    def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of :class:`opweave.ir.calls.Calls`, in the process of the subject."""
+        if self.process is not None:
+            return self.process.call(method, *args, **kwargs)
+        return getattr(self._calls, method)(*args, **kwargs)
+
+    @cached_property
+    def _calls(self) -> Calls:
+        return Calls(self.op, self.provider)
+
+    @property
+    def resident_bytes(self) -> int:
+        """The memory that the process of the implementation uses; 0: unknown."""
+        pid = os.getpid() if self.process is None else self.process.pid
+        try:
+            pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
+        except OSError:
+            return 0
+        return int(pages) * mmap.PAGESIZE
 
     def accepts(self, values: Values) -> bool:
         """Whether the predicate accepts the arguments (PredicateFailedError if it raises)."""
-        return self.impl.rejection(values) is None
+        return self.ask("rejection", values) is None
 
     def compiles(self, values: Values) -> bool:
         """Whether the predicate accepts the arguments in a graph, without tensor values."""
-        return self.accepts(fake_values(values)[1])
+        return self.ask("rejection", values, fake=True) is None
 
-    @property
-    def call(self) -> Any:
-        """The op, restricted to this implementation."""
-        return self.op.using(f"{self.provider}!")
-
-    def run(self, values: Values) -> Any:
-        """Run the op functionally."""
-        args, kwargs = self.op.schema.split(values)
-        with torch.no_grad():
-            return self.call(*args, **kwargs)
-
-    def run_donating(self, values: Values) -> Any:
-        """Run the op with donated activations."""
-        args, kwargs = self.op.schema.split(values)
-        with torch.no_grad():
-            return self.call.maybe_inplace(*args, **kwargs)
+    def run(self, values: Values, **how: Any) -> Any:
+        """Run the op; *how* is passed to :meth:`opweave.ir.calls.Calls.run`."""
+        return self.ask("run", values, **how)
 
 
 # A case: arguments for an op, the native result, and a reference in float64.
@@ -228,28 +264,6 @@ def _widened(t: Tensor) -> Tensor:
     return t.to(torch.float64) if t.dtype in _NARROW else t
 
 
-# Progress marker: written before each step, because the step may crash the process.
-
-
-_listeners: list[Callable[[str], None]] = []
-
-
-@contextmanager
-def listening(listener: Callable[[str], None]) -> Iterator[None]:
-    """Call *listener* before each check and each case inside the block, with its description."""
-    _listeners.append(listener)
-    try:
-        yield
-    finally:
-        _listeners.remove(listener)
-
-
-def announce(step: Case | str) -> None:
-    """Pass the next case, or the name of the next check, to the listeners."""
-    for listener in _listeners:
-        listener(str(step))
-
-
 # Checks and their outcomes.
 
 
@@ -300,12 +314,14 @@ class Outcome:
         passed: the number of cases that passed.
         problems: the first few problems of other cases.
         seconds: the duration.
+        has_ended: whether a case ended the process of the implementation.
     """
 
     check: str
     passed: int = 0
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    has_ended: bool = False
 
     @property
     def status(self) -> str:
@@ -354,10 +370,11 @@ def accepted(subject: Subject, case: Case, examine: Examine) -> Findings:
     try:
         if not subject.accepts(case.values):
             return
-        announce(case)
         problem = examine(subject, case)
     except FAILURES as error:
         problem = raised(error)
+    except KernelEndedError as error:
+        raise KernelEndedError(f"{error}: {case}") from None
     yield f"{problem}: {case}" if problem else None
 
 
@@ -371,7 +388,6 @@ def outcome_of(
     name: str, run: Callable[[], Findings], most_problems: int = _MAX_PROBLEMS
 ) -> Outcome:
     """Run the check called *name*, until *most_problems* are found."""
-    announce(name)
     outcome, start = Outcome(name), time.perf_counter()
     try:
         for finding in run():
@@ -383,5 +399,8 @@ def outcome_of(
                 break
     except FAILURES as error:
         outcome.problems.append(raised(error))
+    except KernelEndedError as error:
+        outcome.problems.append(str(error))
+        outcome.has_ended = True
     outcome.seconds = time.perf_counter() - start
     return outcome

@@ -8,22 +8,21 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
 
 from opweave import native
 from opweave.conformance.checks import CHECKS, COMPILING
-from opweave.conformance.find import names_by_file, package_digest
+from opweave.conformance.find import origin_of
 from opweave.conformance.inputs import arguments, with_accepted_sizes
-from opweave.conformance.snapshot import GlobalState
 from opweave.conformance.subject import (
     FAILURES,
     Check,
+    KernelEndedError,
     Outcome,
     Subject,
     outcome_of,
@@ -31,28 +30,7 @@ from opweave.conformance.subject import (
     raised,
     select,
 )
-
-# A process group of this process alone, for ops that contain a collective.
-
-
-_GROUP_PARAMETER = "group"  # the parameter for the name of a process group
-
-
-@contextmanager
-def group_for(subject: Subject) -> Iterator[None]:
-    """Initialize a process group for the block if the op needs one and it is missing."""
-    needs_group = _GROUP_PARAMETER in subject.op.schema.names
-    if not needs_group or not distributed.is_available() or distributed.is_initialized():
-        yield
-        return
-    backend = "nccl" if subject.device == "cuda" else "gloo"
-    untyped: Any = distributed  # does not export HashStore to type checkers
-    distributed.init_process_group(backend, store=untyped.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
-
+from opweave.ir.calls import group_for
 
 # Verifies implementations with every check.
 
@@ -115,15 +93,20 @@ def verify(
         UnknownCheckError: a check does not exist.
     """
     chosen = select(CHECKS, checks)
-    with group_for(subject):
-        subject, obstacle = _prepared(subject)
-        if obstacle:
-            return Result(subject, (), obstacle)
-        outcomes = []
-        for check in chosen:
-            if check.applies(subject):
-                outcomes.append(_outcome(check, subject, seed))
-                report(outcomes[-1])
+    outcomes, obstacle = list[Outcome](), ""
+    with group_for(subject.op, subject.device):
+        try:
+            subject, obstacle = _prepared(subject)
+            if obstacle:
+                return Result(subject, (), obstacle)
+            for check in chosen:
+                if check.applies(subject):
+                    outcomes.append(_outcome(check, subject, seed))
+                    report(outcomes[-1])
+                    if outcomes[-1].has_ended:
+                        break
+        except KernelEndedError as error:  # the predicate has been asked
+            outcomes.append(Outcome("predicate", problems=[str(error)]))
     if not any(outcome.passed or outcome.problems for outcome in outcomes):
         obstacle = f"no case for it in {', '.join(check.name for check in chosen)}"
     return Result(subject, tuple(outcomes), obstacle)
@@ -131,9 +114,8 @@ def verify(
 
 def _prepared(subject: Subject) -> tuple[Subject, str]:
     """Return *subject* with sizes that it accepts, and the obstacle if it cannot be verified."""
-    impl = subject.impl
-    if not impl.supported:
-        return subject, impl.unsupported_reason
+    if not subject.facts["supported"]:
+        return subject, subject.facts["unsupported_reason"]
     if not subject.op.has_input_generator:
         return subject, "the op has no input generator"
     with _seeded(0):
@@ -151,12 +133,12 @@ def _prepared(subject: Subject) -> tuple[Subject, str]:
 
 
 def _outcome(check: Check[Subject], subject: Subject, seed: int) -> Outcome:
-    state = GlobalState()
+    subject.ask("mark")
     with _seeded(zlib.crc32(f"{seed} {subject} {check.name}".encode())), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcome = outcome_of(check.name, lambda: check.run(subject))
     # Otherwise the next check would start from the changed state, and not notice the change.
-    changed = state.restore()
+    changed = [] if outcome.has_ended else subject.ask("restore")
     if changed and check.name not in COMPILING:  # compilers set environment variables
         outcome.problems.append(f"left changed: {' and '.join(changed)}")
     return outcome
@@ -210,9 +192,8 @@ def summary(results: Sequence[Result]) -> dict[str, int]:
 
 
 def _result(result: Result) -> dict[str, Any]:
-    subject, site = result.subject, result.subject.impl.site
-    # The module, or the name of its file: no folders of this machine.
-    module = names_by_file().get(site.file, Path(site.file).name)
+    subject = result.subject
+    origin = subject.origin or origin_of(subject)
     options = {n: v if isinstance(v, (bool, int)) else str(v) for n, v in subject.options}
     return {
         "op": subject.op.name,
@@ -220,11 +201,7 @@ def _result(result: Result) -> dict[str, Any]:
         "device": subject.device,
         "status": result.status,
         "reason": result.obstacle or None,
-        "traits": sorted(subject.impl.traits),
-        "registered": f"{module}:{site.line}",
-        "source": subject.impl.uuid(),
-        "package": package_digest(subject.impl),
-        "owner": None if subject.impl.owner is None else asdict(subject.impl.owner),
+        **{name: origin[name] for name in ("traits", "registered", "source", "package", "owner")},
         "inputs": options,
         "definition": subject.op.impls["native"].uuid(),
         "seconds": round(result.seconds, 3),

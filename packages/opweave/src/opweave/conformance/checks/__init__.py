@@ -15,9 +15,14 @@ CHECKS: dict[str, Check[Subject]] = {
         repeatability.THREADS, repeatability.GLOBAL_STATE, repeatability.INVARIANCE,
         repeatability.ROWS, declarations.GRADIENTS, values.ROUNDING, declarations.KEYWORDS,
         declarations.PREDICATE, declarations.MISFITS, compiled.OPCHECK, compiled.COMPILED,
-        compiled.DYNAMIC, repeatability.UNOBSERVED, repeatability.REPETITION,
+        compiled.DYNAMIC, repeatability.LEAKS, repeatability.REPETITION,
     )
 }  # fmt: skip
 """The checks by name, in the order in which they run."""
 COMPILING = ("opcheck", "compiled", "dynamic_shapes")
 """The checks that compile, which takes seconds."""
+QUICK = (
+    "options", "none", "layouts", "dtypes", "empty", "dimensions", "combinations", "mutation",
+    "donation", "determinism",
+)  # fmt: skip
+"""The checks that take about a second, with all kinds of arguments."""

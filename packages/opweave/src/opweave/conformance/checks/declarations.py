@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opweave.conformance import inputs
 from opweave.conformance.compare import near_problem, outputs_problem
-from opweave.conformance.snapshot import Values, copied, fake_values
+from opweave.conformance.snapshot import copied, fake_values
 from opweave.conformance.subject import (
     FAILURES,
     Case,
@@ -20,16 +20,16 @@ from opweave.conformance.subject import (
     Subject,
     each,
     natively,
-    outputs_of,
     raised,
 )
-from opweave.ir.codegen import functional
+from opweave.ir.calls import gradients
 from opweave.ir.rules import DIFFERENTIABLE
 from opweave.ir.tolerance import Tolerance
 
 # Predicates: they are correct, and depend only on shapes and dtypes.
 
 
+_MAX_MILLISECONDS = 1.0
 _TOKEN_COUNTS = (2, 3, 5, 8, 33, 257)  # with 0 or 1, fewer strides matter
 
 
@@ -56,6 +56,15 @@ def _honest(subject: Subject) -> Findings:
         yield _said(_answer_problem(subject, case), case)
         yield _said(_runs(subject, case), case)
     yield from _sizes(subject)
+    for case in inputs.usual(subject, 1):
+        yield _said(_cost_problem(subject, case), case)
+
+
+def _cost_problem(subject: Subject, case: Case) -> Finding:
+    """Selection asks the predicate before each call that is not compiled."""
+    milliseconds = 1e3 * float(subject.ask("rejection_seconds", case.values))
+    slow = milliseconds > _MAX_MILLISECONDS
+    return f"the predicate takes {milliseconds:.1f} ms for each call" if slow else None
 
 
 def _said(problem: Finding, case: Case) -> Finding:
@@ -65,14 +74,14 @@ def _said(problem: Finding, case: Case) -> Finding:
 def _answer_problem(subject: Subject, case: Case) -> Finding:
     """The predicate answers, always the same, and the same of tensors without numbers."""
     try:
-        answer = subject.impl.rejection(case.values)
-        again = subject.impl.rejection(copied(case.values))
+        answer = subject.ask("rejection", case.values)
+        again = subject.ask("rejection", copied(case.values))
     except FAILURES as error:
         return raised(error)
     if (answer is None) != (again is None):
         return "asked twice, the predicate answers differently"
     try:
-        of_fakes = subject.impl.rejection(fake_values(case.values)[1])
+        of_fakes = subject.ask("rejection", case.values, fake=True)
     except FAILURES as error:
         return f"of fake tensors, which have no numbers, the predicate {raised(error)}"
     if answer is not None and of_fakes is None:
@@ -149,7 +158,7 @@ PREDICATE = Check(
     "predicate",
     "the predicate needs only shapes and dtypes, and the arguments that it accepts work",
     _honest,
-    lambda subject: not subject.impl.supports_all_args,
+    lambda subject: bool(subject.facts["has_predicate"]),
 )
 MISFITS = Check(
     "misfits",
@@ -169,14 +178,11 @@ def _keyword_cases(subject: Subject) -> Iterator[Case]:
 
 
 def _by_name(subject: Subject, case: Case) -> Finding:
-    ways: list[tuple[str, Callable[..., Any]]] = [
-        ("the op", subject.call),
-        ("the implementation", functional(subject.impl)),
-    ]
-    for callee, function in ways:
+    for callee in ("the op", "the implementation"):
         for spelling, (args, kwargs) in _calls(case).items():
-            with torch.no_grad():
-                problem = outputs_problem(case, function(*copied(args), **_copied(kwargs)))
+            values = copied(args), _copied(kwargs)
+            result = subject.ask("named", *values, directly=callee == "the implementation")
+            problem = outputs_problem(case, result)
             if problem:
                 return f"{callee}, {spelling}: {problem}"
     return None
@@ -219,13 +225,14 @@ _TOLERANCE = Tolerance(1e-4, 1e-3)
 
 def _gradient_cases(subject: Subject) -> list[Case]:
     cases = inputs.chained(inputs.usual, inputs.without)(subject)
-    return [case for case in cases if _differentiated(case.values)]
+    return [case for case in cases if any(map(_is_differentiated, case.values))]
 
 
 def _same(subject: Subject, case: Case) -> Finding:
+    leaves = [i for i, value in enumerate(case.values) if _is_differentiated(value)]
     with natively(subject.op):
-        expected = _gradients(subject.op.native, case)
-    found = _gradients(functional(subject.impl), case)
+        expected = gradients(subject.op.native, subject.op, copied(case.values), leaves)
+    found = subject.ask("gradients", copied(case.values), leaves)
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         if (a is None) != (b is None):
             return f"gradient {i} is {'missing' if a is None else 'not that of native: None'}"
@@ -235,23 +242,9 @@ def _same(subject: Subject, case: Case) -> Finding:
     return None
 
 
-def _gradients(function: object, case: Case) -> tuple[Tensor | None, ...]:
-    assert callable(function)
-    values = copied(case.values)
-    leaves = [t.requires_grad_() for t in _differentiated(values)]
-    args, kwargs = case.op.schema.split(values)
-    with torch.enable_grad():
-        outputs = outputs_of(function(*args, **kwargs))
-        smooth = [out for out in outputs if out.requires_grad]
-        total = sum(out.double().square().sum() for out in smooth)
-        assert isinstance(total, Tensor), "no output requires a gradient"
-        return torch.autograd.grad(total, leaves, allow_unused=True)
-
-
-def _differentiated(values: Values) -> list[Tensor]:
-    """Return the tensors that have gradients: in the dtypes that are exact enough to compare."""
-    wide = (torch.float32, torch.float64)
-    return [v for v in values if isinstance(v, Tensor) and v.dtype in wide]
+def _is_differentiated(value: Any) -> bool:
+    """Whether *value* is a tensor with a gradient, in a dtype that is exact enough to compare."""
+    return isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64)
 
 
 GRADIENTS = Check(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import combinations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,12 +123,12 @@ _donation_cases = inputs.chained(
 )
 
 
-def takes(subject: Subject, case: Case) -> Finding:
+def takes(subject: Subject, case: Case, **how: Any) -> Finding:
     """Call with donated activations, and check the result and the memory."""
     values = copied(case.values)
     activations = [values[i] for i in subject.op.activation_indices]
     before = Snapshot(values)
-    result = subject.run_donating(values)
+    result = subject.run(values, donating=True, **how)
     problem = outputs_problem(case, result)
     if problem:
         return f"maybe_inplace: {problem}"
@@ -187,7 +188,7 @@ def _survives(subject: Subject, case: Case) -> Finding:
     values = copied(case.values)
     others = [v for i, v in enumerate(values) if i not in subject.op.activation_indices]
     before = Snapshot(others)
-    problem = outputs_problem(case, subject.run_donating(values))
+    problem = outputs_problem(case, subject.run(values, donating=True))
     if problem:
         return f"maybe_inplace: {problem}"
     return "maybe_inplace wrote into what was not donated" if before.changed() else None
@@ -225,11 +226,11 @@ def _follows(subject: Subject, case: Case, other: Case) -> Finding:
         values = copied(case.values)
         if not changed:
             continue
-        subject.run(values)
+        subject.ask("hold", values)
         for tensor, new in zip(tensors_in(values[place : place + 1]), changed, strict=True):
-            tensor.copy_(new)
+            tensor.data.copy_(new)  # without a new version, as optimizers and loaders do
         expected = outputs_of(subject.run(copied(values)))
-        problem = bits_problem(expected, outputs_of(subject.run(values)))
+        problem = bits_problem(expected, outputs_of(subject.ask("again")))
         if problem:
             problem = problem.replace("native has", "a copy of the arguments gives")
             return f"{name} was changed in place since the last call, and {problem}"

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import io
-import sys
 import time
-import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
-from itertools import combinations, islice
+from itertools import combinations, islice, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opweave.config.child_process import ChildProcess
 from opweave.conformance import inputs
 from opweave.conformance.checks.memory import takes
 from opweave.conformance.checks.values import is_right
 from opweave.conformance.compare import bits_problem, near_problem, outputs_problem, tolerance_of
-from opweave.conformance.find import names_by_file
 from opweave.conformance.inputs import Packed, Tokens, tokens_of
-from opweave.conformance.snapshot import GlobalState, copied, overlap
+from opweave.conformance.snapshot import copied, overlap
 from opweave.conformance.subject import (
     Case,
     Check,
@@ -38,7 +31,6 @@ from opweave.conformance.subject import (
     outputs_of,
     raised,
 )
-from opweave.ir import require
 from opweave.ir.rules import BATCH_INVARIANT, ROWWISE
 
 # Determinism: the same call gives the same bits, regardless of stale output memory.
@@ -55,18 +47,18 @@ _of_several_sizes = inputs.chained(inputs.usual, inputs.few_and_many)
 
 
 def _repeats(subject: Subject, case: Case) -> Finding:
-    first = outputs_of(subject.run(copied(case.values)))
-    alive = [first]  # keeps the memory of each result from being reused, which would be correct
-    is_small = sum(t.numel() for t in first) <= _MAX_SMALL_ELEMENTS
-    for _ in range(_SMALL_REPEATS if is_small else _REPEATS):
-        alive.append(outputs_of(subject.run(copied(case.values))))
-        problem = bits_problem(first, alive[-1])
+    is_small = sum(t.numel() for t in case.native) <= _MAX_SMALL_ELEMENTS
+    count = _SMALL_REPEATS if is_small else _REPEATS
+    # All are kept: otherwise the memory of a result is reused, which is correct.
+    results = list(map(outputs_of, subject.ask("repeat", case.values, count, keep=True)))
+    for result in results[1:]:
+        problem = bits_problem(results[0], result)
         if problem:
             return f"a second call differs: {problem}".replace("native has", "the first had")
-    if _share_memory(alive):
+    if _share_memory(results):
         return "a later call writes over the result of an earlier one; return new memory each time"
-    with _new_memory_filled():
-        problem = bits_problem(first, outputs_of(subject.run(copied(case.values))))
+    filled = outputs_of(subject.ask("filled", copied(case.values)))
+    problem = bits_problem(results[0], filled)
     return f"not all of the result is written: {problem}" if problem else None
 
 
@@ -74,20 +66,6 @@ def _share_memory(results: list[Outputs]) -> bool:
     """Whether the results of two calls, which had different copies of the arguments, overlap."""
     pairs = combinations(results, 2)
     return any(overlap(a, b) for one, other in pairs for a in one for b in other)
-
-
-@contextmanager
-def _new_memory_filled() -> Iterator[None]:
-    """Fill new memory with NaN, or the largest integer, as torch's deterministic mode does."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 DETERMINISM = Check(
@@ -103,7 +81,7 @@ DETERMINISM = Check(
 
 
 _REPETITION_SECONDS = 0.5  # for each case
-_MIN_CALLS = 3
+_MIN_CALLS, _MAX_CALLS = 3, 256  # between two comparisons
 _MAX_REPEATED_CASES = 2
 
 
@@ -117,10 +95,11 @@ def _stays(subject: Subject, case: Case) -> Finding:
     if problem:
         return problem
     first = outputs_of(subject.run(copied(case.values)))
-    start, calls = time.perf_counter(), 1
-    while calls < _MIN_CALLS or time.perf_counter() - start < _REPETITION_SECONDS:
-        calls += 1
-        problem = bits_problem(first, outputs_of(subject.run(copied(case.values))))
+    start, calls, count = time.perf_counter(), 1, _MIN_CALLS
+    while calls == 1 or time.perf_counter() - start < _REPETITION_SECONDS:
+        [last] = subject.ask("repeat", case.values, count, keep=False)
+        calls, count = calls + count, min(2 * count, _MAX_CALLS)
+        problem = bits_problem(first, outputs_of(last))
         if problem:
             problem = problem.replace("native has", "the first had")
             passed = time.perf_counter() - start
@@ -133,6 +112,36 @@ REPETITION = Check(
     "a call gives the same bits after thousands of other calls, and some time later",
     each(lambda subject: islice(_accepted_cases(subject), _MAX_REPEATED_CASES), _stays),
     not_native,
+)
+
+
+# Leaks: the memory of the process does not grow with the number of calls.
+
+
+_LEAK_SECONDS, _MAX_LEAK_CALLS = 0.15, 2000  # of a round
+_LEAK_ROUNDS = 4
+_MIN_LEAK = 512 * 1024  # bytes in a round; less may be the allocator's own
+
+
+def _leaks(subject: Subject, case: Case) -> Finding:
+    subject.ask("repeat", case.values, _MIN_CALLS, keep=False)  # the first one takes longer
+    start = time.perf_counter()
+    subject.ask("repeat", case.values, _MIN_CALLS, keep=False)
+    seconds = (time.perf_counter() - start) / _MIN_CALLS
+    count = int(min(_MAX_LEAK_CALLS, max(_MIN_CALLS, _LEAK_SECONDS / seconds)))
+    sizes = []
+    for _ in range(_LEAK_ROUNDS):
+        subject.ask("repeat", case.values, count, keep=False)
+        sizes.append(subject.resident_bytes)
+    growth = min(b - a for a, b in pairwise(sizes[1:]))  # the first calls fill caches
+    return f"each call keeps {growth // count} bytes of memory" if growth > _MIN_LEAK else None
+
+
+LEAKS = Check(
+    "leaks",
+    "repeated calls do not use more and more memory",
+    each(lambda subject: islice(_accepted_cases(subject), 1), _leaks),
+    lambda subject: not subject.is_native and subject.resident_bytes > 0,
 )
 
 
@@ -152,44 +161,20 @@ def _threads_findings(subject: Subject) -> Findings:
 
 def _at_once(subject: Subject, case: Case, other: Case) -> Finding:
     """Call with two sets of arguments at the same time; with equal ones, mixed-up memory hides."""
-    for one in (case, other):
-        _ = one.native, one.reference  # computed once, before the threads
-    with ThreadPoolExecutor(2) as pool, _frequent_switches():
-        problems = pool.map(partial(_repeated, subject), (case, other))
-        problem = next(filter(None, list(problems)), None)
+    both = (case, other)
+    batches = subject.ask("at_once", [c.values for c in both], _CALLS_PER_THREAD)
+    pairs = [(c, result) for c, all_of_c in zip(both, batches, strict=True) for result in all_of_c]
+    problems = (outputs_problem(c, result) for c, result in pairs)
+    problem = next(filter(None, problems), None)
     return f"with another call at the same time: {problem}" if problem else None
 
 
-def _repeated(subject: Subject, case: Case) -> Finding:
-    for _ in range(_CALLS_PER_THREAD):
-        problem = is_right(subject, case)
-        if problem:
-            return problem
-    return None
-
-
 def _with_other_numbers(subject: Subject, case: Case) -> Finding:
-    before = torch.get_num_threads()
-    try:
-        for count in _INTRA_OP_THREADS:
-            torch.set_num_threads(count)
-            problem = is_right(subject, case)
-            if problem:
-                return f"with {count} threads: {problem}"
-    finally:
-        torch.set_num_threads(before)
+    for count in _INTRA_OP_THREADS:
+        problem = is_right(subject, case, threads=count)
+        if problem:
+            return f"with {count} threads: {problem}"
     return None
-
-
-@contextmanager
-def _frequent_switches() -> Iterator[None]:
-    """Let Python change between threads as often as it can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 THREADS = Check(
@@ -226,8 +211,7 @@ def _invariant(subject: Subject) -> Findings:
     for tokens in _batches(subject):
         has_batches = True
         try:
-            with require(BATCH_INVARIANT):  # also for the ops that a composite calls
-                yield from _in_other_batches(subject, tokens)
+            yield from _in_other_batches(subject, tokens)
         except Exception as error:
             yield f"{raised(error)}: {tokens.case}"
     if not has_batches and inputs.accepts_any(subject):
@@ -238,9 +222,10 @@ def _invariant(subject: Subject) -> Findings:
 
 
 def _in_other_batches(subject: Subject, tokens: Tokens | Packed) -> Findings:
-    whole = outputs_of(subject.run(copied(tokens.case.values)))
+    run = partial(subject.run, requires=(BATCH_INVARIANT,))  # also of the ops that it calls
+    whole = outputs_of(run(copied(tokens.case.values)))
     for which in _choices(tokens.count):
-        part = tokens.of_some(outputs_of(subject.run(tokens.some(which))), which)
+        part = tokens.of_some(outputs_of(run(tokens.some(which))), which)
         problem = bits_problem(tokens.of(whole, which), part)
         if problem:
             problem = problem.replace("native has", "the whole batch had")
@@ -326,11 +311,10 @@ ROWS = Check(
 
 
 def _in_inference_mode(subject: Subject, case: Case) -> Finding:
-    with torch.inference_mode():
-        problem = is_right(subject, case)
-        if problem or not subject.op.allow_inplace:
-            return problem
-        return takes(subject, case)
+    problem = is_right(subject, case, inference=True)
+    if problem or not subject.op.allow_inplace:
+        return problem
+    return takes(subject, case, inference=True)
 
 
 INFERENCE_MODE = Check(
@@ -344,11 +328,7 @@ INFERENCE_MODE = Check(
 
 
 def _leaves_alone(subject: Subject, case: Case) -> Finding:
-    args, kwargs = subject.op.schema.split(copied(case.values))
-    with torch.no_grad():
-        before = GlobalState()  # in here: grad mode is a part of it
-        subject.call(*args, **kwargs)
-        changed = before.restore()
+    changed = subject.ask("changes", copied(case.values))
     return f"changed {' and '.join(changed)}" if changed else None
 
 
@@ -356,58 +336,4 @@ GLOBAL_STATE = Check(
     "global_state",
     "torch settings, random state, the environment and the working directory do not change",
     each(_of_several_sizes, _leaves_alone),
-)
-
-
-# Unobserved: results are the same in a process that does not verify.
-#
-# Arguments are recorded here, and the implementation runs on them in a process that has not
-# imported the conformance kit, and where none of its functions is on the call stack. Results are
-# compared here.
-
-
-_PROGRAM = "opweave.ir.replay"
-_UNOBSERVED_SECONDS = 120.0
-
-
-def _unobserved_findings(subject: Subject) -> Findings:
-    module = names_by_file().get(subject.impl.site.file)
-    if module is None or module == "__main__":
-        return  # another process cannot import it
-    cases = list(_accepted_cases(subject))
-    # The providers of opweave are registered when an op is first used.
-    modules = [] if module.startswith("opweave.") else [module]
-    results = _replayed(subject, modules, cases)
-    for case, result in zip(cases, results, strict=False):
-        problem = f"raised {result}" if isinstance(result, str) else outputs_problem(case, result)
-        yield f"in a process that does not verify: {problem}: {case}" if problem else None
-
-
-def _replayed(subject: Subject, modules: list[str], cases: list[Case]) -> list[Any]:
-    """Return the results of the cases; none where the module does not register *subject*."""
-    file = io.BytesIO()
-    calls = [copied(case.values) for case in cases]
-    torch.save((modules, subject.op.name, subject.provider, calls), file)
-    process = ChildProcess(_PROGRAM)
-    try:
-        process.connection.send_bytes(file.getvalue())
-        if not process.connection.poll(_UNOBSERVED_SECONDS):
-            raise TimeoutError(
-                f"a process without the verifier took more than {_UNOBSERVED_SECONDS:g} s"
-            )
-        answer = process.connection.recv_bytes()
-    except EOFError:
-        code = process.wait(1.0)
-        raise RuntimeError(f"a process without the verifier ended with {code}") from None
-    finally:
-        process.kill()
-        process.close()
-    return list(torch.load(io.BytesIO(answer), weights_only=False))
-
-
-UNOBSERVED = Check(
-    "unobserved",
-    "results are the same in a process that does not import the verifier",
-    _unobserved_findings,
-    not_native,
 )

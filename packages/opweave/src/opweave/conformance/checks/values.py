@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from opweave.conformance import inputs
+from opweave.conformance import draw, inputs
 from opweave.conformance.checks.memory import memory_problem, metadata_problem
 from opweave.conformance.compare import (
     near_problem,
@@ -18,7 +17,7 @@ from opweave.conformance.compare import (
     structure_problem,
     tolerance_of,
 )
-from opweave.conformance.inputs import LAYOUTS, Tokens, tokens_of
+from opweave.conformance.inputs import Tokens, tokens_of
 from opweave.conformance.snapshot import Snapshot, copied, same_bits
 from opweave.conformance.subject import (
     Case,
@@ -38,11 +37,11 @@ from opweave.ir.tolerance import Tolerance
 # Values: the result of native, for every accepted dtype, size, option and layout.
 
 
-def is_right(subject: Subject, case: Case) -> Finding:
+def is_right(subject: Subject, case: Case, **how: Any) -> Finding:
     """Compare the result with native and the float64 reference, and check its memory."""
     values = copied(case.values)
     before = Snapshot(values)
-    result = subject.run(values)
+    result = subject.run(values, **how)
     problem = outputs_problem(case, result)
     return problem or memory_problem(case, values, before, outputs_of(result))
 
@@ -50,7 +49,7 @@ def is_right(subject: Subject, case: Case) -> Finding:
 VALUES = Check(
     "values",
     "outputs match native within the op's tolerance, in every dtype and size",
-    each(inputs.sizes, is_right),
+    each(inputs.chained(inputs.sizes, draw.large), is_right),
     not_native,
 )
 OPTIONS = Check(
@@ -356,87 +355,9 @@ DIMENSIONS = Check(
 )
 
 
-# Combinations: sizes, dtypes, options, omitted tensors and layouts, drawn together.
-#
-# The other checks vary one of them at a time, but a kernel may have a path for a combination.
-
-
-_MAX_COMBINATIONS = 100
-_COSTLY_OPTIONS = ("long_context",)  # of generators; drawn seldom
-_COMBINATIONS_SECONDS = 15.0  # of processor time; a slow op gets fewer cases
-_MAX_DRAWN_TOKENS = 64
-_LARGE_SIZE = 300  # one dimension of at least this size is enough in a case
-
-_T = TypeVar("_T")
-
-
-def _drawn(subject: Subject) -> Iterator[Case]:
-    start = time.process_time()
-    for _ in range(_MAX_COMBINATIONS):
-        if time.process_time() - start > _COMBINATIONS_SECONDS:
-            return
-        case = inputs.generated(subject, **_options(subject))
-        if case is not None:
-            yield _laid_out(_with_other_arguments(case))
-
-
-def _options(subject: Subject) -> dict[str, Any]:
-    """Draw options of the input generator."""
-    known, found = inputs.options_of(subject), dict[str, Any]()
-    if "num_tokens" in known:
-        found["num_tokens"] = _one_of(inputs.TOKENS) if _chance(0.5) else _up_to(_MAX_DRAWN_TOKENS)
-    if "dtype" in known:
-        found["dtype"] = _one_of(inputs.DTYPES)
-    for name, default in known.items():
-        values = inputs.variants(name, default)
-        if any(isinstance(v, int) and v >= _LARGE_SIZE for v in found.values()):
-            values = tuple(v for v in values if isinstance(v, torch.dtype) or v < _LARGE_SIZE)
-        if values and _chance(0.05 if name in _COSTLY_OPTIONS else 0.5):
-            is_width = type(default) is int and default >= inputs.WIDE
-            found[name] = _up_to(_LARGE_SIZE) if is_width and _chance(0.3) else _one_of(values)
-    return found
-
-
-def _with_other_arguments(case: Case) -> Case:
-    """Draw scalars, and omit optional tensors."""
-    for i, param in enumerate(case.op.schema.params):
-        others: Sequence[Any]
-        if param.is_tensor:
-            others = [None] if param.is_optional else []
-        else:
-            others = [] if param.is_tensor_list else inputs.others(param, case.values[i])
-        if others and _chance(0.3):
-            changed = inputs.replaced(case, i, param.name, _one_of(others))
-            case = changed if changed.refusal is None else case
-    return case
-
-
-def _laid_out(case: Case) -> Case:
-    """Draw a layout for some of the tensors."""
-    values, labels = dict[int, Tensor](), []
-    for i, value in enumerate(case.values):
-        if isinstance(value, Tensor) and value.ndim and _chance(0.4):
-            name = _one_of(list(LAYOUTS))
-            values[i] = LAYOUTS[name](value)
-            labels.append(f"{case.op.schema.names[i]} {name}")
-    return case.replaced(", ".join(labels), values) if labels else case
-
-
-def _chance(probability: float) -> bool:
-    return bool(torch.rand(()) < probability)
-
-
-def _up_to(largest: int) -> int:
-    return int(torch.randint(1, largest + 1, ()))
-
-
-def _one_of(values: Sequence[_T]) -> _T:
-    return values[int(torch.randint(len(values), ()))]
-
-
 COMBINATIONS = Check(
     "combinations",
-    "outputs match native with random combinations of sizes, dtypes, options and layouts",
-    each(_drawn, is_right),
+    "outputs match native with drawn pairs of sizes, dtypes, options and layouts",
+    draw.drawn(is_right),
     not_native,
 )
