@@ -164,9 +164,9 @@ def _downloaded(repository: str) -> Path:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise CheckpointError(
             f"{repository!r} is not a directory, and it cannot be downloaded from the Hugging Face "
-            f"hub: {reason} Give the directory of a checkpoint, with config.json, tokenizer.json "
-            "and safetensors files; or a GGUF file; or, where the hub is reachable, run: "
-            f"hf download {repository} --local-dir {repository.rpartition('/')[2]}"
+            f"hub: {reason.rstrip('.')}. Give the directory of a checkpoint, with config.json, "
+            "tokenizer.json and safetensors files; or a GGUF file; or, where the hub is reachable, "
+            f"run: hf download {repository} --local-dir {repository.rpartition('/')[2]}"
         ) from error
 
 
