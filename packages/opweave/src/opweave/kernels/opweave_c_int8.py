@@ -26,7 +26,8 @@ _MAX_TOKENS_Q = {**linear.MAX_TOKENS_Q}
 def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> Tensor:
     """Return ``x @ dequantized(weight).T + bias``; for few tokens, with *x* rounded to 8 bits."""
     if linear.is_known(x.numel() > _MAX_TOKENS_Q[x.dtype] * x.shape[-1]):
-        return linear.linear_q(x, weight, bias, format)
+        result: Tensor = linear.linear_q(x, weight, bias, format)
+        return result
     out = new_rows(x, weight.shape[0])
     _linear_gguf_int8(out, x, weight, bias, linear.FORMATS.index(format))
     return out
