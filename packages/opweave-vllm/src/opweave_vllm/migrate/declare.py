@@ -227,7 +227,7 @@ def source_text(annotation: object) -> str:
 
 def attribute_type(name: str, layer: LayerClass) -> str | None:
     """Return the type of ``self.name`` by its annotation or its values, or None if ambiguous."""
-    return _Values(layer).annotated(name)
+    return _Values(layer).attribute_type(name)
 
 
 def guessed_type(name: str, layer: LayerClass) -> str:
@@ -278,8 +278,8 @@ class _Values:
         self.open.remove(name)
         return types
 
-    def annotated(self, name: str) -> str | None:
-        """Return the annotation of ``self.name``, or the type of its values unless ambiguous."""
+    def attribute_type(self, name: str) -> str | None:
+        """Return the type of ``self.name``, or None if it is ambiguous."""
         return self.layer.annotations.get(name) or _joined(self.of_attribute(name))
 
     def type(self, value: ast.expr) -> str | None:
@@ -303,7 +303,7 @@ class _Values:
                 return self._returned(value)
             case ast.Subscript():  # x.shape[0]
                 return "int" if trees.last_name(value.value) == "shape" else None
-        return self.annotated(trees.attribute_of_self(value))
+        return self.attribute_type(trees.attribute_of_self(value))
 
     def _result(self, value: ast.BinOp) -> str | None:
         sides = {self.type(value.left), self.type(value.right)}
