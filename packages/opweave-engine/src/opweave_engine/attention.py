@@ -17,16 +17,8 @@ from opweave.layers.mamba_states import StateCache, StatefulLayer, state_dtype
 from opweave.layers.registry import DuplicateLayerError
 from opweave.platforms import Platform
 from opweave.platforms.base import AttentionSpec
+from opweave_engine import kv_cache
 from opweave_engine.errors import UnsupportedCacheError
-from opweave_engine.kv_cache import (
-    NULL_BLOCK,
-    CachePlan,
-    EveryToken,
-    LayerGroup,
-    Retention,
-    SequenceState,
-    Window,
-)
 from opweave_engine.load import loader
 from opweave_engine.models.blocks import Attention, LatentAttention
 from opweave_engine.parts import part
@@ -50,9 +42,9 @@ class FullAttentionSpec:
     dtype: torch.dtype
 
     @property
-    def retention(self) -> Retention:
+    def retention(self) -> kv_cache.Retention:
         """Which blocks of a sequence are needed."""
-        return EveryToken()
+        return kv_cache.EveryToken()
 
     def block_bytes(self, block_size: int) -> int:
         """Return the size of one block of *block_size* tokens."""
@@ -71,8 +63,8 @@ class SlidingWindowSpec(FullAttentionSpec):
     window: int
 
     @property
-    def retention(self) -> Retention:
-        return Window(self.window)
+    def retention(self) -> kv_cache.Retention:
+        return kv_cache.Window(self.window)
 
 
 @dataclass(frozen=True)
@@ -88,9 +80,9 @@ class LatentAttentionSpec:
     dtype: torch.dtype
 
     @property
-    def retention(self) -> Retention:
+    def retention(self) -> kv_cache.Retention:
         """Which blocks of a sequence are needed."""
-        return EveryToken()
+        return kv_cache.EveryToken()
 
     def block_bytes(self, block_size: int) -> int:
         """Return the size of one block of *block_size* tokens."""
@@ -123,9 +115,9 @@ class StateSpaceSpec:
     states: tuple[StateSpec, ...]
 
     @property
-    def retention(self) -> Retention:
+    def retention(self) -> kv_cache.Retention:
         """One slot per sequence."""
-        return SequenceState()
+        return kv_cache.SequenceState()
 
     def block_bytes(self, block_size: int) -> int:
         """Return the size of one sequence's states."""
@@ -304,7 +296,7 @@ class PagedAttention(AttentionBackend):
             for size in (spec.key_size, spec.value_size)
         )
         for cache in (self.key_cache, self.value_cache):
-            cache[NULL_BLOCK].zero_()
+            cache[kv_cache.NULL_BLOCK].zero_()
 
     def forward(
         self,
@@ -349,7 +341,7 @@ class LatentPagedAttention(AttentionBackend):
         assert isinstance(spec, LatentAttentionSpec), f"unsupported() accepted {spec}"
         shape = num_blocks, 1, block_size
         self._rows = loader.empty((*shape, spec.row_size), spec.dtype, device)
-        self._rows[NULL_BLOCK].zero_()
+        self._rows[kv_cache.NULL_BLOCK].zero_()
         self._no_values = self._rows.new_empty(*shape, 0)
 
     def forward(
@@ -399,13 +391,15 @@ class LatentPagedAttention(AttentionBackend):
 # The caches of a model's layers, and groups of layers with the same retention.
 
 
-def layer_groups(specs: Mapping[int | str, CacheSpec], block_size: int) -> list[LayerGroup]:
+def layer_groups(
+    specs: Mapping[int | str, CacheSpec], block_size: int
+) -> list[kv_cache.LayerGroup]:
     """Group layers by retention."""
-    members: dict[Retention, list[int | str]] = {}
+    members: dict[kv_cache.Retention, list[int | str]] = {}
     for layer, spec in specs.items():
         members.setdefault(spec.retention, []).append(layer)
     return [
-        LayerGroup(
+        kv_cache.LayerGroup(
             retention, tuple(layers), sum(specs[layer].block_bytes(block_size) for layer in layers)
         )
         for retention, layers in members.items()
@@ -437,8 +431,8 @@ class LayerCaches:
         self,
         model: nn.Module,
         specs: Mapping[int | str, CacheSpec],
-        groups: Sequence[LayerGroup],
-        plan: CachePlan,
+        groups: Sequence[kv_cache.LayerGroup],
+        plan: kv_cache.CachePlan,
         platform: Platform,
         device: torch.device,
     ) -> None:
@@ -453,7 +447,7 @@ class LayerCaches:
         self.state_group: int | None = None
         self.num_groups = len(groups)
         for index, (group, count) in enumerate(zip(groups, plan.num_blocks, strict=True)):
-            if isinstance(group.retention, SequenceState):
+            if isinstance(group.retention, kv_cache.SequenceState):
                 self.states, self.state_group = StateCache(count + 1), index
             for layer in group.layers:
                 spec = specs[layer]

@@ -388,14 +388,11 @@ class Embedder:
                 *truncate_prompt_tokens* is out of range.
             InvalidArgumentError: the model is a cross-encoder.
         """
-        self._limit(truncate_prompt_tokens)  # also without any prompt
+        keep = self._limit(truncate_prompt_tokens)
         self._check_task(scores=False)
         params = self.check_params(params)
-        options: dict[str, Any] = {
-            "add_special_tokens": add_special_tokens,
-            "truncate_prompt_tokens": truncate_prompt_tokens,
-        }
-        tokens = [self.tokens(prompt, **options) for prompt in as_list(prompts)]
+        read = partial(self._prompts.tokens, add_special_tokens=add_special_tokens, keep=keep)
+        tokens = [read(prompt) for prompt in as_list(prompts)]
         vectors = self.vectors(tokens, [params] * len(tokens))
         return [
             EmbeddingOutput(str(next(self._ids)), ids, vector)

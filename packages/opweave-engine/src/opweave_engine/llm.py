@@ -13,14 +13,7 @@ from typing import Any
 import torch
 
 from opweave.config import EngineConfig
-from opweave_engine.chat import ChatTemplate, Message
-from opweave_engine.chat.conversation import (
-    as_conversations,
-    check_keywords,
-    checked_variables,
-    render_all,
-    template_for,
-)
+from opweave_engine.chat import ChatTemplate, Message, conversation
 from opweave_engine.client import FairLock, make_core
 from opweave_engine.core import PriorityLists, private_context
 from opweave_engine.load.checkpoint import Checkpoint, Progress
@@ -194,16 +187,16 @@ class LLM:
         if chat_template is None:
             template = self._chat_template
         else:
-            template = template_for(self._checkpoint, chat_template)
-        check_keywords(variables, template.chosen(tools), LLM.chat)
-        texts = render_all(
-            as_conversations(messages),
+            template = conversation.template_for(self._checkpoint, chat_template)
+        conversation.check_keywords(variables, template.chosen(tools), LLM.chat)
+        texts = conversation.render_all(
+            conversation.as_conversations(messages),
             template,
             tools=tools,
             documents=documents,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            variables={**checked_variables(chat_template_kwargs), **variables},
+            variables={**conversation.checked_variables(chat_template_kwargs), **variables},
         )
         return self.generate(
             texts, sampling_params, progress, add_special_tokens=add_special_tokens
@@ -211,7 +204,7 @@ class LLM:
 
     @cached_property
     def _chat_template(self) -> ChatTemplate:
-        return template_for(self._checkpoint, None)
+        return conversation.template_for(self._checkpoint, None)
 
     def process(self, request: Any, *, io_processor: str | None = None) -> Any:
         """Process a request in the format of an I/O processor plugin.

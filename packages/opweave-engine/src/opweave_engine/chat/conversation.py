@@ -7,14 +7,9 @@ from inspect import signature
 from typing import Any
 
 from opweave.ir.errors import did_you_mean
+from opweave_engine import errors
 from opweave_engine.chat import ChatTemplate, Message
 from opweave_engine.chat.template import as_mapping
-from opweave_engine.errors import (
-    ChatTemplateError,
-    InvalidArgumentError,
-    PromptError,
-    UnexpectedKeywordError,
-)
 from opweave_engine.load.checkpoint import Checkpoint
 
 _log = logging.getLogger(__name__)
@@ -31,7 +26,7 @@ def template_for(checkpoint: Checkpoint, choice: str | None) -> ChatTemplate:
     if choice is not None:
         return ChatTemplate.given(choice, checkpoint)
     if (template := ChatTemplate.of(checkpoint)) is None:
-        raise ChatTemplateError(
+        raise errors.ChatTemplateError(
             f"{checkpoint.path} has no chat template: its model may not be made for conversations. "
             "Give a template (chat_template=..., or --chat-template FILE), or use generate."
         )
@@ -52,7 +47,7 @@ def check_keywords(
         fault = f"is neither a parameter of {function.__name__} nor"
     for name in keywords:
         if name not in template.traits.variables:
-            raise UnexpectedKeywordError(
+            raise errors.UnexpectedKeywordError(
                 f"{name!r} {fault} a variable of the chat template. {did_you_mean(name, names)}",
                 name,
             )
@@ -66,11 +61,11 @@ def checked_variables(chat_template_kwargs: Mapping[str, Any] | None) -> dict[st
     """
     variables = {} if chat_template_kwargs is None else chat_template_kwargs
     if not isinstance(variables, Mapping):
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"{chat_template_kwargs=} must be a dict of variables.", "chat_template_kwargs"
         )
     if clash := sorted(_NOT_VARIABLES & variables.keys()):
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"chat_template_kwargs cannot hold {', '.join(clash)}; give it as a parameter.",
             "chat_template_kwargs",
         )
@@ -100,7 +95,7 @@ def render_all(
     for index, messages in enumerate(conversations):
         try:
             texts.append(render(messages))
-        except (PromptError, ChatTemplateError) as error:
+        except (errors.PromptError, errors.ChatTemplateError) as error:
             if len(conversations) == 1:
                 raise
             raise type(error)(f"conversation {index}: {error}", error.parameter) from error
@@ -118,7 +113,7 @@ def as_conversations(messages: object) -> list[list[Message]]:
     if isinstance(messages, list | tuple) and messages:
         messages = [messages] if isinstance(as_mapping(messages[0]), Mapping) else messages
     if not isinstance(messages, list | tuple):
-        raise PromptError(
+        raise errors.PromptError(
             f"messages must be a list of messages, or of such lists, not {messages!r}."
         )
     return [_conversation(one) for one in messages]
@@ -126,11 +121,11 @@ def as_conversations(messages: object) -> list[list[Message]]:
 
 def _conversation(messages: object) -> list[Message]:
     if not isinstance(messages, list | tuple) or not messages:
-        raise PromptError(f"A conversation is {messages!r}; it must be a list of messages.")
+        raise errors.PromptError(f"A conversation is {messages!r}; it must be a list of messages.")
     conversation = [as_mapping(message) for message in messages]
     for message in conversation:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise PromptError(
+            raise errors.PromptError(
                 f"A message is {message!r}; it must be a dict like "
                 "{'role': 'user', 'content': 'Hello'}."
             )

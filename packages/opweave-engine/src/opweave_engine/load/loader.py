@@ -17,6 +17,7 @@ from opweave.config.compilation import current_compilation_config
 from opweave.config.engine import LoadFormat, ModelImpl
 from opweave.layers.linear_methods import LinearMethod
 from opweave.layers.parallel import ALONE, tensor_parallel
+from opweave_engine import models
 from opweave_engine.errors import CheckpointError, InvalidArgumentError, require
 from opweave_engine.load.checkpoint import (
     DTYPES,
@@ -44,25 +45,9 @@ from opweave_engine.load.quantized import (
     require_unquantized,
     without_quantization,
 )
-from opweave_engine.models import (
-    CausalLM,
-    CheckpointModel,
-    Encoder,
-    LanguageModel,
-    UnsupportedModelError,
-    WeightsError,
-    model_class,
-    supported_architectures,
-)
 from opweave_engine.models.causal_lm import HEAD
 from opweave_engine.models.config import Fields, warn_unread_rope_keys
-from opweave_engine.transformers.loading import (
-    check_transformers_ranks,
-    has_model,
-    is_available,
-    load_transformers_encoder,
-    load_transformers_model,
-)
+from opweave_engine.transformers import loading
 from opweave_engine.transformers.model import first_rank
 
 # Progress callbacks of the engine.
@@ -138,7 +123,7 @@ _TIED_KEY = "tie_word_embeddings"
 
 def untied(
     config: Mapping[str, Any],
-    planned: CheckpointModel,
+    planned: models.CheckpointModel,
     files: Iterable[TensorSource],
     dtype: torch.dtype,
 ) -> Mapping[str, Any]:
@@ -152,7 +137,7 @@ def untied(
         files: the checkpoint's, in which every tensor has the shape that *planned* needs.
         dtype: in which the model is loaded; differences that it rounds away do not count.
     """
-    if not (isinstance(planned, CausalLM) and planned.is_tied):
+    if not (isinstance(planned, models.CausalLM) and planned.is_tied):
         return config
     head, embedding = (_read(name, files, dtype) for name in (HEAD, planned.embedding_name))
     if head is None or embedding is None or torch.equal(head, embedding):
@@ -190,26 +175,26 @@ def uses_transformers(config: Mapping[str, Any], model_impl: ModelImpl) -> bool:
     architecture = named[0] if len(named) == 1 else ""
     if model_impl == "transformers":
         require("transformers", "transformers")
-        if not has_model(architecture, "causal_lm"):
-            raise UnsupportedModelError(
+        if not loading.has_model(architecture, "causal_lm"):
+            raise models.UnsupportedModelError(
                 f"model_impl='transformers', but transformers has no causal language model "
                 f"{', '.join(named) or 'without a name'}. Leave model_impl out."
             )
         return True
     try:
-        model_class(config)
+        models.model_class(config)
         if num_layers(config) <= MAX_LAYERS:
             with torch.device("meta"):
                 build(without_quantization(config), torch.float32)
-    except UnsupportedModelError as error:
-        if not is_available():
-            raise UnsupportedModelError(
+    except models.UnsupportedModelError as error:
+        if not loading.is_available():
+            raise models.UnsupportedModelError(
                 f"{str(error).removesuffix('.')}. With transformers, its causal language models "
                 "run, too: pip install 'opweave-engine[transformers]'."
             ) from error
-        if not has_model(architecture, "causal_lm"):
+        if not loading.has_model(architecture, "causal_lm"):
             raise
-        if architecture in supported_architectures():
+        if architecture in models.supported_architectures():
             _log.warning("transformers' code runs the model, because of opweave's: %s", error)
         return True
     return False
@@ -218,7 +203,7 @@ def uses_transformers(config: Mapping[str, Any], model_impl: ModelImpl) -> bool:
 # Loads models by transformers' code, with the checks that all checkpoints get.
 
 
-Model = TypeVar("Model", bound=CheckpointModel)
+Model = TypeVar("Model", bound=models.CheckpointModel)
 
 
 def load_by_transformers(
@@ -244,7 +229,7 @@ def load_by_transformers(
     """
     config = checkpoint.config()
     if checkpoint.gguf is not None:
-        raise UnsupportedModelError(
+        raise models.UnsupportedModelError(
             f"{checkpoint.path}: transformers' code does not run models from GGUF files; opweave's "
             "does. Leave model_impl out, or give a checkpoint directory."
         )
@@ -280,7 +265,7 @@ def load_model(
     model_impl: ModelImpl = "auto",
     seed: int = 0,
     progress: Progress | None = None,
-) -> CheckpointModel:
+) -> models.CheckpointModel:
     """Build the model in the directory *path* and load its weights.
 
     It is on torch's default device; inside a :func:`~opweave.layers.parallel.tensor_parallel`
@@ -312,7 +297,7 @@ def load_model(
     if uses_transformers(config, model_impl):
         random_seed = seed if load_format == "dummy" else None
         return load_by_transformers(
-            load_transformers_model, checkpoint, dtype, random_seed, progress
+            loading.load_transformers_model, checkpoint, dtype, random_seed, progress
         )
     warn_unread_rope_keys(config)
     weight_dtype = named_dtype(dtype, config)
@@ -339,7 +324,7 @@ def load_model(
         shapes = shapes_of(sources)
         with fit:
             planned = planned_model(config, len(shapes))
-            is_tied = isinstance(planned, CausalLM) and planned.is_tied
+            is_tied = isinstance(planned, models.CausalLM) and planned.is_tied
             checkpoint.check_index(shapes_of(files), optional=HEAD if is_tied else None)
             check_shapes(planned, {n: s for n, s in shapes.items() if not is_cache_scale(n)})
         weight_dtype = weight_dtype or dtype_of(sources)
@@ -368,21 +353,21 @@ def check_ranks(path: str | Path, size: int, model_impl: ModelImpl = "auto") -> 
     config = without_quantization(checkpoint.config())
     check_layers(config, MAX_LAYERS, "there can be")
     if uses_transformers(config, model_impl):
-        check_transformers_ranks(checkpoint.path, config, size)
+        loading.check_transformers_ranks(checkpoint.path, config, size)
         return
-    model_class(config)
+    models.model_class(config)
     with torch.device("meta"), tensor_parallel(first_rank(size)):
         build(config, torch.float32)
 
 
-def as_language_model(model: CheckpointModel) -> LanguageModel:
+def as_language_model(model: models.CheckpointModel) -> models.LanguageModel:
     """Return *model*, which predicts the next token.
 
     Raises:
         UnsupportedModelError: it does not.
     """
-    if not isinstance(model, LanguageModel):
-        raise UnsupportedModelError(
+    if not isinstance(model, models.LanguageModel):
+        raise models.UnsupportedModelError(
             f"{type(model).__name__} does not generate text: it is not a causal language "
             "model. opweave_engine.Embedder makes vectors with encoders of texts; "
             "opweave_engine.load_model loads any model, to be called as a module."
@@ -401,7 +386,7 @@ def check_dtype(dtype: str | torch.dtype) -> str:
     return dtype
 
 
-def planned_model(config: Mapping[str, Any], tensors: int) -> CheckpointModel:
+def planned_model(config: Mapping[str, Any], tensors: int) -> models.CheckpointModel:
     """Return the unsharded model without memory for its weights, to compare shapes with it.
 
     A sharded layer would also accept a tensor of its shard's size, so a wrong shape would pass.
@@ -411,7 +396,7 @@ def planned_model(config: Mapping[str, Any], tensors: int) -> CheckpointModel:
         return build(config, torch.float32)
 
 
-def check_shapes(planned: CheckpointModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(planned: models.CheckpointModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Load shapes alone, before memory is allocated: wrong sizes may ask for any amount of it."""
     with torch.device("meta"), tensor_parallel(ALONE), fit_errors():
         planned.load_weights((name, torch.empty(shape)) for name, shape in shapes.items())
@@ -422,7 +407,7 @@ def fit_errors() -> Iterator[None]:
     """Raise CheckpointError where tensors do not fit a model."""
     try:
         yield
-    except WeightsError as error:
+    except models.WeightsError as error:
         raise CheckpointError(str(error)) from error
 
 
@@ -457,9 +442,9 @@ def is_encoder(checkpoint: Checkpoint) -> bool:
     if checkpoint.json_list("modules.json") is not None:
         return True
     if (model := _own_class(config)) is not None:  # without a question to transformers
-        return issubclass(model, Encoder)
+        return issubclass(model, models.Encoder)
     named = Fields(config).texts("architectures")
-    return bool(named) and has_model(named[0], "base", "masked_lm", "sequence_classifier")
+    return bool(named) and loading.has_model(named[0], "base", "masked_lm", "sequence_classifier")
 
 
 def load_encoder(
@@ -468,7 +453,7 @@ def load_encoder(
     *,
     dtype: str | torch.dtype = "auto",
     progress: Progress | None = None,
-) -> Encoder:
+) -> models.Encoder:
     """Build the encoder of a checkpoint, and load its weights.
 
     Args:
@@ -481,7 +466,11 @@ def load_encoder(
     """
     dtype, values = check_dtype(dtype), checkpoint.config()
     model = _own_class(values)
-    if model is not None and issubclass(model, Encoder) and config.model_impl != "transformers":
+    if (
+        model is not None
+        and issubclass(model, models.Encoder)
+        and config.model_impl != "transformers"
+    ):
         loaded = load_model(
             checkpoint.path,
             dtype=dtype,
@@ -489,25 +478,25 @@ def load_encoder(
             seed=config.seed,
             progress=progress,
         )
-        assert isinstance(loaded, Encoder), f"{type(loaded)=} is registered as an encoder"
+        assert isinstance(loaded, models.Encoder), f"{type(loaded)=} is registered as an encoder"
         return loaded
     architectures = Fields(values).texts("architectures")
     if not is_encoder(checkpoint) or config.model_impl == "opweave":
-        raise UnsupportedModelError(
+        raise models.UnsupportedModelError(
             f"{', '.join(architectures) or 'The model'} is not an encoder, so it cannot make "
             "embeddings. opweave_engine.LLM runs language models."
         )
     # All checkpoints with modules.json make embeddings, also those that have a classifier's head.
     has_modules = checkpoint.json_list("modules.json") is not None
-    scores = not has_modules and has_model(architectures[0], "sequence_classifier")
-    load = partial(load_transformers_encoder, scores=scores)
+    scores = not has_modules and loading.has_model(architectures[0], "sequence_classifier")
+    load = partial(loading.load_transformers_encoder, scores=scores)
     random_seed = config.seed if config.load_format == "dummy" else None
     return load_by_transformers(load, checkpoint, dtype, random_seed, progress)
 
 
-def _own_class(config: Mapping[str, Any]) -> type[CheckpointModel] | None:
+def _own_class(config: Mapping[str, Any]) -> type[models.CheckpointModel] | None:
     """Return opweave's model of the architecture, or None."""
     try:
-        return model_class(config)
-    except UnsupportedModelError:
+        return models.model_class(config)
+    except models.UnsupportedModelError:
         return None

@@ -6,14 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opweave import ir
+from opweave import ir, layers
 from opweave.ir.torch_ops import opaque_op
-from opweave.layers import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-    get_rope,
-)
 from opweave.layers.attention import one_sequence
 from opweave_engine.models.config import AttentionConfig, max_positions
 from opweave_engine.models.forward_context import CachedRows, current_forward_context
@@ -46,8 +40,8 @@ class GatedMlp(nn.Module):
         super().__init__()
         options: dict[str, Any] = {"bias": bias, "params_dtype": dtype, "return_bias": False}
         sizes = [intermediate_size] * 2
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, sizes, **options)
-        self.down_proj = RowParallelLinear(
+        self.gate_up_proj = layers.MergedColumnParallelLinear(hidden_size, sizes, **options)
+        self.down_proj = layers.RowParallelLinear(
             intermediate_size, hidden_size, reduce_results=reduce_results, **options
         )
         self.activation = activation
@@ -226,18 +220,20 @@ class SelfAttention(nn.Module):
         self.head_dim = size
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         options: dict[str, Any] = {"params_dtype": dtype, "return_bias": False}
-        self.qkv_proj = QKVParallelLinear(hidden, size, heads, kv_heads, bias=qkv_bias, **options)
+        self.qkv_proj = layers.QKVParallelLinear(
+            hidden, size, heads, kv_heads, bias=qkv_bias, **options
+        )
         self.q_norm: nn.Module | None
         self.k_norm: nn.Module | None
         self.q_norm, self.k_norm = norms or (None, None)
         positions = config.max_position_embeddings
         longest = max_positions(rope, positions)
-        self.rotary_emb = get_rope(
+        self.rotary_emb = layers.get_rope(
             size, positions, rope_parameters=rope, dtype=dtype, max_model_len=longest
         )
         local_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.attention = Attention(layer, *local_heads, size, window, scale, soft_cap)
-        self.o_proj = RowParallelLinear(heads * size, hidden, bias=o_bias, **options)
+        self.o_proj = layers.RowParallelLinear(heads * size, hidden, bias=o_bias, **options)
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
         heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads

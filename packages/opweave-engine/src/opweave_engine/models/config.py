@@ -13,15 +13,8 @@ from torch import Tensor, nn
 
 from opweave.errors import shown
 from opweave.ir.errors import OpweaveError, UnknownError
-from opweave.layers import get_act_and_mul_fn, get_act_fn
+from opweave.layers import get_act_and_mul_fn, get_act_fn, rotary_scaling
 from opweave.layers.registry import LayerArgumentError
-from opweave.layers.rotary_scaling import (
-    LongRopeScaling,
-    RopeContext,
-    Scaling,
-    read_scaling,
-    sections,
-)
 
 # Errors of model configurations.
 
@@ -480,9 +473,9 @@ def read_rope(rope: Fields, theta: float, positions: int, *, outer: Fields) -> d
     try:
         scaling = _scaling(parameters, positions)
         rows = scaling.rows(positions)
-        pairs = len(scaling.factors) if isinstance(scaling, LongRopeScaling) else 1
+        pairs = len(scaling.factors) if isinstance(scaling, rotary_scaling.LongRopeScaling) else 1
         _ = scaling.frequencies(_PAIR_SIZE * pairs, theta) * scaling.magnitude
-        sections(parameters)
+        rotary_scaling.sections(parameters)
     except LayerArgumentError as error:
         raise InvalidConfigError(f"{rope.name}: {error}") from error
     except (ArithmeticError, ValueError) as error:
@@ -543,7 +536,7 @@ def max_positions(rope: Mapping[str, Any], positions: int) -> int:
     )
 
 
-def _scaling(rope: Mapping[str, Any], positions: int) -> Scaling:
+def _scaling(rope: Mapping[str, Any], positions: int) -> rotary_scaling.Scaling:
     # Within the original context length, "longrope" takes its short factors.
     longest = rope[_ORIGINAL_CONTEXT] if rope["rope_type"] == "longrope" else positions
-    return read_scaling(rope, RopeContext(positions, longest))
+    return rotary_scaling.read_scaling(rope, rotary_scaling.RopeContext(positions, longest))

@@ -12,20 +12,9 @@ import torch
 from torch import nn
 
 from opweave.layers import RMSNorm
+from opweave_engine.models import config as configs
 from opweave_engine.models.blocks import DecoderLayer, GatedMlp, SelfAttention
 from opweave_engine.models.causal_lm import PreNormLM
-from opweave_engine.models.config import (
-    SLIDING,
-    AttentionConfig,
-    Fields,
-    InvalidConfigError,
-    ModelConfig,
-    check_layer_types,
-    gated_activation,
-    key,
-    read_activation,
-    rope_parameters,
-)
 
 LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
 QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
@@ -59,7 +48,7 @@ _MAY_BE_BIASED = (LLAMA, QWEN3, QWEN3_MOE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig(AttentionConfig):
+class LlamaConfig(configs.AttentionConfig):
     """The configuration of a model of the Llama family: Llama, Mistral, Qwen2 or Qwen3.
 
     Differences between architectures are explicit fields.
@@ -80,14 +69,14 @@ class LlamaConfig(AttentionConfig):
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    hidden_act: str = key(read_activation, "silu")
+    hidden_act: str = configs.key(configs.read_activation, "silu")
 
     @classmethod
-    def from_fields(cls, fields: Fields) -> Self:
+    def from_fields(cls, fields: configs.Fields) -> Self:
         """Read the configuration; defaults of absent keys depend on the architecture."""
         named = fields.texts("architectures")
         if len(named) != 1:
-            raise InvalidConfigError(
+            raise configs.InvalidConfigError(
                 f"{fields.name} has 'architectures': {named}; it must name one of "
                 f"{', '.join(cls.architectures)}."
             )
@@ -100,7 +89,7 @@ class LlamaConfig(AttentionConfig):
             defaults,
             architecture=architecture,
             **_heads(fields, defaults),
-            rope=rope_parameters(fields, positions, defaults.get("rope_theta", 10000.0)),
+            rope=configs.rope_parameters(fields, positions, defaults.get("rope_theta", 10000.0)),
             windows=_windows(fields, architecture),
             qkv_bias=is_biased or architecture == QWEN2,
             o_bias=is_biased,
@@ -110,12 +99,12 @@ class LlamaConfig(AttentionConfig):
         )
 
     @classmethod
-    def _experts(cls, fields: Fields, architecture: str) -> dict[str, Any]:
+    def _experts(cls, fields: configs.Fields, architecture: str) -> dict[str, Any]:
         """Return the fields of a mixture of experts."""
         return {}
 
 
-def _heads(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, int]:
+def _heads(fields: configs.Fields, defaults: Mapping[str, Any]) -> dict[str, int]:
     """Read the number of key heads, by default that of query heads, and the size of a head.
 
     Raises:
@@ -129,20 +118,20 @@ def _heads(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, int]:
     head_dim = None if "head_dim" in fields.values else defaults.get("head_dim")
     if head_dim is None:
         if "head_dim" not in fields and hidden % heads:
-            raise InvalidConfigError(
+            raise configs.InvalidConfigError(
                 f"{fields.name} has no 'head_dim', and 'hidden_size' {hidden} is not a multiple of "
                 f"'num_attention_heads' {heads}."
             )
         head_dim = fields.count("head_dim", hidden // heads)
     fields.require_multiple("num_attention_heads", heads, shared, kv_heads)
     if head_dim % 2:
-        raise InvalidConfigError(
+        raise configs.InvalidConfigError(
             f"{fields.name}: the head size {head_dim} is odd; rotary embedding needs pairs."
         )
     return {shared: kv_heads, "head_dim": head_dim}
 
 
-def _windows(fields: Fields, architecture: str) -> tuple[int | None, ...]:
+def _windows(fields: configs.Fields, architecture: str) -> tuple[int | None, ...]:
     """Return the size of each layer's sliding window, or None."""
     layers = fields.size("num_hidden_layers", DEFAULTS[architecture].get("num_hidden_layers", 32))
     has_switch = architecture in (QWEN2, QWEN3, QWEN3_MOE)
@@ -158,8 +147,8 @@ def _windows(fields: Fields, architecture: str) -> tuple[int | None, ...]:
         if architecture in (QWEN2, QWEN3):
             full = fields.natural(name, None if fields.is_null(name) else 28)
         return tuple(window if layer >= full else None for layer in range(layers))
-    check_layer_types(fields, types, layers)
-    return tuple(window if kind == SLIDING else None for kind in types)
+    configs.check_layer_types(fields, types, layers)
+    return tuple(window if kind == configs.SLIDING else None for kind in types)
 
 
 class LlamaForCausalLM(PreNormLM[LlamaConfig]):
@@ -170,7 +159,7 @@ class LlamaForCausalLM(PreNormLM[LlamaConfig]):
         dtype: dtype of weights and activations.
     """
 
-    config_class: ClassVar[type[ModelConfig]] = LlamaConfig
+    config_class: ClassVar[type[configs.ModelConfig]] = LlamaConfig
 
     @classmethod
     def layer(cls, config: LlamaConfig, layer: int, dtype: torch.dtype) -> DecoderLayer:
@@ -190,6 +179,6 @@ class LlamaForCausalLM(PreNormLM[LlamaConfig]):
     @classmethod
     def mlp(cls, config: LlamaConfig, layer: int, dtype: torch.dtype) -> nn.Module:
         """Build the MLP of one layer."""
-        activation = gated_activation(config.hidden_act)
+        activation = configs.gated_activation(config.hidden_act)
         sizes = config.hidden_size, config.intermediate_size
         return GatedMlp(*sizes, activation, bias=config.mlp_bias, dtype=dtype)

@@ -12,12 +12,7 @@ import torch
 from opweave import transaction
 from opweave.plugins import load_general_plugins, resolve_obj_by_qualname
 from opweave.registration import Owner, current_owner
-from opweave_engine.models.config import (
-    DuplicateModelError,
-    Fields,
-    InvalidConfigError,
-    InvalidModelError,
-)
+from opweave_engine.models import config as configs
 from opweave_engine.models.weights import CheckpointModel
 
 Model = type[CheckpointModel]
@@ -53,11 +48,11 @@ class ModelEntry:
             try:
                 model = resolve_obj_by_qualname(self.model)
             except ImportError as error:
-                raise InvalidModelError(
+                raise configs.InvalidModelError(
                     f"the model of {self.architecture}, {self}, cannot be imported: {error}"
                 ) from error
         if not (isinstance(model, type) and issubclass(model, CheckpointModel)):
-            raise InvalidModelError(
+            raise configs.InvalidModelError(
                 f"the model of {self.architecture}, {self}, is {model!r}; it must be a class that "
                 "derives from opweave_engine.models.CheckpointModel, such as a CausalLM."
             )
@@ -85,7 +80,7 @@ def register_model(architecture: str, model: str | Model) -> None:
     if architecture not in _models:
         transaction.enter(f"model {architecture}", _models, architecture, entry)
     elif _models[architecture] != entry:  # a plugin may be loaded twice
-        raise DuplicateModelError(
+        raise configs.DuplicateModelError(
             f"{architecture} has a model already: {_models[architecture]}; so {entry} cannot be "
             "it. Install one of the two only, or give one another architecture."
         )
@@ -106,10 +101,10 @@ def model_class(config: Mapping[str, Any]) -> Model:
         PluginError: a plugin that might provide the model failed to load.
     """
     load_general_plugins()
-    fields = Fields(config)
+    fields = configs.Fields(config)
     named = fields.texts("architectures")
     if not named:
-        raise InvalidConfigError(
+        raise configs.InvalidConfigError(
             f"{fields.name} lacks 'architectures', a list with the model's name. Supported: "
             f"{', '.join(supported_architectures())}."
         )

@@ -22,15 +22,9 @@ from opweave import platforms
 from opweave.config import EngineConfig, ParallelConfig, environment
 from opweave.ir.errors import OpweaveError, described
 from opweave.packages import PROJECT
+from opweave_engine import errors
 from opweave_engine.async_engine import engine_class
 from opweave_engine.client import EngineClient
-from opweave_engine.errors import (
-    EngineDeadError,
-    EngineError,
-    InvalidArgumentError,
-    ReplicaFailedError,
-    require,
-)
 from opweave_engine.load.checkpoint import Progress
 from opweave_engine.metrics import EngineStats
 from opweave_engine.outputs import EmbeddingOutput, PoolingParams, RequestOutput
@@ -134,7 +128,7 @@ class ReplicaReport:
 
 
 Method = Literal["start", "submit", "abort", "stop"]
-News = ReplicaLocation | ReplicaReport | ReplicaFailedError
+News = ReplicaLocation | ReplicaReport | errors.ReplicaFailedError
 
 
 class ReplicaGroup(Protocol):
@@ -202,7 +196,9 @@ class Replica:
     async def submit(self, submission: Submission) -> None:
         """Run a request."""
         if self._engine is None:  # it was sent to the previous replica of this number
-            gone = EngineDeadError("The replica died before it received the request. Retry it.")
+            gone = errors.EngineDeadError(
+                "The replica died before it received the request. Retry it."
+            )
             self._refuse(submission.request_id, gone)
             return
         task = asyncio.create_task(self._answer(self._engine, submission))
@@ -272,7 +268,7 @@ class Replica:
                 self._others.append(await engine.embed(submission.prompt, params, request_id=name))
                 self._news.set()
         except asyncio.CancelledError:  # an encoder cancels an aborted request
-            self._refuse(name, EngineError("The request was aborted."))
+            self._refuse(name, errors.EngineError("The request was aborted."))
         except Exception as error:  # the engine must receive any error
             self._refuse(name, error)
         finally:
@@ -322,7 +318,7 @@ def portable(error: BaseException) -> Exception:
         copy = None
     if isinstance(copy, Exception) and repr(copy) == repr(error):
         return copy
-    return EngineError(described(error))
+    return errors.EngineError(described(error))
 
 
 # Placement: divides the resources of a cluster between replicas.
@@ -360,7 +356,7 @@ def replica_resources(
             return share
     needed = ", ".join(f"{count} {name}" for name, count in needs.items())
     present = "; ".join(", ".join(f"{node.get(n, 0):g} {n}" for n in needs) for node in nodes)
-    raise InvalidArgumentError(
+    raise errors.InvalidArgumentError(
         f"data_parallel_size={replicas}: each replica needs {needed} on one machine, but Ray's "
         f"machines have: {present or 'nothing'}. Lower data_parallel_size or "
         "tensor_parallel_size, or add machines to the cluster."
@@ -396,7 +392,7 @@ class RayReplica(Replica):
 
     async def place(self) -> ReplicaLocation:
         """Return the replica's process."""
-        return ReplicaLocation(require("ray", "ray").util.get_node_ip_address(), os.getpid())
+        return ReplicaLocation(errors.require("ray", "ray").util.get_node_ip_address(), os.getpid())
 
 
 class RayGroup:
@@ -416,12 +412,12 @@ class RayGroup:
 
     def __init__(self, config: ParallelConfig) -> None:
         if Launch.from_environment() is not None:
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"data_parallel_size={config.data_parallel_size}, but several processes were "
                 "launched (WORLD_SIZE), as torchrun does. Ray starts the replicas and their ranks: "
                 "run one process, or leave data_parallel_size out."
             )
-        self._ray = require("ray", "ray")
+        self._ray = errors.require("ray", "ray")
         self._is_own = not self._ray.is_initialized()
         if self._is_own:
             _initialize(self._ray, config)
@@ -452,7 +448,7 @@ class RayGroup:
     def renew(self, replica: int) -> None:
         here = self._ray.get_runtime_context().get_node_id()
         if not any(node["Alive"] for node in self._ray.nodes() if node["NodeID"] == here):
-            raise ReplicaFailedError("Ray does not run on the server's machine any more.")
+            raise errors.ReplicaFailedError("Ray does not run on the server's machine any more.")
         self._actors[replica] = self._new(replica)
 
     def kill(self, replica: int) -> None:
@@ -480,7 +476,7 @@ class RayGroup:
         try:
             news: News = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
-            failure = ReplicaFailedError(f"replica {replica} died: {_reason(error)}.")
+            failure = errors.ReplicaFailedError(f"replica {replica} died: {_reason(error)}.")
             failure.__cause__ = error
             return replica, failure
         self._waiting[self._actors[replica].report.remote()] = replica
@@ -517,7 +513,7 @@ def _initialize(ray: Any, config: ParallelConfig) -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
         first = str(error).strip().partition("\n")[0].rstrip(".")
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"Ray cannot be used at {address!r}: {first}. A cluster is started with ray start "
             "--head, and its address given with data_parallel_address or RAY_ADDRESS."
         ) from error

@@ -17,13 +17,7 @@ from opweave.ir.errors import OpweaveError, described
 from opweave.plugins import resolve_obj_by_qualname
 from opweave_engine import ChatTemplate, EngineClient
 from opweave_engine.prompts import IOProcessor
-from opweave_engine.server.errors import (
-    ServerError,
-    api_error,
-    body_error,
-    http_error,
-    validation_error,
-)
+from opweave_engine.server import errors
 from opweave_engine.server.metrics import Metrics
 from opweave_engine.server.middleware import (
     ApiKey,
@@ -71,7 +65,7 @@ def add_router(name: str, factory: RouterFactory | str) -> None:
     routers.add(name, factory)
 
 
-class PluginRouteError(ServerError):
+class PluginRouteError(errors.ServerError):
     """A plugin's HTTP routes cannot be attached."""
 
 
@@ -209,15 +203,15 @@ def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
 
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return error_response(validation_error(error, request.headers.get("content-type", "")))
+    return error_response(errors.validation_error(error, request.headers.get("content-type", "")))
 
 
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.status_code == 400 and (malformed := body_error(error.__cause__)) is not None:
+    if error.status_code == 400 and (malformed := errors.body_error(error.__cause__)) is not None:
         return error_response(malformed)
-    return error_response(http_error(error.status_code, str(error.detail), error.headers))
+    return error_response(errors.http_error(error.status_code, str(error.detail), error.headers))
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return error_response(api_error(error, request))
+    return error_response(errors.api_error(error, request))

@@ -8,14 +8,8 @@ from http import HTTPStatus
 from fastapi.exceptions import RequestValidationError
 from starlette.requests import Request
 
+import opweave_engine
 from opweave.ir.errors import OpweaveError
-from opweave_engine import (
-    EngineDeadError,
-    EngineError,
-    GrammarQueueFullError,
-    NonFiniteLogitsError,
-    TokenizerError,
-)
 
 _log = logging.getLogger(__name__)
 
@@ -127,7 +121,7 @@ def api_error(error: Exception, request: Request) -> ApiError:
     """
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, EngineDeadError):
+    if isinstance(error, opweave_engine.EngineDeadError):
         server = request.app.state.server
         if server.admission.is_closed and server.engine.dead_with is None:
             return shutting_down()
@@ -152,17 +146,17 @@ def api_error(error: Exception, request: Request) -> ApiError:
 
 def engine_error(error: Exception) -> ApiError | None:
     """Return the error response for an engine error about this request, or None."""
-    if isinstance(error, EngineError) and isinstance(error, ValueError):
+    if isinstance(error, opweave_engine.EngineError) and isinstance(error, ValueError):
         return ApiError(str(error), param=getattr(error, "parameter", None))
-    if isinstance(error, TokenizerError):
+    if isinstance(error, opweave_engine.TokenizerError):
         return ApiError(
             "The server has no tokenizer, since the model's directory has none: send token ids "
             "instead of text.",
             code="no_tokenizer",
         )
-    if isinstance(error, GrammarQueueFullError):
+    if isinstance(error, opweave_engine.GrammarQueueFullError):
         return ApiError(str(error), status=429, code="queue_full", headers=RETRY)
-    if isinstance(error, NonFiniteLogitsError):
+    if isinstance(error, opweave_engine.NonFiniteLogitsError):
         return ApiError(str(error), status=500, code="non_finite_logits")
     return None
 

@@ -22,17 +22,9 @@ from opweave_engine import (
 )
 from opweave_engine.prompts import DictPrompt
 from opweave_engine.request import OutputAccumulator, merge_deltas
+from opweave_engine.server import output_parser
 from opweave_engine.server.disconnect import close, merge_streams
 from opweave_engine.server.errors import ApiError, shutting_down
-from opweave_engine.server.output_parser import (
-    BEGIN,
-    END,
-    AnswerParser,
-    CallFormat,
-    OutputStyle,
-    answer_grammar,
-    is_thinking,
-)
 from opweave_engine.server.prompts import Prompt, Reading, check_context, read_prompts, render
 from opweave_engine.server.protocol.chat import ChatRequest
 from opweave_engine.server.protocol.sampling import ToolUse, form_error
@@ -176,7 +168,7 @@ class AnswerPlan:
         form_field: the request field that constrains the form of the output.
     """
 
-    style: OutputStyle
+    style: output_parser.OutputStyle
     use: ToolUse
     prompt: str
     form_field: str
@@ -191,27 +183,27 @@ class AnswerPlan:
             )
 
     @property
-    def calls(self) -> type[CallFormat] | None:
+    def calls(self) -> type[output_parser.CallFormat] | None:
         """The format of tool calls, if the model may call a function."""
         return self.style.calls if self.use.tools else None
 
     @property
     def has_reasoning(self) -> bool:
         """Whether the output may begin with reasoning, which the prompt has not ended."""
-        return self.style.has_reasoning and not self.prompt.rstrip().endswith(END)
+        return self.style.has_reasoning and not self.prompt.rstrip().endswith(output_parser.END)
 
     @property
     def source_field(self) -> str:
         """The field of the request that the constraint comes from."""
         return self.form_field if self.use.required is None else "tools"
 
-    def parser(self) -> AnswerParser:
+    def parser(self) -> output_parser.AnswerParser:
         """Return a parser for one output."""
-        return AnswerParser(
+        return output_parser.AnswerParser(
             self.calls,
             names=self.use.names,
             has_reasoning=self.has_reasoning,
-            is_thinking=self.has_reasoning and is_thinking(self.prompt),
+            is_thinking=self.has_reasoning and output_parser.is_thinking(self.prompt),
             is_parallel=self.use.is_parallel,
         )
 
@@ -229,9 +221,9 @@ class AnswerPlan:
             return params
         reasoning = None
         if self.has_reasoning:
-            reasoning = "inside" if is_thinking(self.prompt) else "may"
+            reasoning = "inside" if output_parser.is_thinking(self.prompt) else "may"
         try:
-            grammar = answer_grammar(
+            grammar = output_parser.answer_grammar(
                 layout=self.calls.layout(self.style.template) if self.calls and functions else None,
                 functions=functions or (),
                 is_parallel=self.use.is_parallel,
@@ -245,7 +237,7 @@ class AnswerPlan:
 
     def _special_tokens(self, tokenizer: Tokenizer) -> Mapping[str, int]:
         markers = {*(self.calls.markers if self.calls else ())}
-        markers |= {BEGIN, END} if self.has_reasoning else set()
+        markers |= {output_parser.BEGIN, output_parser.END} if self.has_reasoning else set()
         named = {tokenizer.token(token): token for token in tokenizer.special_ids if markers}
         return {name: token for name, token in named.items() if name in markers}
 

@@ -18,15 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opweave.config.child_process import ChildWorker, ending
+from opweave_engine import errors
 from opweave_engine.daemon_threads import DaemonThreads
-from opweave_engine.errors import (
-    EngineDeadError,
-    EngineError,
-    GrammarQueueFullError,
-    SamplingParamsError,
-    TokenizerError,
-    require,
-)
 from opweave_engine.sampling.params import SamplingParams
 from opweave_engine.structured import grammar_worker
 from opweave_engine.structured.grammar_worker import Vocabulary, native_matcher, native_vocabulary
@@ -59,8 +52,8 @@ def vocabulary_arguments(
         MissingDependencyError: llguidance is not installed.
     """
     if isinstance(tokenizer, AbsentTokenizer):
-        raise TokenizerError("the checkpoint has no tokenizer.json.")
-    backend = require("tokenizers").Tokenizer.from_str(tokenizer.to_json())
+        raise errors.TokenizerError("the checkpoint has no tokenizer.json.")
+    backend = errors.require("tokenizers").Tokenizer.from_str(tokenizer.to_json())
     eos = list(eos_token_ids)
     if not eos:
         backend.add_special_tokens([_END_TOKEN])
@@ -74,7 +67,7 @@ def vocabulary_arguments(
 def _bytes_of_all(tokenizer: Tokenizer, backend: Any, size: int) -> list[bytes]:
     """Return the bytes of each token; none where there is no such token."""
     try:
-        native = require("llguidance").LLTokenizer(backend.to_str(), slices=[])
+        native = errors.require("llguidance").LLTokenizer(backend.to_str(), slices=[])
     except ValueError:  # a decoder that llguidance does not know
         return [
             b"" if backend.id_to_token(token) is None else tokenizer.bytes_of(token) or b""
@@ -113,7 +106,7 @@ class GrammarProcess(ChildWorker):
 
     def start_error(self, code: int) -> Exception:
         self.check_open()
-        return EngineError(f"the process that compiles grammars ended with {ending(code)}.")
+        return errors.EngineError(f"the process that compiles grammars ended with {ending(code)}.")
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run *job* in the thread, after those submitted before."""
@@ -127,7 +120,7 @@ class GrammarProcess(ChildWorker):
     def check_open(self) -> None:
         """Raise EngineDeadError if :meth:`close` was called."""
         if self._is_closed:
-            raise EngineDeadError("The engine is shut down, and compiles no grammars.")
+            raise errors.EngineDeadError("The engine is shut down, and compiles no grammars.")
 
     def check(self, vocabulary: VocabularyArguments, grammar: str) -> int:
         """Compile *grammar* in the process, and compute its first mask; only a job may call this.
@@ -228,7 +221,7 @@ class GrammarState:
     def __init__(self, grammar: _Compiled, mask: TokenMask, *, ignore_eos: bool) -> None:
         self.grammar, self.matcher = grammar, grammar.matcher.deep_copy()
         self.mask, self.ignore_eos = mask, ignore_eos
-        self.error: SamplingParamsError | None = None
+        self.error: errors.SamplingParamsError | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -321,7 +314,9 @@ class GrammarCompiler:
         for (state, _), words in zip(pairs, masks, strict=True):
             if state.matcher.is_error():
                 why = _one_line(state.matcher.get_error())
-                state.error = SamplingParamsError(f"{NAME}: the answer cannot go on: {why}", NAME)
+                state.error = errors.SamplingParamsError(
+                    f"{NAME}: the answer cannot go on: {why}", NAME
+                )
             else:
                 state.mask = TokenMask.of(words, self._eos_bits, ignore_eos=state.ignore_eos)
 
@@ -357,7 +352,7 @@ class GrammarCompiler:
         if (compiled := self._cached(text)) is not None:
             return compiled
         if time.monotonic() - submitted > _MAX_WAITING_SECONDS:
-            raise GrammarQueueFullError(
+            raise errors.GrammarQueueFullError(
                 f"The grammar waited for {_MAX_WAITING_SECONDS:g} s, because others take long to "
                 "compile. Try again later."
             )
@@ -407,7 +402,7 @@ class GrammarCompiler:
                 if not self._compiled and size <= _SMALL_BYTES:
                     return
                 if not self._compiled:
-                    raise GrammarQueueFullError(
+                    raise errors.GrammarQueueFullError(
                         f"The grammars of unfinished answers take {held / 2**20:.0f} MiB, and this "
                         f"one {size / 2**20:.0f} MiB, of at most {_HELD_BYTES / 2**20:.0f} MiB. "
                         "Try again later."
@@ -422,12 +417,12 @@ class GrammarCompiler:
     def _vocabulary_arguments(self) -> VocabularyArguments:
         try:
             return vocabulary_arguments(self._tokenizer, self._vocab_size, self._eos_token_ids)
-        except TokenizerError as error:
-            raise SamplingParamsError(f"{NAME} needs a tokenizer: {error}", NAME) from error
+        except errors.TokenizerError as error:
+            raise errors.SamplingParamsError(f"{NAME} needs a tokenizer: {error}", NAME) from error
 
     @cached_property
     def _executor(self) -> Any:
-        return require("llguidance").LLExecutor()
+        return errors.require("llguidance").LLExecutor()
 
     @cached_property
     def _eos_bits(self) -> NDArray[np.uint8]:
@@ -448,9 +443,9 @@ def _text(params: StructuredOutputsParams) -> str:
         raise _error(params, str(error)) from error
 
 
-def _error(params: StructuredOutputsParams, why: str) -> SamplingParamsError:
+def _error(params: StructuredOutputsParams, why: str) -> errors.SamplingParamsError:
     kind = {"json": "JSON schema", "json_object": "JSON schema"}.get(params.kind, params.kind)
-    return SamplingParamsError(f"{NAME}: cannot compile the {kind}: {_one_line(why)}", NAME)
+    return errors.SamplingParamsError(f"{NAME}: cannot compile the {kind}: {_one_line(why)}", NAME)
 
 
 def _one_line(text: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opweave.registration import bound
 from opweave_engine.models.blocks import Attention
 
 # Errors of the transformers backend.
@@ -101,11 +102,8 @@ _recorder: ContextVar[AttentionRecorder | None] = ContextVar("opweave_recorder",
 def recording() -> Iterator[AttentionRecorder]:
     """Record the attention layers of the model that runs inside the block."""
     recorder = AttentionRecorder()
-    token = _recorder.set(recorder)
-    try:
+    with bound(_recorder, recorder):
         yield recorder
-    finally:
-        _recorder.reset(token)
 
 
 def install(model: Any) -> None:

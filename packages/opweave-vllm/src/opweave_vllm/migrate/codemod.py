@@ -305,11 +305,10 @@ def _with_imports(body: Sequence[Statement], lines: Sequence[str]) -> list[State
         [] if _bindings(line) <= present else [trees.statement(line)] for line in lines
     ]
     imports = [*body[start:end], *(node for nodes in others for node in nodes)]
-    if future:  # blank lines around it
-        imports = [trees.spaced(node, 1) if i == 0 else node for i, node in enumerate(imports)]
-        future = [trees.spaced(future[0], 1)] if start else future
-    elif start == end and start:
-        imports = [trees.spaced(node, 1) if i == 0 else node for i, node in enumerate(imports)]
+    if imports and (future or start == end == 1):  # a blank line before the first
+        imports[0] = trees.spaced(imports[0], 1)
+    if start:
+        future = [trees.spaced(node, 1) for node in future]
     return [*body[:start], *future, *imports, *body[end:]]
 
 

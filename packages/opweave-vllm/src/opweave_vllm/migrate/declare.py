@@ -227,7 +227,7 @@ def source_text(annotation: object) -> str:
 
 def attribute_type(name: str, layer: LayerClass) -> str | None:
     """Return the type of ``self.name`` by its annotation or its values, or None if ambiguous."""
-    return layer.annotations.get(name) or _joined(_Values(layer).of_attribute(name))
+    return _Values(layer).attribute_type(name)
 
 
 def guessed_type(name: str, layer: LayerClass) -> str:
@@ -274,9 +274,13 @@ class _Values:
         if name in self.open:
             return {None}
         self.open.add(name)
-        types = {self.type(value) for value in self.layer.attributes[name]}
+        types = {self.type(value) for value in self.layer.attributes.get(name, ())}
         self.open.remove(name)
         return types
+
+    def attribute_type(self, name: str) -> str | None:
+        """Return the type of ``self.name``, or None if it is ambiguous."""
+        return self.layer.annotations.get(name) or _joined(self.of_attribute(name))
 
     def type(self, value: ast.expr) -> str | None:
         """Return the type of an expression, or None if it is unknown."""
@@ -299,10 +303,7 @@ class _Values:
                 return self._returned(value)
             case ast.Subscript():  # x.shape[0]
                 return "int" if trees.last_name(value.value) == "shape" else None
-        name = trees.attribute_of_self(value)
-        if name not in self.layer.attributes:
-            return self.layer.annotations.get(name)
-        return self.layer.annotations.get(name) or _joined(self.of_attribute(name))
+        return self.attribute_type(trees.attribute_of_self(value))
 
     def _result(self, value: ast.BinOp) -> str | None:
         sides = {self.type(value.left), self.type(value.right)}

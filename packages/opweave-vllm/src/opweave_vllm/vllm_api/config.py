@@ -17,6 +17,7 @@ from opweave.config import (
 from opweave.config.values import read_object
 from opweave.ir import IrOpPriorityConfig, priority
 from opweave.ir.errors import SettingError
+from opweave.registration import bound
 
 __all__ = [
     "CacheConfig", "CompilationConfig", "CompilationMode", "IrOpPriorityConfig", "KernelConfig",
@@ -103,12 +104,9 @@ def set_current_vllm_config(vllm_config: EngineConfig) -> Iterator[None]:
         UnknownOpError, UnknownProviderError: an op or provider in it is not registered.
     """
     priorities = vllm_config.kernel_config.ir_op_priority
-    with compilation_config(vllm_config.compilation), priority(priorities):
-        token = _current.set(vllm_config)
-        try:
-            yield
-        finally:
-            _current.reset(token)
+    compilation = compilation_config(vllm_config.compilation)
+    with compilation, priority(priorities), bound(_current, vllm_config):
+        yield
 
 
 def get_current_vllm_config() -> EngineConfig:

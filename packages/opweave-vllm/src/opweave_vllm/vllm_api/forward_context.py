@@ -1,11 +1,12 @@
 """The context of a forward pass, which opaque ops and attention layers read."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from opweave.registration import bound
 from opweave_vllm.vllm_api.config import VllmConfig
 
 __all__ = [
@@ -55,14 +56,11 @@ def get_forward_context() -> ForwardContext:
     return context
 
 
-@contextmanager
-def override_forward_context(forward_context: ForwardContext | None) -> Iterator[None]:
+def override_forward_context(
+    forward_context: ForwardContext | None,
+) -> AbstractContextManager[None]:
     """Use this context inside the block, in this thread or asyncio task only."""
-    token = _current.set(forward_context)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return bound(_current, forward_context)
 
 
 @contextmanager

@@ -18,18 +18,7 @@ from torch.fx import Graph, Node
 from torch.nn import functional
 
 from opweave.compile import compat
-from opweave.compile.graph import (
-    GraphInfo,
-    IrCall,
-    annotate,
-    computed_fake,
-    fake_of,
-    ir_call,
-    is_op,
-    kind,
-    source_line,
-    substitute,
-)
+from opweave.compile import graph as graphs
 from opweave.compile.match import WHOLE, Match, NoMatchError, Pattern, derivation, find
 from opweave.compile.passes import donated_nodes
 from opweave.compile.plan import Context
@@ -74,8 +63,8 @@ def replace_matches(
     """
     by_kind: dict[object, list[Pattern]] = {}
     for pattern in patterns:
-        by_kind.setdefault(kind(pattern.anchor), []).append(pattern)
-    chances = [(node, p) for node in reversed(nodes) for p in by_kind.get(kind(node), ())]
+        by_kind.setdefault(graphs.kind(pattern.anchor), []).append(pattern)
+    chances = [(node, p) for node in reversed(nodes) for p in by_kind.get(graphs.kind(node), ())]
     used: set[Node] = set()
     parts: set[tuple[IrOp, Node]] = set()
     inside: set[Node] = set()
@@ -114,7 +103,9 @@ def nearest(
         if nearness(miss) > (nearness(other) if other else above):
             best[key(miss)] = miss
     return [
-        MatchReport(pattern.op.name, anchor.name, "rejected", error.reason, source_line(anchor))
+        MatchReport(
+            pattern.op.name, anchor.name, "rejected", error.reason, graphs.source_line(anchor)
+        )
         for pattern, anchor, error in best.values()
     ]
 
@@ -125,7 +116,7 @@ def form_op(
     outcome: str,
     reports: list[MatchReport],
     function: Function | None = None,
-) -> tuple[IrCall, list[str]]:
+) -> tuple[graphs.IrCall, list[str]]:
     """Replace a match with a call of its op, or of *function*, which calls the op.
 
     Adds the *outcome* to *reports*, and returns the call and the names of the replaced nodes.
@@ -135,7 +126,7 @@ def form_op(
     """
     op, inner = match.pattern.op, match.inner
     anchor, names = inner[-1], [node.name for node in inner]
-    whole = IrCall(anchor, op, match.values, (), ())
+    whole = graphs.IrCall(anchor, op, match.values, (), ())
     trace = context.tracer.trace(op.impls[NATIVE], whole.fakes, function or op)
     if trace.failure:
         raise NoMatchError(trace.failure, WHOLE)
@@ -145,12 +136,12 @@ def form_op(
     with anchor.graph.inserting_before(anchor):
         for old, new in zip(match.outputs(), outputs, strict=True):
             if old is not None:
-                substitute(old, _reshaped(anchor.graph, new, fake_of(old).shape))
+                graphs.substitute(old, _reshaped(anchor.graph, new, graphs.fake_of(old).shape))
     _erase(inner)
     node = outputs[0]
-    while (call := ir_call(node)) is None:  # a part of the result, or a view of it
+    while (call := graphs.ir_call(node)) is None:  # a part of the result, or a view of it
         node = node.all_input_nodes[0]
-    reason, source = ", ".join(names), source_line(node)
+    reason, source = ", ".join(names), graphs.source_line(node)
     reports.append(MatchReport(op.name, node.name, outcome, reason, source))
     context.notes.append(f"{op.name} from {reason} ({source})")
     return call, names
@@ -166,7 +157,7 @@ def has_kernel(op: IrOp, context: Context) -> bool:
     return False
 
 
-def _check_kernel(call: IrCall, context: Context) -> None:
+def _check_kernel(call: graphs.IrCall, context: Context) -> None:
     """Raise NoMatchError unless an implementation other than native would run *call*."""
     try:
         selection = context.plan.select(call)
@@ -179,18 +170,18 @@ def _check_kernel(call: IrCall, context: Context) -> None:
 
 def _reshaped(graph: Graph, node: Node, shape: torch.Size) -> Node:
     """Return *node*, reshaped if its users expect another shape."""
-    fake = fake_of(node)
+    fake = graphs.fake_of(node)
     if fake.shape == shape:
         return node
     view = graph.call_function(torch.ops.aten.reshape.default, (node, list(shape)))
-    view.meta["val"] = computed_fake(view, compat.fake_mode_of([fake]))
+    view.meta["val"] = graphs.computed_fake(view, compat.fake_mode_of([fake]))
     return view
 
 
 def _erase(nodes: list[Node]) -> None:
     """Erase the replaced nodes; dead code elimination would keep collectives."""
     for node in dict.fromkeys(reversed(nodes)):  # ops of a match may share a node
-        for user in [u for u in node.users if not is_op(u) and not u.users]:
+        for user in [u for u in node.users if not graphs.is_op(u) and not u.users]:
             user.graph.erase_node(user)
         if not node.users:
             node.graph.erase_node(node)
@@ -199,7 +190,7 @@ def _erase(nodes: list[Node]) -> None:
 # Fusion.
 
 
-def fuse(info: GraphInfo, context: Context) -> None:
+def fuse(info: graphs.GraphInfo, context: Context) -> None:
     """Replace every chain of ops for which a composite with a kernel exists."""
     patterns = [pattern for op in _composites(info, context) for pattern in derivation(op).patterns]
 
@@ -208,7 +199,7 @@ def fuse(info: GraphInfo, context: Context) -> None:
         donate = _donations(match)
         call, names = form_op(match, context, "fused", context.report.fusions)
         if donate:
-            annotate(call, donate=donate)
+            graphs.annotate(call, donate=donate)
         context.fused_from[call.node.name] = names
 
     misses = replace_matches(info.nodes, patterns, replace, context)
@@ -258,7 +249,7 @@ def _op_names(pattern: Pattern) -> tuple[str, ...]:
     return tuple(calls[n].op.name if n in calls else str(n.target) for n in pattern.info.ops)
 
 
-def _composites(info: GraphInfo, context: Context) -> list[IrOp]:
+def _composites(info: graphs.GraphInfo, context: Context) -> list[IrOp]:
     """Return the composites that may be selected and whose ops are all in the graph."""
     present = {call.op for call in info.calls.values()}
     composites = []
@@ -282,7 +273,7 @@ def _parts_are(present: set[IrOp], op: IrOp) -> bool:
 
 def _check_parts(match: Match, context: Context) -> None:
     """Raise NoMatchError if a part of the match must run a certain implementation."""
-    for call in filter(None, map(ir_call, match.inner)):
+    for call in filter(None, map(graphs.ir_call, match.inner)):
         name = call.op.name
         if call.call_site:
             raise NoMatchError(f"the call of {name} sets its own priority", WHOLE)
@@ -295,6 +286,6 @@ def _check_parts(match: Match, context: Context) -> None:
 
 def _donations(match: Match) -> list[int]:
     """Return the parameters of the composite that were donated to its parts."""
-    calls = filter(None, map(ir_call, match.inner))
+    calls = filter(None, map(graphs.ir_call, match.inner))
     donated = {node for call in calls for node in donated_nodes(call)}
     return [i for i in match.pattern.op.activation_indices if match.values[i] in donated]

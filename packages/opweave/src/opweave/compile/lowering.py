@@ -11,17 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from opweave.compile import compat
-from opweave.compile.graph import (
-    GraphInfo,
-    IrCall,
-    annotate,
-    fake_of,
-    ir_call,
-    overlap,
-    replace,
-    tensors_of,
-)
+from opweave.compile import compat, graph
 from opweave.compile.options import CompileError, logger
 from opweave.compile.plan import Context
 from opweave.compile.report import Reuse
@@ -40,7 +30,7 @@ _KEPT = "opweave_kept"
 MAX_DEPTH = 16  # of implementations that call other ops; more than three are unusual
 
 
-def lower_functional(info: GraphInfo, context: Context) -> None:
+def lower_functional(info: graph.GraphInfo, context: Context) -> None:
     """Inline every functional implementation, including those of ops that it calls.
 
     Raises:
@@ -50,8 +40,10 @@ def lower_functional(info: GraphInfo, context: Context) -> None:
 
 
 def _lower_calls(
-    info: GraphInfo, context: Context, lower: Callable[[IrCall, GraphInfo, Context], bool]
-) -> GraphInfo:
+    info: graph.GraphInfo,
+    context: Context,
+    lower: Callable[[graph.IrCall, graph.GraphInfo, Context], bool],
+) -> graph.GraphInfo:
     """Lower the calls of ops, then those in the inlined implementations; return the final state.
 
     Args:
@@ -68,7 +60,7 @@ def _lower_calls(
         if not calls:
             return info
         for node in [call.node for call in calls]:
-            call = ir_call(node)  # again, because its arguments may have been replaced
+            call = graph.ir_call(node)  # again, because its arguments may have been replaced
             if call and not lower(call, info, context):
                 left.add(node)
         info = info.current()  # the calls in inlined implementations come next
@@ -80,7 +72,7 @@ def _lower_calls(
     )
 
 
-def _lower_functional(call: IrCall, info: GraphInfo, context: Context) -> bool:
+def _lower_functional(call: graph.IrCall, info: graph.GraphInfo, context: Context) -> bool:
     selection = context.plan.select(call)
     if selection.impl.inplace:
         return False
@@ -89,22 +81,22 @@ def _lower_functional(call: IrCall, info: GraphInfo, context: Context) -> bool:
         return False
     check_outputs(call, selection, trace)
     context.describe(call, selection, "lower functional")
-    replace(call, inline(info.graph, trace, call.node, arguments(call)))
+    graph.replace(call, inline(info.graph, trace, call.node, arguments(call)))
     return True
 
 
-def is_kept(call: IrCall) -> bool:
+def is_kept(call: graph.IrCall) -> bool:
     """Return whether *call* was left as a call of the torch op that runs the selected kernel."""
     return _KEPT in call.node.meta
 
 
-def check_outputs(call: IrCall, selection: Selection, trace: AtenTrace) -> None:
+def check_outputs(call: graph.IrCall, selection: Selection, trace: AtenTrace) -> None:
     """Check the number, dtypes and shapes of the outputs of an implementation.
 
     Raises:
         CompileError: they differ from the outputs that the graph expects.
     """
-    expected, returned = tensors_of(call.node), list(map(fake_of, trace.outputs))
+    expected, returned = graph.tensors_of(call.node), list(map(graph.fake_of, trace.outputs))
     if len(expected) == len(returned) and all(map(_alike, expected, returned)):
         return
     promise, result = (", ".join(map(_described, outputs)) for outputs in (expected, returned))
@@ -150,7 +142,7 @@ def _described(output: object) -> str:
 # unused buffer.
 
 
-def remove_dead_writes(info: GraphInfo) -> None:
+def remove_dead_writes(info: graph.GraphInfo) -> None:
     """Erase aten operators whose only effect is to write to intermediate memory not read later.
 
     Operators of other namespaces stay: they may have side effects that are not in the schema.
@@ -161,7 +153,7 @@ def remove_dead_writes(info: GraphInfo) -> None:
             info.forget([node])
 
 
-def _is_dead(node: Node, info: GraphInfo) -> bool:
+def _is_dead(node: Node, info: graph.GraphInfo) -> bool:
     """Return whether *node* only writes to arguments that it returns, and that nothing reads."""
     target = cast("compat.OpOverload", node.target)
     written = written_results(node, target).values()
@@ -204,7 +196,7 @@ def _is_dead(node: Node, info: GraphInfo) -> bool:
 INSTEAD = "another activation may not be reused, so the kernel's functional form runs"
 
 
-def lower_inplace(info: GraphInfo, context: Context) -> None:
+def lower_inplace(info: graph.GraphInfo, context: Context) -> None:
     """Replace the remaining ops with their kernels, reusing memory where that is sound.
 
     Ops that a kernel calls are lowered in the same way.
@@ -215,7 +207,7 @@ def lower_inplace(info: GraphInfo, context: Context) -> None:
     remove_dead_writes(_lower_calls(info, context, _lower_inplace))
 
 
-def _lower_inplace(call: IrCall, info: GraphInfo, context: Context) -> bool:
+def _lower_inplace(call: graph.IrCall, info: graph.GraphInfo, context: Context) -> bool:
     selection = context.plan.select(call)
     described = context.describe(call, selection, "lower in place")
     trace = context.tracer.trace(selection.impl, call.fakes, autocast=call.autocast)
@@ -238,7 +230,7 @@ def _lower_inplace(call: IrCall, info: GraphInfo, context: Context) -> bool:
     obstacle = trace.failure or _obstacle(call, selection, trace)
     if obstacle:
         described.stage = f"kept as a call: {obstacle}"
-        annotate(call, using=f"{selection.provider}!", autocast=call.autocast)
+        graph.annotate(call, using=f"{selection.provider}!", autocast=call.autocast)
         call.node.meta[_KEPT] = True
         return False
     for reuse in described.reuse:
@@ -249,7 +241,7 @@ def _lower_inplace(call: IrCall, info: GraphInfo, context: Context) -> bool:
 
 
 def _refusals(
-    call: IrCall, info: GraphInfo, context: Context, *, layouts_differ: bool
+    call: graph.IrCall, info: graph.GraphInfo, context: Context, *, layouts_differ: bool
 ) -> dict[str, str]:
     """Return for every activation why it must be copied, or an empty string."""
     reasons = {}
@@ -259,23 +251,23 @@ def _refusals(
             continue
         if not context.plan.options.inplace:
             reasons[name] = "the option inplace is off"
-        elif layouts_differ and not fake_of(value).is_contiguous():
+        elif layouts_differ and not graph.fake_of(value).is_contiguous():
             reasons[name] = "has another layout than the op promises for its output"
         else:
             reasons[name] = _refusal(call, position, info)
     return reasons
 
 
-def _refusal(call: IrCall, position: int, info: GraphInfo) -> str:
+def _refusal(call: graph.IrCall, position: int, info: graph.GraphInfo) -> str:
     """Return why the activation at *position* must be copied, or an empty string."""
     node = call.values[position]
-    if any(overlaps_itself(t) for t in tensors_of(node)):
+    if any(overlaps_itself(t) for t in graph.tensors_of(node)):
         return "its elements overlap"
     for other in flat_nodes([v for i, v in enumerate(call.values) if i != position]):
-        if overlap(node, other):
+        if graph.overlap(node, other):
             return f"shares memory with another argument, {other.name}"
     for alias in info.sharing(node):
-        if {t.dtype for t in tensors_of(alias)} != {t.dtype for t in tensors_of(node)}:
+        if {t.dtype for t in graph.tensors_of(alias)} != {t.dtype for t in graph.tensors_of(node)}:
             return f"is viewed with another dtype, by {alias.name}"
         if alias.op == "get_attr":
             return f"is a constant of the graph, {alias.target}"
@@ -289,8 +281,8 @@ def _refusal(call: IrCall, position: int, info: GraphInfo) -> str:
 
 
 def _with_copies(
-    call: IrCall, refusals: dict[str, str], info: GraphInfo, *, contiguous: bool
-) -> IrCall:
+    call: graph.IrCall, refusals: dict[str, str], info: graph.GraphInfo, *, contiguous: bool
+) -> graph.IrCall:
     values = list(call.values)
     for position, name in enumerate(call.op.schema.names):
         if refusals.get(name):
@@ -301,7 +293,7 @@ def _with_copies(
 
 
 def _copy(before: Node, node: Node, layout: torch.memory_format) -> Node:
-    target, fake = torch.ops.aten.clone.default, fake_of(node)
+    target, fake = torch.ops.aten.clone.default, graph.fake_of(node)
     with before.graph.inserting_before(before):
         new = before.graph.call_function(target, (node,), {"memory_format": layout})
     with fake.fake_mode:
@@ -310,7 +302,7 @@ def _copy(before: Node, node: Node, layout: torch.memory_format) -> Node:
     return new
 
 
-def _insert(call: IrCall, trace: AtenTrace, info: GraphInfo) -> None:
+def _insert(call: graph.IrCall, trace: AtenTrace, info: graph.GraphInfo) -> None:
     last = call.node.prev
     outputs = inline(info.graph, trace, call.node, arguments(call))
     while last.next is not call.node:
@@ -318,10 +310,10 @@ def _insert(call: IrCall, trace: AtenTrace, info: GraphInfo) -> None:
         info.add(last, call.node)
     parts = call.node.users if call.op.schema.returns_tuple else ()
     info.forget([call.node, *parts])
-    info.renew(replace(call, outputs))
+    info.renew(graph.replace(call, outputs))
 
 
-def _obstacle(call: IrCall, selection: Selection, trace: AtenTrace) -> str:
+def _obstacle(call: graph.IrCall, selection: Selection, trace: AtenTrace) -> str:
     if not _keeps_promise(call, trace):
         return "the layout of its output is not the one that the op promises"
     if selection.impl.inplace and selection.impl.rejection(call.fakes) is not None:
@@ -329,11 +321,11 @@ def _obstacle(call: IrCall, selection: Selection, trace: AtenTrace) -> str:
     return ""
 
 
-def _keeps_promise(call: IrCall, trace: AtenTrace) -> bool:
+def _keeps_promise(call: graph.IrCall, trace: AtenTrace) -> bool:
     """Return whether the outputs have the shapes, strides and dtypes that the op promises."""
     return all(
         p.shape == r.shape and p.dtype == r.dtype and _strides(p) == _strides(r)
-        for p, r in zip(tensors_of(call.node), map(fake_of, trace.outputs), strict=True)
+        for p, r in zip(graph.tensors_of(call.node), map(graph.fake_of, trace.outputs), strict=True)
     )
 
 

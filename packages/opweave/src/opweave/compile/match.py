@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from opweave.compile import compat
+from opweave.compile import compat, tracing
 from opweave.compile.aliasing import expression
 from opweave.compile.graph import (
     GraphInfo,
@@ -27,15 +27,6 @@ from opweave.compile.graph import (
     replace,
     strip_views,
     uses,
-)
-from opweave.compile.tracing import (
-    AtenTrace,
-    Tracer,
-    arguments,
-    flat_nodes,
-    inline,
-    signature,
-    variables,
 )
 from opweave.ir import IrOp
 from opweave.ir.errors import described
@@ -133,7 +124,7 @@ def derive(op: IrOp, spelling: Spelling | None = None, **options: Any) -> Deriva
     if generator is None and not op.has_input_generator:
         return Derivation((), (f"{op.name} does not have an input generator to trace it with",))
     generator = generator or op.input_generator
-    tracer = Tracer()
+    tracer = tracing.Tracer()
     first = _generated(generator, 1, options)
     second = first if spelling else _generated(generator, 2, options)
     patterns, failures = _forms(op, first, second, tracer, spelling)
@@ -145,7 +136,7 @@ def derive(op: IrOp, spelling: Spelling | None = None, **options: Any) -> Deriva
 
 
 def _forms(
-    op: IrOp, first: Values, second: Values, tracer: Tracer, spelling: Spelling | None
+    op: IrOp, first: Values, second: Values, tracer: tracing.Tracer, spelling: Spelling | None
 ) -> tuple[list[Pattern], list[str]]:
     """Return the patterns for two argument lists, without and with inner composites expanded."""
     forms = (False,) if spelling else (False, True)  # a spelling does not call composites
@@ -213,7 +204,7 @@ def _pattern(
     op: IrOp,
     first: Values,
     second: Values,
-    tracer: Tracer,
+    tracer: tracing.Tracer,
     spelling: Spelling | None,
     *,
     expand: bool,
@@ -281,7 +272,12 @@ def _check_comparable(graph: GraphInfo) -> None:
 
 
 def definition(
-    op: IrOp, fakes: Values, tracer: Tracer, spelling: Spelling | None = None, *, expand: bool
+    op: IrOp,
+    fakes: Values,
+    tracer: tracing.Tracer,
+    spelling: Spelling | None = None,
+    *,
+    expand: bool,
 ) -> GraphInfo:
     """Return the graph of the native implementation of *op*, or of *spelling*, for *fakes*.
 
@@ -296,7 +292,7 @@ def definition(
     return _expanded(trace, tracer) if expand else trace.info
 
 
-def _expanded(trace: AtenTrace, tracer: Tracer) -> GraphInfo:
+def _expanded(trace: tracing.AtenTrace, tracer: tracing.Tracer) -> GraphInfo:
     """Return the graph of *trace* with inner composites expanded."""
     info = trace.info
     while inner := [call for call in info.calls.values() if call.op.composite]:
@@ -306,7 +302,7 @@ def _expanded(trace: AtenTrace, tracer: Tracer) -> GraphInfo:
         else:
             call = inner[0]
             part = tracer.trace(call.op.impls[NATIVE], call.fakes)
-            replace(call, inline(graph, part, call.node, arguments(call)))
+            replace(call, tracing.inline(graph, part, call.node, tracing.arguments(call)))
             graph.eliminate_dead_code()
         info = GraphInfo(graph)
     return info
@@ -462,7 +458,7 @@ class _Search:
         raise NoMatchError(reason, len(self.nodes))
 
 
-def find(pattern: Pattern, anchor: Node, tracer: Tracer) -> Match:
+def find(pattern: Pattern, anchor: Node, tracer: tracing.Tracer) -> Match:
     """Return the match of *pattern* whose last op is *anchor*.
 
     Raises:
@@ -548,7 +544,7 @@ def _values(
     return tuple(values)
 
 
-def _mismatch(match: Match, tracer: Tracer) -> str:
+def _mismatch(match: Match, tracer: tracing.Tracer) -> str:
     """Return how the composite would differ from the matched nodes, or an empty string.
 
     The composite is traced with the arguments of the match. Every op in the trace must have
@@ -564,7 +560,7 @@ def _mismatch(match: Match, tracer: Tracer) -> str:
         return f"{pattern.op.name} does not take these arguments: {error}"
     if len(trace.ops) != len(inner):
         return f"{pattern.op.name} is another chain of ops for these arguments"
-    inputs = [n for n in flat_nodes(match.values) if variables([fake_of(n)])]
+    inputs = [n for n in tracing.flat_nodes(match.values) if tracing.variables([fake_of(n)])]
     twins: dict[Node, Node] = dict(zip(trace.inputs, inputs, strict=True))
     for want, have in zip(trace.ops, inner, strict=True):
         if kind(want) != kind(have):
@@ -583,7 +579,7 @@ def _mismatch(match: Match, tracer: Tracer) -> str:
         if see(fake_of(want)) != see(fake_of(have)):
             return f"{have.name} gives {_show(have)}, not {_show(want)}"
         twins[want] = have
-    returned = [_twin(node, twins) for node in flat_nodes(trace.nodes[-1].args)]
+    returned = [_twin(node, twins) for node in tracing.flat_nodes(trace.nodes[-1].args)]
     if returned != [_twin(node, match.nodes) for node in pattern.outputs]:
         return f"{pattern.op.name} returns other results for these arguments"
     return ""
@@ -632,7 +628,7 @@ def _seen(
         return tuple(map(expression, sizes)), value.dtype, value.device
     if isinstance(value, (list, tuple)):
         return tuple(_seen(item, twins, last_dim_only=last_dim_only) for item in value)
-    return signature(value) if isinstance(value, float) else expression(value)
+    return tracing.signature(value) if isinstance(value, float) else expression(value)
 
 
 def _value(node: Any) -> tuple[Any, Any]:
@@ -675,4 +671,4 @@ def _name(value: object) -> str:
 
 
 def _equal(a: object, b: object) -> bool:
-    return signature(a) == signature(b)
+    return tracing.signature(a) == tracing.signature(b)

@@ -10,19 +10,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from opweave.compile import compat
+from opweave.compile import graph as graphs
 from opweave.compile.aliasing import expression, same_layout
-from opweave.compile.graph import (
-    VIEWS,
-    GraphInfo,
-    IrCall,
-    annotate,
-    computed_fake,
-    fake_of,
-    ir_call,
-    named_graphs,
-    source_line,
-    tensors_of,
-)
 from opweave.compile.options import CompileError, PluginPassError, UseAfterDonationError
 from opweave.compile.plan import Context, PluginPass
 from opweave.compile.report import WITH_GRADIENTS
@@ -34,7 +23,7 @@ from opweave.ir.torch_ops import to_text
 # Topological sort and dead code elimination.
 
 
-def clean_up(info: GraphInfo, context: Context) -> None:
+def clean_up(info: graphs.GraphInfo, context: Context) -> None:
     """Sort the nodes topologically, and remove unused nodes that do not write to memory."""
     compat.sort_topologically(info.graph)
     info.graph.eliminate_dead_code()
@@ -60,13 +49,13 @@ def clean_up(info: GraphInfo, context: Context) -> None:
 aten = torch.ops.aten
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
 _RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
-_ALL_VIEWS = VIEWS | {
+_ALL_VIEWS = graphs.VIEWS | {
     aten.slice.Tensor, aten.expand.default, aten.permute.default, aten.transpose.int,
     aten.as_strided.default,
 }  # fmt: skip
 
 
-def eliminate_noops(info: GraphInfo, context: Context) -> None:
+def eliminate_noops(info: graphs.GraphInfo, context: Context) -> None:
     """Remove no-op views and duplicate splits."""
     splits: dict[Any, Node] = {}
     for node in info.nodes:
@@ -95,7 +84,7 @@ def _replacement(node: Node, splits: dict[Any, Node]) -> Node | None:
     return None
 
 
-def _returned_replacement(node: Node, info: GraphInfo) -> Node | None:
+def _returned_replacement(node: Node, info: graphs.GraphInfo) -> Node | None:
     """Return an earlier node with the value of an output, if the graph may return its memory.
 
     AOTAutograd has recorded which outputs share memory with inputs and with each other.
@@ -108,13 +97,13 @@ def _returned_replacement(node: Node, info: GraphInfo) -> Node | None:
     return source if is_new else None
 
 
-def _skip_reshape(node: Node, info: GraphInfo) -> None:
+def _skip_reshape(node: Node, info: graphs.GraphInfo) -> None:
     """Let a reshape of a reshape use the input of the first one, if that is contiguous."""
     first = node.args[0] if node.target in _RESHAPES else None
     if not isinstance(first, Node) or first.target not in _RESHAPES or first in info.returned:
         return
     source = cast("Node", first.args[0])
-    value, result = fake_of(source), fake_of(node)
+    value, result = graphs.fake_of(source), graphs.fake_of(node)
     is_view = compat.storage_key(value) == compat.storage_key(result)  # neither reshape copies
     if isinstance(value, Tensor) and value.is_contiguous() and is_view:
         node.args = (source, *node.args[1:])
@@ -123,14 +112,14 @@ def _skip_reshape(node: Node, info: GraphInfo) -> None:
 def _is_same_view(viewed: object, view: Node) -> bool:
     if not _has_layout_of(viewed, view):
         return False
-    offsets = (fake_of(node).storage_offset() for node in (cast("Node", viewed), view))
+    offsets = (graphs.fake_of(node).storage_offset() for node in (cast("Node", viewed), view))
     first, second = map(expression, offsets)
     return bool(first == second)
 
 
 def _has_layout_of(node: object, other: Node) -> bool:
     """Return whether two nodes have the same sizes and strides, for all dynamic sizes."""
-    return isinstance(node, Node) and same_layout(fake_of(node), fake_of(other))
+    return isinstance(node, Node) and same_layout(graphs.fake_of(node), graphs.fake_of(other))
 
 
 def _key(node: Node) -> Any:
@@ -151,7 +140,7 @@ _WRAP = "wrap_with_autocast"  # the higher-order op of torch.export for a block
 Overrides = Mapping[str, torch.dtype | None]  # device type -> dtype; None if disabled
 
 
-def carry_autocast(info: GraphInfo, context: Context, now: Overrides | None = None) -> None:
+def carry_autocast(info: graphs.GraphInfo, context: Context, now: Overrides | None = None) -> None:
     """Annotate every call under autocast, set by the caller or by a block in the program.
 
     Args:
@@ -173,12 +162,12 @@ def carry_autocast(info: GraphInfo, context: Context, now: Overrides | None = No
             _annotate(call, now, context)
         else:
             inside = {**now, **_entered(node)} if str(node.target) == _WRAP else now
-            subgraphs = named_graphs(node.graph.owning_module, node.all_input_nodes)
+            subgraphs = graphs.named_graphs(node.graph.owning_module, node.all_input_nodes)
             for module in subgraphs.values() if inside else ():
-                carry_autocast(GraphInfo(module.graph), context, inside)
+                carry_autocast(graphs.GraphInfo(module.graph), context, inside)
 
 
-def _annotate(call: IrCall, now: Overrides, context: Context) -> None:
+def _annotate(call: graphs.IrCall, now: Overrides, context: Context) -> None:
     if not call.op.autocast:
         return
     devices = {tensor.device.type for tensor in tensors_in(call.fakes)}
@@ -191,7 +180,7 @@ def _annotate(call: IrCall, now: Overrides, context: Context) -> None:
         )
     if text and not call.autocast:
         using = ",".join(map(str, call.call_site))
-        annotate(call, using=using, donate=call.donate, autocast=text)
+        graphs.annotate(call, using=using, donate=call.donate, autocast=text)
         context.notes.append(f"{call.node.name} is called under autocast, {text}")
 
 
@@ -220,7 +209,7 @@ def _dtype(device: str, now: Overrides) -> torch.dtype | None:
 # uncertain, the kernel gets a copy instead, see :mod:`opweave.compile.lowering`.
 
 
-def carry_donations(info: GraphInfo, context: Context) -> None:
+def carry_donations(info: graphs.GraphInfo, context: Context) -> None:
     """Rewrite every ``maybe_inplace``, and check that donated tensors are not read later.
 
     Raises:
@@ -230,12 +219,12 @@ def carry_donations(info: GraphInfo, context: Context) -> None:
         if call.donate:
             _check_not_read(call, info)
             if call.node.target is not call.op.torch_ops.annotated:
-                annotate(call, donate=call.donate)
+                graphs.annotate(call, donate=call.donate)
             names = ", ".join(call.op.schema.names[position] for position in call.donate)
             context.notes.append(f"{call.node.name} donates {names}")
 
 
-def donated_inputs(info: GraphInfo) -> list[int]:
+def donated_inputs(info: graphs.GraphInfo) -> list[int]:
     """Return the positions of the graph inputs whose memory a call donates."""
     aliases = {
         alias
@@ -246,22 +235,22 @@ def donated_inputs(info: GraphInfo) -> list[int]:
     return [position for position, node in enumerate(info.inputs) if node in aliases]
 
 
-def donated_nodes(call: IrCall) -> list[Node]:
+def donated_nodes(call: graphs.IrCall) -> list[Node]:
     """Return the nodes that *call* donates."""
     values = [call.values[position] for position in call.donate]
     return [value for value in values if isinstance(value, Node)]
 
 
-def _check_not_read(call: IrCall, info: GraphInfo) -> None:
+def _check_not_read(call: graphs.IrCall, info: graphs.GraphInfo) -> None:
     for donated in donated_nodes(call):
         late = info.readers_after(donated, call.node, certainly=True)
         if late:
             name = call.op.schema.names[call.values.index(donated)]
-            use = "it is returned" if late[0].op == "output" else source_line(late[0])
+            use = "it is returned" if late[0].op == "output" else graphs.source_line(late[0])
             raise UseAfterDonationError(
                 f"{name!r} was donated to {call.op.name}.maybe_inplace, and its memory is used "
                 f"again later.\n"
-                f"  donated: {source_line(call.node)}\n"
+                f"  donated: {graphs.source_line(call.node)}\n"
                 f"  used:    {use}\n"
                 f"Call {call.op.name} instead of maybe_inplace, or donate a clone."
             )
@@ -274,11 +263,11 @@ def _check_not_read(call: IrCall, info: GraphInfo) -> None:
 # are added to the report here.
 
 
-def note_gradients(info: GraphInfo, context: Context) -> None:
+def note_gradients(info: graphs.GraphInfo, context: Context) -> None:
     """Report the implementations of differentiated calls, without changing the graph."""
     for call in info.calls.values():
         # Dynamo ran the call on fake tensors, in the grad mode of this place in the program.
-        if any(tensor.requires_grad for tensor in tensors_of(call.node)):
+        if any(tensor.requires_grad for tensor in graphs.tensors_of(call.node)):
             policy = policy_for(call.op, call.call_site, differentiable=True)
             selection = select(call.op, call.fakes, policy)
             selection = native_for(selection) if call.autocast else selection
@@ -291,7 +280,7 @@ def note_gradients(info: GraphInfo, context: Context) -> None:
 _VALUES = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, list, tuple)
 
 
-def run_plugin_pass(step: PluginPass, info: GraphInfo, context: Context) -> None:
+def run_plugin_pass(step: PluginPass, info: graphs.GraphInfo, context: Context) -> None:
     """Run a plugin pass on a graph in-place.
 
     Raises:
@@ -305,7 +294,7 @@ def run_plugin_pass(step: PluginPass, info: GraphInfo, context: Context) -> None
         for node in graph.nodes:
             _check_node(node)
             _complete(node)
-        clean_up(GraphInfo(graph), context)
+        clean_up(graphs.GraphInfo(graph), context)
         graph.lint()
     except (Exception, SystemExit) as error:
         by = f" of plugin {step.owner}" if step.owner else ""
@@ -335,7 +324,7 @@ def _check_interface(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 def _check_node(node: Node) -> None:
     """Raise if *node* is an invalid call of an IR op."""
-    call = ir_call(node)  # validates the arguments
+    call = graphs.ir_call(node)  # validates the arguments
     for operand in node.all_input_nodes if call else ():
         value = operand.meta.get("val")
         if not isinstance(value, _VALUES):
@@ -345,5 +334,5 @@ def _check_node(node: Node) -> None:
 def _complete(node: Node) -> None:
     """Compute the fake value of a node that does not have one."""
     if node.op == "call_function" and "val" not in node.meta:
-        tensors = [tensor for operand in node.all_input_nodes for tensor in tensors_of(operand)]
-        node.meta["val"] = computed_fake(node, compat.fake_mode_of(tensors))
+        tensors = [t for operand in node.all_input_nodes for t in graphs.tensors_of(operand)]
+        node.meta["val"] = graphs.computed_fake(node, compat.fake_mode_of(tensors))

@@ -9,20 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from opweave import torch_compat
+from opweave.ir import selection as selections
 from opweave.ir.dispatch import CallSite
 from opweave.ir.errors import InvalidOpError
 from opweave.ir.op import IrOpImpl, OpDefinition, shown, tensors_in
 from opweave.ir.priority import Entries
 from opweave.ir.registry import IrOp
 from opweave.ir.scope import Scope, current_scope, entered, left_to_python
-from opweave.ir.selection import (
-    UNDER_VMAP,
-    Selection,
-    needs_gradient,
-    policy_for,
-    select_here,
-    select_native,
-)
 from opweave.registration import Owner
 
 # Describe an op as plain data, for the CLI and the server.
@@ -34,7 +27,7 @@ def describe(op: IrOp) -> dict[str, Any]:
     ``priority`` is the order for calls with any number of tokens. With a tuning file that chooses
     by it, ``tuned`` has the order for each range, in ascending order.
     """
-    policy = policy_for(op)
+    policy = selections.policy_for(op)
     return {
         "op": op.name,
         "kind": "op",
@@ -149,13 +142,13 @@ def explain(callee: IrOp | CallSite, /, *args: Any, **kwargs: Any) -> Explanatio
     """
     op, entries = _op_and_entries(callee)
     values = op.bind(*args, **kwargs)
-    differentiable = needs_gradient(values)
-    policy = policy_for(op, entries, differentiable=differentiable)
+    differentiable = selections.needs_gradient(values)
+    policy = selections.policy_for(op, entries, differentiable=differentiable)
     if (torch_compat.is_in_vmap() or not differentiable) and any(
         map(torch_compat.is_batched, tensors_in(values))
     ):
-        return explained(select_native(op, policy, UNDER_VMAP), values)
-    return explained(select_here(op, values, policy), values)
+        return explained(selections.select_native(op, policy, selections.UNDER_VMAP), values)
+    return explained(selections.select_here(op, values, policy), values)
 
 
 def _op_and_entries(callee: object) -> tuple[OpDefinition, Entries]:
@@ -169,7 +162,7 @@ def _op_and_entries(callee: object) -> tuple[OpDefinition, Entries]:
     )
 
 
-def explained(selection: Selection, values: tuple[Any, ...]) -> Explanation:
+def explained(selection: selections.Selection, values: tuple[Any, ...]) -> Explanation:
     """Return the explanation of a selection that was made for *values*."""
     op = selection.op
     reasons = {r.provider: r.reason for r in selection.rejected}
@@ -209,7 +202,7 @@ class Record:
 
     _outcomes: dict[tuple[Any, ...], tuple[Explanation, int]] = field(default_factory=dict)
 
-    def add(self, selection: Selection, values: tuple[Any, ...]) -> None:
+    def add(self, selection: selections.Selection, values: tuple[Any, ...]) -> None:
         """Count one call."""
         key = (selection.op.name, selection.provider, selection.rejected)
         example, count = self._outcomes.get(key) or (explained(selection, values), 0)

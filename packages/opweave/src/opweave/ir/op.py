@@ -20,18 +20,9 @@ import torch
 from torch import Tensor
 
 from opweave import torch_compat, transaction
-from opweave.ir import errors
+from opweave.ir import errors, rules
 from opweave.ir.errors import described, did_you_mean
 from opweave.ir.priority import NATIVE, Entries, Tunable, base_of, variants, without_values
-from opweave.ir.rules import (
-    DIFFERENTIABLE,
-    Predicate,
-    Rule,
-    check_predicate,
-    check_traits,
-    evaluator,
-    named_call,
-)
 from opweave.ir.schema import (
     Function,
     Schema,
@@ -117,7 +108,7 @@ class IrOpImpl:
     owner: Owner | None = field(default_factory=current_owner)
     supported: bool = True
     unsupported_reason: str = ""
-    supports_args: Predicate | None = None
+    supports_args: rules.Predicate | None = None
     inplace: bool = False
     functional_fn: Callable[..., Any] | None = None
     tunable: Tunable = field(default_factory=dict)
@@ -129,7 +120,7 @@ class IrOpImpl:
         if self.functional_fn is not None:
             check_same(native, self.functional_fn, f"{name}, functional= ({self.site})")
         if self.supports_args is not None:
-            check_predicate(self.supports_args, self.op.schema, name)
+            rules.check_predicate(self.supports_args, self.op.schema, name)
         key = (self.op.namespace, self.op.name, self.provider)
         object.__setattr__(self, "edition", _editions[key])
         _editions[key] += 1
@@ -184,9 +175,11 @@ class IrOpImpl:
         predicate = self.supports_args
         if predicate is None:
             return lambda *args, **kwargs: True
-        if isinstance(predicate, Rule):
-            return evaluator(predicate, self.op.schema)
-        return self.op.schema.function(f"_predicate({named_call(predicate)})", _predicate=predicate)
+        if isinstance(predicate, rules.Rule):
+            return rules.evaluator(predicate, self.op.schema)
+        return self.op.schema.function(
+            f"_predicate({rules.named_call(predicate)})", _predicate=predicate
+        )
 
     def rejection(self, values: Sequence[Any]) -> str | None:
         """Return why the predicate rejects *values* (one per parameter), or None if it accepts.
@@ -206,7 +199,7 @@ class IrOpImpl:
                 return "its predicate reads a data-dependent size"
             layouts = [t.layout for t in values if isinstance(t, Tensor)]
             unusual = next((layout for layout in layouts if layout is not torch.strided), None)
-            if unusual is not None and isinstance(self.supports_args, Rule):
+            if unusual is not None and isinstance(self.supports_args, rules.Rule):
                 return f"a tensor has the layout {unusual} (supports strided)"
             raise errors.PredicateFailedError(
                 f"{self.op.name}: the predicate of provider {self.provider!r} ({self.place}) "
@@ -214,7 +207,7 @@ class IrOpImpl:
                 "arguments of the op; fix it, or leave the provider out of the priority."
                 f"{self.way_out}"
             ) from error
-        if isinstance(self.supports_args, Rule):
+        if isinstance(self.supports_args, rules.Rule):
             named = dict(zip(self.op.schema.names, values, strict=True))
             return self.supports_args.reason(self.op.schema, named)
         return f"its predicate {_name(self.supports_args)} returned False"
@@ -365,7 +358,7 @@ class OpDefinition:
         self.keeps_strides = frozenset(keeps_strides)
         self.allow_inplace, self.composite, self.autocast = allow_inplace, composite, autocast
         self.site, self.owner = caller_site(), current_owner()
-        traits = check_traits({DIFFERENTIABLE, *native_traits})
+        traits = rules.check_traits({rules.DIFFERENTIABLE, *native_traits})
         self._impls = {NATIVE: IrOpImpl(self, NATIVE, native, traits=traits, site=self.site)}
         # By provider; several implementations where the function has tunable parameters.
         self._groups: dict[str, Sequence[IrOpImpl]] = {NATIVE: [self._impls[NATIVE]]}
@@ -416,7 +409,7 @@ class OpDefinition:
         *,
         supported: bool = True,
         unsupported_reason: str | None = None,
-        supports_args: Predicate | None = None,
+        supports_args: rules.Predicate | None = None,
         inplace: bool = False,
         functional: Function | None = None,
         traits: Iterable[str] = (),
@@ -482,7 +475,7 @@ class OpDefinition:
                     supports_args=supports_args,
                     inplace=inplace,
                     functional_fn=functional,
-                    traits=check_traits(traits),
+                    traits=rules.check_traits(traits),
                     tunable=tunable or {},
                     site=caller_site(),
                 )

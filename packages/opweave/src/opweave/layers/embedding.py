@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from opweave import ir
 from opweave.ir.ops.low_bit import dequantized_blocks
-from opweave.layers import linear_methods
+from opweave.layers import linear_methods, registry
 from opweave.layers.linear import HasLinearMethod
 from opweave.layers.parallel import (
     ALONE,
@@ -20,12 +20,6 @@ from opweave.layers.parallel import (
     describe,
     dim_of,
     fill,
-)
-from opweave.layers.registry import (
-    LayerArgumentError,
-    LayerCallError,
-    PluggableLayer,
-    WeightLoadError,
 )
 
 # The rows of a vocabulary table on one rank, and their ids.
@@ -76,7 +70,7 @@ class VocabShard:
             ShardingError: the number of ranks does not divide the padded sizes.
         """
         if not 0 < org_vocab_size <= num_embeddings or padding_size < 1:
-            raise LayerArgumentError(
+            raise registry.LayerArgumentError(
                 f"num_embeddings={num_embeddings} is the number of all ids, "
                 f"org_num_embeddings={org_vocab_size} that of those that were not added, and "
                 f"padding_size={padding_size} is at least 1."
@@ -157,7 +151,7 @@ class UnquantizedEmbeddingMethod(linear_methods.UnquantizedLinearMethod):
         return rows
 
 
-@PluggableLayer.register("vocab_parallel_embedding")
+@registry.PluggableLayer.register("vocab_parallel_embedding")
 class VocabParallelEmbedding(HasLinearMethod):
     """A padded embedding table, sharded over the ranks by rows.
 
@@ -229,7 +223,7 @@ class VocabParallelEmbedding(HasLinearMethod):
 
     def _check_method(self) -> None:
         if not isinstance(self.quant_method, EmbeddingMethod):
-            raise LayerArgumentError(
+            raise registry.LayerArgumentError(
                 f"{type(self.quant_method).__name__} has no embedding(layer, input_ids), which "
                 f"{type(self).__name__} {self.prefix} needs; let the quant_config return None for "
                 "embeddings."
@@ -272,7 +266,7 @@ class VocabParallelEmbedding(HasLinearMethod):
         accepted[0][dim], accepted[1][dim] = self.org_vocab_size, self.num_embeddings
         shapes = " or ".join(dict.fromkeys(str(tuple(shape)) for shape in accepted))
         part = f", or {tuple(param.shape)}, the part of this rank" if self.tp_size > 1 else ""
-        raise WeightLoadError(
+        raise registry.WeightLoadError(
             f"{label} is loaded with a tensor of shape {tuple(loaded.shape)}; it takes {shapes}, a "
             f"row for each id{part}. The checkpoint and the model's configuration disagree."
         )
@@ -326,7 +320,7 @@ class BlockEmbeddingMethod(linear_methods.BlockMethod):
 # The language model head, with the vocabulary sharded over ranks.
 
 
-@PluggableLayer.register("parallel_lm_head")
+@registry.PluggableLayer.register("parallel_lm_head")
 class ParallelLMHead(VocabParallelEmbedding):
     """The weights of the language model head, for :class:`LogitsProcessor`; not callable.
 
@@ -370,7 +364,7 @@ class ParallelLMHead(VocabParallelEmbedding):
             LayerArgumentError: the table of *embed_tokens* has another shape.
         """
         if embed_tokens.weight.shape != self.weight.shape:
-            raise LayerArgumentError(
+            raise registry.LayerArgumentError(
                 f"the weight of {type(self).__name__} {self.prefix} has shape "
                 f"{tuple(self.weight.shape)} and cannot be tied to one of shape "
                 f"{tuple(embed_tokens.weight.shape)}; build both with the same sizes."
@@ -395,7 +389,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         Raises:
             LayerCallError: (a RuntimeError) always.
         """
-        raise LayerCallError(
+        raise registry.LayerCallError(
             f"{type(self).__name__} is not called: pass it to a LogitsProcessor, "
             "logits_processor(lm_head, hidden_states)."
         )
@@ -407,8 +401,8 @@ class ParallelLMHead(VocabParallelEmbedding):
 _NO_ID = torch.iinfo(torch.int64).max  # comes after every id
 
 
-@PluggableLayer.register("logits_processor")
-class LogitsProcessor(PluggableLayer):
+@registry.PluggableLayer.register("logits_processor")
+class LogitsProcessor(registry.PluggableLayer):
     """``scale * soft_cap * tanh(hidden @ weight.T / soft_cap)``, for every token id.
 
     Composed of ``ir.ops.linear`` and ``all_gather``; the rest is plain PyTorch. The soft cap (as in
@@ -479,7 +473,7 @@ class LogitsProcessor(PluggableLayer):
             LayerArgumentError: *scale* is not positive; or *head_dtype*, as in :meth:`forward`.
         """
         if not self.scale > 0:
-            raise LayerArgumentError(
+            raise registry.LayerArgumentError(
                 f"get_top_tokens needs a positive scale; it is {self.scale}. Use forward(…)."
             )
         if self.logits_as_input:
@@ -503,7 +497,7 @@ class LogitsProcessor(PluggableLayer):
         if dtype is None:
             return method.apply(lm_head, hidden, bias)
         if not isinstance(method, UnquantizedEmbeddingMethod):
-            raise LayerArgumentError(
+            raise registry.LayerArgumentError(
                 f"head_dtype={dtype} is for heads that are not quantized; this one has "
                 f"{type(method).__name__}. Leave head_dtype out."
             )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from opweave.layers import registry
 from opweave.layers.linear_methods import LinearMethod, QuantConfig, default_method
 from opweave.layers.parallel import (
     ALONE,
@@ -18,17 +19,11 @@ from opweave.layers.parallel import (
     fill,
     set_weight_attrs,
 )
-from opweave.layers.registry import (
-    LayerArgumentError,
-    PluggableLayer,
-    ShardingError,
-    WeightLoadError,
-)
 
 # Base class of layers whose weights a linear method creates and applies.
 
 
-class HasLinearMethod(PluggableLayer):
+class HasLinearMethod(registry.PluggableLayer):
     """A layer whose weights can be kept in another way before they are loaded.
 
     Attributes:
@@ -162,7 +157,7 @@ class LinearBase(HasLinearMethod):
 # A linear layer that is replicated on every rank.
 
 
-@PluggableLayer.register("replicated_linear")
+@registry.PluggableLayer.register("replicated_linear")
 class ReplicatedLinear(LinearBase):
     """A linear layer that is the same on every rank. Arguments: see :class:`LinearBase`.
 
@@ -220,7 +215,7 @@ class Part:
     count: int
 
 
-@PluggableLayer.register("column_parallel_linear")
+@registry.PluggableLayer.register("column_parallel_linear")
 class ColumnParallelLinear(LinearBase):
     """A linear layer sharded by outputs: each rank has some rows of weight and bias.
 
@@ -301,7 +296,7 @@ class ColumnParallelLinear(LinearBase):
     def _load_part(self, param: nn.Parameter, loaded: Tensor, shard_id: ShardId) -> None:
         if shard_id not in self.parts:
             keys = ", ".join(map(repr, self.parts))
-            raise LayerArgumentError(
+            raise registry.LayerArgumentError(
                 f"{self._describe(param)}: loaded_shard_id={shard_id!r} is not one of {keys}."
             )
         part, dim = self.parts[shard_id], dim_of(param, "output_dim")
@@ -321,7 +316,7 @@ class ColumnParallelLinear(LinearBase):
         keys, total = list(sizes), sum(sizes.values())
         start = sum(sizes[key] for key in keys[: keys.index(shard_id)])
         if start * rows % total or sizes[shard_id] * rows % total:
-            raise WeightLoadError(
+            raise registry.WeightLoadError(
                 f"{type(self).__name__} {self.prefix}: {rows} rows of a parameter cannot be shared "
                 f"in proportion to the merged outputs, {list(sizes.values())}. Its quant_method "
                 "should give it another shape, or a weight_loader of its own."
@@ -353,7 +348,7 @@ class ColumnParallelLinear(LinearBase):
 # Several column-parallel layers with the same input, computed in one matrix product.
 
 
-@PluggableLayer.register("merged_column_parallel_linear")
+@registry.PluggableLayer.register("merged_column_parallel_linear")
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several column-parallel layers with concatenated outputs; each is sharded separately.
 
@@ -385,7 +380,9 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         disable_tp: bool = False,
     ) -> None:
         if not output_sizes:
-            raise LayerArgumentError("output_sizes is empty; it has one size for each output.")
+            raise registry.LayerArgumentError(
+                "output_sizes is empty; it has one size for each output."
+            )
         self.output_sizes = list(output_sizes)
         common = (bias, gather_output, skip_bias_add, params_dtype, quant_config, prefix)
         total = sum(output_sizes)
@@ -400,7 +397,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 # The projections of queries, keys and values, computed in one matrix product.
 
 
-@PluggableLayer.register("qkv_parallel_linear")
+@registry.PluggableLayer.register("qkv_parallel_linear")
 class QKVParallelLinear(ColumnParallelLinear):
     """Query, key and value projections with concatenated outputs, sharded by heads.
 
@@ -471,7 +468,7 @@ def _replicas(kv_heads: int, parallel: TensorParallel) -> int:
         parallel.divide(kv_heads, "total_num_kv_heads")
         return 1
     if kv_heads < 1 or parallel.size % kv_heads:
-        raise ShardingError(
+        raise registry.ShardingError(
             f"total_num_kv_heads={kv_heads} cannot be shared by {parallel.size} tensor-parallel "
             "ranks: each must have the same number of heads, or each head the same number of ranks."
         )
@@ -481,7 +478,7 @@ def _replicas(kv_heads: int, parallel: TensorParallel) -> int:
 # A linear layer whose inputs are sharded over ranks.
 
 
-@PluggableLayer.register("row_parallel_linear")
+@registry.PluggableLayer.register("row_parallel_linear")
 class RowParallelLinear(LinearBase):
     """A linear layer sharded by inputs: each rank has some columns, and the outputs are summed.
 
@@ -516,7 +513,7 @@ class RowParallelLinear(LinearBase):
         disable_tp: bool = False,
     ) -> None:
         if bias and not reduce_results and not skip_bias_add:
-            raise LayerArgumentError(
+            raise registry.LayerArgumentError(
                 "reduce_results=False returns a part of the sum, to which a bias should not be "
                 "added; use skip_bias_add=True and add it after the sum, or bias=False."
             )

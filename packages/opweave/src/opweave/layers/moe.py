@@ -10,16 +10,10 @@ from torch import Tensor, nn
 
 from opweave.ir import ops
 from opweave.ir.ops.fused_experts import Routed, expert_activation, route
-from opweave.layers import linear_methods
+from opweave.layers import linear_methods, registry
 from opweave.layers.custom_op import CustomOp
 from opweave.layers.moe_routing import ExpertPlacement, GroupedTopk, Router, RoutingFunction
 from opweave.layers.parallel import current_tensor_parallel, fill
-from opweave.layers.registry import (
-    LayerArgumentError,
-    PluggableLayer,
-    ShardingError,
-    WeightLoadError,
-)
 
 # Loads the weights of one expert or of all experts, whole or sharded.
 
@@ -52,7 +46,7 @@ def load_expert(
         LayerArgumentError: ``"w3"`` without a gate.
     """
     if shard_id == "w3" and not gated:
-        raise LayerArgumentError(
+        raise registry.LayerArgumentError(
             "shard_id='w3', but these experts have no gate: 'w1' is all there is."
         )
     parts: list[tuple[Tensor, Tensor]] = [(expert, loaded)]
@@ -205,8 +199,8 @@ def _fused_experts(
 ParameterMapping = tuple[str, str, int, str]
 
 
-@PluggableLayer.register("fused_moe")
-class FusedMoE(PluggableLayer):
+@registry.PluggableLayer.register("fused_moe")
+class FusedMoE(registry.PluggableLayer):
     """Top-k mixture of experts: routes each token and sums the experts' outputs.
 
     Routing is an op of :mod:`opweave.ir.ops.moe_routing`. The layer's method computes the experts
@@ -295,7 +289,7 @@ class FusedMoE(PluggableLayer):
         self.reduce_results, self.prefix = reduce_results, prefix
         self.apply_router_weight_on_input = apply_router_weight_on_input
         if apply_router_weight_on_input and top_k != 1:
-            raise LayerArgumentError(
+            raise registry.LayerArgumentError(
                 f"apply_router_weight_on_input is for top_k=1; this layer has top_k={top_k}."
             )
         self.activation = activation
@@ -304,7 +298,7 @@ class FusedMoE(PluggableLayer):
         self.grouped_topk = None
         if use_grouped_topk:
             if num_expert_group is None or topk_group is None:
-                raise LayerArgumentError(
+                raise registry.LayerArgumentError(
                     "use_grouped_topk needs num_expert_group and topk_group; found "
                     f"num_expert_group={num_expert_group}, topk_group={topk_group}."
                 )
@@ -341,7 +335,7 @@ class FusedMoE(PluggableLayer):
         """
         logits_shape = (*hidden_states.shape[:-1], self.num_experts)
         if tuple(router_logits.shape) != logits_shape:
-            raise LayerArgumentError(
+            raise registry.LayerArgumentError(
                 f"fused_moe {self.prefix!r}: router_logits must have shape {logits_shape}, one for "
                 f"each token and expert; found {tuple(router_logits.shape)}."
             )
@@ -405,7 +399,7 @@ class FusedMoE(PluggableLayer):
         dims = param.ndim - (expert_id is not None)
         if loaded_weight.ndim != dims:
             whose = "all experts" if expert_id is None else "one expert"
-            raise WeightLoadError(
+            raise registry.WeightLoadError(
                 f"{target} of {whose} must have {dims} dimensions; found shape "
                 f"{tuple(loaded_weight.shape)}. Pass expert_id if, and only if, the tensor is that "
                 "of a single expert."
@@ -414,7 +408,7 @@ class FusedMoE(PluggableLayer):
         local = self.placement.local_experts
         if expert_id is None:
             if loaded.shape[0] not in (self.num_experts, len(local)):
-                raise WeightLoadError(
+                raise registry.WeightLoadError(
                     f"{target} has {loaded.shape[0]} experts in the checkpoint; the layer has "
                     f"{self.num_experts}, of which {len(local)} on this rank."
                 )
@@ -423,7 +417,7 @@ class FusedMoE(PluggableLayer):
         elif 0 <= expert_id < self.num_experts:
             sources = {expert_id: loaded} if expert_id in local else {}
         else:
-            raise LayerArgumentError(
+            raise registry.LayerArgumentError(
                 f"expert_id={expert_id}, but there are {self.num_experts} experts."
             )
         for expert, source in sources.items():
@@ -474,7 +468,7 @@ class FusedMoE(PluggableLayer):
     ) -> ExpertShapes:
         size, ranks = self.intermediate_size, self.placement.tp_size
         if size % ranks:
-            raise ShardingError(
+            raise registry.ShardingError(
                 f"intermediate_size={size} cannot be divided over the {ranks} ranks that share an "
                 "expert; use a number of ranks that divides it, or a larger ep_size."
             )
@@ -496,11 +490,11 @@ class FusedMoE(PluggableLayer):
                 continue
             shards = SHARDS.get(name.partition("_")[0], ())
             if shard_id not in shards:
-                raise LayerArgumentError(
+                raise registry.LayerArgumentError(
                     f"shard_id={shard_id!r} of {name} is not one of {', '.join(shards)}."
                 )
             return name
-        raise LayerArgumentError(
+        raise registry.LayerArgumentError(
             f"a parameter of shape {tuple(param.shape)} is not a parameter of this layer: "
             f"{', '.join(dict(self.named_parameters(recurse=False)))}."
         )
@@ -511,7 +505,7 @@ def _method(layer: FusedMoE, quant_config: FusedMoEQuantConfig | None) -> FusedM
     if chosen is None:
         return UnquantizedFusedMoEMethod()
     if not isinstance(chosen, FusedMoEMethod):
-        raise LayerArgumentError(
+        raise registry.LayerArgumentError(
             f"{type(quant_config).__name__}.get_quant_method returned {chosen!r} for FusedMoE "
             f"{layer.prefix!r}; it must be a FusedMoEMethod, or None for weights as they are."
         )
@@ -738,7 +732,7 @@ class QuantizedFusedMoEMethod(FusedMoEMethod):
 # Replaces the experts of a transformers model, which has already routed the tokens.
 
 
-@PluggableLayer.register("transformers_fused_moe")
+@registry.PluggableLayer.register("transformers_fused_moe")
 class TransformersFusedMoE(FusedMoE):
     """:class:`FusedMoE` with the interface of transformers' ``*Experts``, for routed tokens.
 

@@ -11,17 +11,9 @@ import torch
 from torch import Tensor
 
 from opweave import ir
+from opweave.layers import rotary_scaling
 from opweave.layers.custom_op import CustomOp
 from opweave.layers.registry import LayerArgumentError, replacement
-from opweave.layers.rotary_scaling import (
-    RopeContext,
-    Scaling,
-    cos_sin_table,
-    flag,
-    number,
-    read_scaling,
-    sections,
-)
 
 # Rotation by given angles.
 
@@ -65,7 +57,7 @@ class ApplyRotaryEmb(CustomOp):
 # Rotary embedding with a table of cosines and sines.
 
 
-_NO_SCALING = Scaling()
+_NO_SCALING = rotary_scaling.Scaling()
 
 
 @CustomOp.register("rotary_embedding")
@@ -104,7 +96,7 @@ class RotaryEmbedding(CustomOp):
         dtype: torch.dtype,
         init_cache: bool = True,
         *,
-        scaling: Scaling = _NO_SCALING,
+        scaling: rotary_scaling.Scaling = _NO_SCALING,
     ) -> None:
         super().__init__()
         check_sizes(head_size, rotary_dim)
@@ -121,7 +113,7 @@ class RotaryEmbedding(CustomOp):
             table = torch.empty(rows, self.rotary_dim, dtype=self.dtype)
         else:
             frequencies = self.scaling.frequencies(self.rotary_dim, self.base)
-            table = cos_sin_table(frequencies, rows, self.scaling.magnitude)
+            table = rotary_scaling.cos_sin_table(frequencies, rows, self.scaling.magnitude)
             table = table.to(device=device, dtype=self.dtype)
         self.register_buffer("cos_sin_cache", table, persistent=False)
 
@@ -257,7 +249,7 @@ class MRotaryEmbedding(RotaryEmbedding):
         mrope_section: Sequence[int],
         mrope_interleaved: bool = False,
         *,
-        scaling: Scaling = _NO_SCALING,
+        scaling: rotary_scaling.Scaling = _NO_SCALING,
     ) -> None:
         sizes = (head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
         super().__init__(*sizes, init_cache=False, scaling=scaling)
@@ -386,7 +378,9 @@ class DualChunkRotaryEmbedding(CustomOp):
         self.max_position_embeddings, self.base = max_position_embeddings, base
         self.is_neox_style, self.dtype = is_neox_style, dtype
         self.chunk_size, self.local_size = chunk_size, local_size
-        table = cos_sin_table(Scaling().frequencies(rotary_dim, base), 2 * chunk_size - local_size)
+        table = rotary_scaling.cos_sin_table(
+            rotary_scaling.Scaling().frequencies(rotary_dim, base), 2 * chunk_size - local_size
+        )
         table = table.to(device=torch.get_default_device(), dtype=dtype)
         self.register_buffer("cos_sin_cache", table, persistent=False)
 
@@ -481,16 +475,18 @@ def get_rope(
     if dual_chunk_attention_config is not None:
         cls, options = DualChunkRotaryEmbedding, _dual_chunk(dual_chunk_attention_config)
     else:
-        context = RopeContext(
+        context = rotary_scaling.RopeContext(
             max_position, max_position if max_model_len is None else max_model_len
         )
-        options = {"scaling": read_scaling(parameters, context)}
-        section = sections(parameters)
+        options = {"scaling": rotary_scaling.read_scaling(parameters, context)}
+        section = rotary_scaling.sections(parameters)
         if section is not None:
             cls = MRotaryEmbedding
             options["mrope_section"] = section
-            options["mrope_interleaved"] = flag(parameters, "mrope_interleaved", False)
-    base = number(parameters, "rope_theta", 10000.0)
+            options["mrope_interleaved"] = rotary_scaling.flag(
+                parameters, "mrope_interleaved", False
+            )
+    base = rotary_scaling.number(parameters, "rope_theta", 10000.0)
     size = _rotary_dim(head_size, parameters)
     sizes = (head_size, size, max_position, base, is_neox_style, dtype)
     # The layer also depends on the device, on replacements and on enabled layers.
@@ -511,8 +507,8 @@ def _has(rope: Rope, tables: list[Tensor]) -> bool:
 
 def _rotary_dim(head_size: int, parameters: Mapping[str, Any]) -> int:
     if parameters.get("rope_dim") is not None:
-        return int(number(parameters, "rope_dim"))
-    share = number(parameters, "partial_rotary_factor", 1.0)
+        return int(rotary_scaling.number(parameters, "rope_dim"))
+    share = rotary_scaling.number(parameters, "partial_rotary_factor", 1.0)
     if share > 1:
         raise LayerArgumentError(
             f"rope_parameters: partial_rotary_factor={share} must be above 0 and at most 1."

@@ -15,6 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
 
 from opweave.ir.errors import OpweaveError, did_you_mean
+from opweave.plugins import entry as entries
 from opweave.plugins.discovery import (
     PLATFORM,
     PLUGINS,
@@ -23,29 +24,8 @@ from opweave.plugins.discovery import (
     in_order,
     misspelled_groups,
 )
-from opweave.plugins.entry import (
-    GENERAL_PLUGINS,
-    GROUPS,
-    PLATFORM_API,
-    PLATFORM_PLUGINS,
-    Claim,
-    ClaimApiError,
-    PlatformAbsentError,
-    PlatformConflictError,
-    PlatformReentryError,
-    PluginEntry,
-    PluginError,
-    PluginRequirementError,
-    PluginsFailedError,
-    PluginTypeError,
-    PluginWarning,
-    ReferenceNameError,
-    UnknownGroupError,
-    UnknownPluginError,
-    split_qualname,
-)
 from opweave.plugins.plugin import Plugin, PluginRecord, State
-from opweave.registration import Owner
+from opweave.registration import Owner, bound
 
 # Claims of platform plugins, and the choice of a platform.
 
@@ -60,7 +40,7 @@ class PlatformCandidate(NamedTuple):
     """
 
     name: str
-    claim: Claim
+    claim: entries.Claim
     owner: Owner | None
 
 
@@ -78,7 +58,7 @@ class Choice(NamedTuple):
     selected: str | None
 
 
-def claim_of(entry: PluginEntry, returned: object) -> Claim | None:
+def claim_of(entry: entries.PluginEntry, returned: object) -> entries.Claim | None:
     """Convert the return value of a platform plugin to a claim.
 
     Raises:
@@ -88,38 +68,39 @@ def claim_of(entry: PluginEntry, returned: object) -> Claim | None:
     """
     if returned is None:
         return None
-    if isinstance(returned, str):
-        returned = Claim(returned, PLATFORM_API)  # the class declares its version itself
+    if isinstance(returned, str):  # the class declares its version itself
+        returned = entries.Claim(returned, entries.PLATFORM_API)
     try:
-        split_qualname(returned.platform if isinstance(returned, Claim) else "")
-    except ReferenceNameError:
-        raise PluginTypeError(
-            f"{entry} returned {returned!r}; it should be {GROUPS[PLATFORM_PLUGINS].entry_point}"
+        entries.split_qualname(returned.platform if isinstance(returned, entries.Claim) else "")
+    except entries.ReferenceNameError:
+        contract = entries.GROUPS[entries.PLATFORM_PLUGINS].entry_point
+        raise entries.PluginTypeError(
+            f"{entry} returned {returned!r}; it should be {contract}"
         ) from None
-    assert isinstance(returned, Claim)
-    if returned.api != PLATFORM_API:
+    assert isinstance(returned, entries.Claim)
+    if returned.api != entries.PLATFORM_API:
         api: object = returned.api  # plugins may return any type
-        is_newer = isinstance(api, int) and api > PLATFORM_API
+        is_newer = isinstance(api, int) and api > entries.PLATFORM_API
         remedy = "Upgrade opweave, or install an older" if is_newer else "Install a newer"
-        raise ClaimApiError(
+        raise entries.ClaimApiError(
             f"{entry} is for version {returned.api} of the platform interface, and this opweave "
-            f"has version {PLATFORM_API}. {remedy} {entry.owner.distribution}"
+            f"has version {entries.PLATFORM_API}. {remedy} {entry.owner.distribution}"
         )
     _check_fields(entry, returned)
     return returned
 
 
-def _check_fields(entry: PluginEntry, claim: Claim) -> None:
+def _check_fields(entry: entries.PluginEntry, claim: entries.Claim) -> None:
     score: object = claim.score  # plugins may return any type
     why: object = claim.why
     is_number = isinstance(score, (int, float)) and not isinstance(score, bool)
     if not (is_number and math.isfinite(claim.score)):
-        raise PluginTypeError(
+        raise entries.PluginTypeError(
             f"{entry} returned a claim with the score {score!r}; it should be a finite number, "
-            f"such as {Claim('', PLATFORM_API).score}"
+            f"such as {entries.Claim('', entries.PLATFORM_API).score}"
         )
     if not isinstance(why, str):
-        raise PluginTypeError(
+        raise entries.PluginTypeError(
             f"{entry} returned a claim with why={why!r}; it should be a string, such as "
             "'the driver is loaded'"
         )
@@ -135,7 +116,7 @@ def choose(candidates: Sequence[PlatformCandidate]) -> PlatformCandidate:
     best = [candidate for candidate in candidates if candidate.claim.score == highest]
     if len(best) > 1:
         claims = "; ".join(sorted(map(_describe, best)))
-        raise PlatformConflictError(
+        raise entries.PlatformConflictError(
             f"{len(best)} platforms claim this machine: {claims}. Choose one with "
             f"{PLATFORM}={min(candidate.name for candidate in best)}, or uninstall the others."
         )
@@ -172,8 +153,8 @@ class Loader:
         self.policy = policy
         self.misspelled = misspelled_groups(points)
         self.plugins = [Plugin(entry, policy) for entry in find(points)]
-        for plugin in self.of_group(PLATFORM_PLUGINS) if policy.platform is not None else ():
-            if plugin.entry.name != policy.platform:
+        for plugin in self.of_group(entries.PLATFORM_PLUGINS):
+            if policy.platform not in (None, plugin.entry.name):
                 plugin.detail = f"{PLATFORM}={policy.platform} selects another"
                 plugin.note_absence(f"{PLATFORM}={policy.platform} leaves out")
         policy.check(plugin.entry.name for plugin in self.plugins)
@@ -181,7 +162,7 @@ class Loader:
         self._general_lock, self._platform_lock = threading.RLock(), threading.RLock()
         self._general_done = False
         for message in self.misspelled:
-            warnings.warn(message, PluginWarning, stacklevel=3)
+            warnings.warn(message, entries.PluginWarning, stacklevel=3)
 
     def of_group(self, group: str) -> list[Plugin]:
         """Return the plugins of a group that the policy permits, by name.
@@ -189,9 +170,9 @@ class Loader:
         Raises:
             UnknownGroupError: there is no such group.
         """
-        if group not in GROUPS:
-            raise UnknownGroupError(
-                f"unknown plugin group {group!r}. {did_you_mean(group, GROUPS)}"
+        if group not in entries.GROUPS:
+            raise entries.UnknownGroupError(
+                f"unknown plugin group {group!r}. {did_you_mean(group, entries.GROUPS)}"
             )
         plugins = [plugin for plugin in self.plugins if plugin.entry.group == group]
         return [plugin for plugin in plugins if plugin.state is not State.EXCLUDED]
@@ -210,8 +191,8 @@ class Loader:
                 return plugin
         names = [plugin.entry.name for plugin in self.of_group(group)]
         out = f" {PLUGINS} leaves it out." if not self.policy.permits(name) else ""
-        raise UnknownPluginError(
-            f"no {GROUPS[group].kind} {name!r} is installed or permitted.{out} "
+        raise entries.UnknownPluginError(
+            f"no {entries.GROUPS[group].kind} {name!r} is installed or permitted.{out} "
             f"{did_you_mean(name, names)}"
         )
 
@@ -226,7 +207,7 @@ class Loader:
             UnknownGroupError: there is no such group.
             PluginError: a plugin failed, in strict mode; all were tried.
         """
-        errors: dict[str, PluginError] = {}
+        errors: dict[str, entries.PluginError] = {}
         for plugin in self.of_group(group):
             with _collected(plugin, errors):
                 plugin.load()
@@ -247,11 +228,8 @@ class Loader:
         with self._general_lock:
             if self._general_done:
                 return
-            token = _loading.set(True)
-            try:
+            with bound(_loading, True):
                 errors = self._load_general()
-            finally:
-                _loading.reset(token)
             self._settle(errors)
             self._general_done = True
 
@@ -265,7 +243,7 @@ class Loader:
             strict mode; all were tried.
         """
         refuse_reentry()
-        errors: dict[str, PluginError] = {}
+        errors: dict[str, entries.PluginError] = {}
         candidates: list[PlatformCandidate] = []
         with self._platform_lock:
             for plugin in self._platform_plugins():
@@ -281,8 +259,8 @@ class Loader:
         """Return the selected platform plugin, even if it is excluded; by default, all."""
         selected = self.policy.platform
         if selected is None:
-            return self.of_group(PLATFORM_PLUGINS)
-        platforms = [p for p in self.plugins if p.entry.group == PLATFORM_PLUGINS]
+            return self.of_group(entries.PLATFORM_PLUGINS)
+        platforms = [p for p in self.plugins if p.entry.group == entries.PLATFORM_PLUGINS]
         return [plugin for plugin in platforms if plugin.entry.name == selected]
 
     def _ask(self, plugin: Plugin) -> None:
@@ -290,33 +268,31 @@ class Loader:
             return
         _refuse_fault(plugin)
         reentered: list[str] = []
-        token = _reentered.set(reentered)
         try:
-            returned = plugin.call()
-        except PluginError:
+            with bound(_reentered, reentered):
+                returned = plugin.call()
+        except entries.PluginError:
             if not reentered:
                 raise
-        finally:
-            _reentered.reset(token)
         if reentered:  # even if the plugin caught the error
             problem = (
                 f"{plugin.entry} asks for current_platform, which its function is called to find "
                 "out. Do that in a method of the platform instead, such as import_kernels"
             )
-            raise plugin.reject(PlatformReentryError(problem))
+            raise plugin.reject(entries.PlatformReentryError(problem))
         try:
             claim = claim_of(plugin.entry, returned)
-        except PluginError as error:
+        except entries.PluginError as error:
             raise plugin.reject(error) from None
         plugin.returned, plugin.detail = claim, "" if claim is None else claim.why
         plugin.state = State.DECLINED if claim is None else State.CLAIMED
         plugin.note_absence("says that its device is not here" if claim is None else None)
 
-    def _load_general(self) -> dict[str, PluginError]:
-        plugins = self.of_group(GENERAL_PLUGINS)
+    def _load_general(self) -> dict[str, entries.PluginError]:
+        plugins = self.of_group(entries.GENERAL_PLUGINS)
         usable = {p.entry.name: p for p in plugins if p.entry.fault is None}
         order = in_order([plugin.entry for plugin in usable.values()])
-        errors: dict[str, PluginError] = {}
+        errors: dict[str, entries.PluginError] = {}
         for plugin in plugins:
             with _collected(plugin, errors):
                 _refuse_fault(plugin)
@@ -341,24 +317,24 @@ class Loader:
                 State.EXCLUDED: f"which {PLUGINS} leaves out",
             }.get(state, "which failed to load")
             raise plugin.fail(
-                PluginRequirementError(f"{plugin.entry} requires {name!r}, {missing}")
+                entries.PluginRequirementError(f"{plugin.entry} requires {name!r}, {missing}")
             )
 
-    def _settle(self, errors: dict[str, PluginError]) -> None:
+    def _settle(self, errors: dict[str, entries.PluginError]) -> None:
         """Raise the errors, or warn about them."""
         if errors and self.policy.strict:
             first, *others = errors.values()
-            raise PluginsFailedError((first, *others)) if others else first
+            raise entries.PluginsFailedError((first, *others)) if others else first
         for error in errors.values():
-            warnings.warn(str(error), PluginWarning, stacklevel=3)
+            warnings.warn(str(error), entries.PluginWarning, stacklevel=3)
 
 
 @contextmanager
-def _collected(plugin: Plugin, errors: dict[str, PluginError]) -> Iterator[None]:
+def _collected(plugin: Plugin, errors: dict[str, entries.PluginError]) -> Iterator[None]:
     """Collect an error, and continue with the next plugin."""
     try:
         yield
-    except PluginError as error:
+    except entries.PluginError as error:
         errors.setdefault(plugin.entry.name, error)
 
 
@@ -414,7 +390,7 @@ def load_plugins_by_group(group: str) -> dict[str, Callable[..., Any]]:
     return loader().load_group(group)
 
 
-def choose_platform(builtin: Mapping[str, Callable[[], Claim | None]]) -> Choice:
+def choose_platform(builtin: Mapping[str, Callable[[], entries.Claim | None]]) -> Choice:
     """Choose the platform with the highest claim among *builtin* platforms and plugins.
 
     If ``OPWEAVE_PLATFORM`` is set, only the platform of that name is asked.
@@ -433,7 +409,7 @@ def choose_platform(builtin: Mapping[str, Callable[[], Claim | None]]) -> Choice
         if selected in (None, name) and (claim := ask()) is not None:
             candidates.append(PlatformCandidate(name, claim, None))
     if not candidates:
-        raise PlatformAbsentError(
+        raise entries.PlatformAbsentError(
             "no platform claims this machine."
             if selected is None
             else f"{PLATFORM}={selected} selects a platform whose device is not here. Unset "
@@ -456,7 +432,7 @@ def refuse_reentry() -> None:
     reentered = _reentered.get()
     if reentered is not None:
         reentered.append("current_platform")
-        raise PlatformReentryError(
+        raise entries.PlatformReentryError(
             "current_platform is asked for by the function of a platform plugin, which is called "
             "to find out what it is"
         )

@@ -15,18 +15,8 @@ from typing import Any
 
 from opweave import transaction
 from opweave.ir.errors import OpweaveError, described
+from opweave.plugins import entry as entries
 from opweave.plugins.discovery import PLUGINS, STRICT, PluginPolicy
-from opweave.plugins.entry import (
-    GENERAL_PLUGINS,
-    GROUPS,
-    PLATFORM_PLUGINS,
-    PluginEntry,
-    PluginError,
-    PluginFailedError,
-    PluginHookError,
-    PluginImportError,
-    PluginTypeError,
-)
 from opweave.registration import note_absence, note_way_out, owned_by
 
 # The state of each plugin in this process.
@@ -101,10 +91,10 @@ class Plugin:
         detail: why it was disabled, or why its device is present.
     """
 
-    def __init__(self, entry: PluginEntry, policy: PluginPolicy) -> None:
+    def __init__(self, entry: entries.PluginEntry, policy: PluginPolicy) -> None:
         self.entry, self.policy = entry, policy
         self.state, self.detail = State.FOUND, ""
-        self.error: PluginError | None = None
+        self.error: entries.PluginError | None = None
         self.loaded: Any = None
         self.returned: Any = None
         self._called, self._seconds = False, 0.0
@@ -144,9 +134,9 @@ class Plugin:
             PluginError: the import failed.
         """
         if self.loaded is None:
-            with self._attempt(), self._failing("could not be imported", PluginImportError):
+            with self._attempt(), self._failing("could not be imported", entries.PluginImportError):
                 self.loaded = self.entry.load()
-            if self.entry.group not in (GENERAL_PLUGINS, PLATFORM_PLUGINS):
+            if self.entry.group not in (entries.GENERAL_PLUGINS, entries.PLATFORM_PLUGINS):
                 self._succeed()
         return self.loaded
 
@@ -162,7 +152,7 @@ class Plugin:
             self.load()
             with self._attempt():
                 self._check_function()
-                with self._failing("failed", PluginFailedError):
+                with self._failing("failed", entries.PluginFailedError):
                     self.returned = self.loaded()
             self._called = True
             self._succeed()
@@ -178,21 +168,23 @@ class Plugin:
         """
         before = frozenset(sys.modules)
         try:
-            with self._failing(f"failed in {name}", PluginHookError), self._registering():
+            with self._failing(f"failed in {name}", entries.PluginHookError), self._registering():
                 yield
         except BaseException as error:
             self._forget_modules(before)
-            if not isinstance(error, PluginHookError):
+            if not isinstance(error, entries.PluginHookError):
                 raise
             cause = error.__cause__
-            is_for_the_user = isinstance(cause, OpweaveError) and not isinstance(cause, PluginError)
+            is_for_the_user = isinstance(cause, OpweaveError) and not isinstance(
+                cause, entries.PluginError
+            )
             if cause is not None and is_for_the_user and name not in _REGISTERING_HOOKS:
                 raise cause from None
             self.error = self._with_remedy(error)
             raise self.error from cause
         self.error = None
 
-    def fail(self, error: PluginError) -> PluginError:
+    def fail(self, error: entries.PluginError) -> entries.PluginError:
         """Mark the plugin as failed; return the error, with a workaround."""
         self.state, self.error = State.FAILED, self._with_remedy(error)
         cause = error.__cause__
@@ -200,13 +192,13 @@ class Plugin:
         self.note_absence(f"failed to load: {short if cause is None else described(cause)}")
         return self.error
 
-    def reject(self, error: PluginError) -> PluginError:
+    def reject(self, error: entries.PluginError) -> entries.PluginError:
         """Roll back the plugin's registrations, and :meth:`fail`."""
         self._undo(self._modules)
         return self.fail(error)
 
-    def _with_remedy(self, error: PluginError) -> PluginError:
-        may_warn = self.policy.strict and not isinstance(error, PluginHookError)
+    def _with_remedy(self, error: entries.PluginError) -> entries.PluginError:
+        may_warn = self.policy.strict and not isinstance(error, entries.PluginHookError)
         warned = f"; {STRICT}=0 makes this a warning" if may_warn else ""
         full = type(error)(
             f"{f'{error}'.rstrip('.')}. To go on without it: "
@@ -218,26 +210,26 @@ class Plugin:
 
     def note_absence(self, why: str | None) -> None:
         """Record why the plugin registers nothing, for error messages; None: it does."""
-        note_absence(f"{GROUPS[self.entry.group].kind} {self.entry.owner}", why)
+        note_absence(f"{entries.GROUPS[self.entry.group].kind} {self.entry.owner}", why)
 
     def _check_function(self) -> None:
-        contract = GROUPS[self.entry.group].entry_point
+        contract = entries.GROUPS[self.entry.group].entry_point
         problem = f"{self.entry} is {self.loaded!r}; it should be {contract}"
         if not callable(self.loaded):
-            raise PluginTypeError(problem)
+            raise entries.PluginTypeError(problem)
         if any(is_lazy(self.loaded) for is_lazy in _LAZY):
-            raise PluginTypeError(
+            raise entries.PluginTypeError(
                 f"{problem}. Calling an async function or a generator runs nothing of it"
             )
         try:
             inspect.signature(self.loaded).bind()
         except TypeError:
-            raise PluginTypeError(problem) from None
+            raise entries.PluginTypeError(problem) from None
         except ValueError:
             return  # a C function without a signature
 
     @contextmanager
-    def _failing(self, problem: str, kind: type[PluginError]) -> Iterator[None]:
+    def _failing(self, problem: str, kind: type[entries.PluginError]) -> Iterator[None]:
         try:
             yield
         except KeyboardInterrupt:
@@ -261,7 +253,7 @@ class Plugin:
                 yield
         except BaseException as error:
             self._undo(modules)
-            if isinstance(error, PluginError):
+            if isinstance(error, entries.PluginError):
                 raise self.fail(error) from error.__cause__
             raise
         finally:

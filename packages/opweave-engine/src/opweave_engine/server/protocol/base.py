@@ -6,20 +6,7 @@ from functools import cache
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    Tag,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
+import pydantic
 from pydantic.json_schema import SkipJsonSchema
 
 from opweave.errors import shown
@@ -47,22 +34,22 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Int = Annotated[int, BeforeValidator(_whole)]
-Text = Annotated[str, AfterValidator(check_unicode)]
+Int = Annotated[int, pydantic.BeforeValidator(_whole)]
+Text = Annotated[str, pydantic.AfterValidator(check_unicode)]
 # pydantic creates an error for every wrong item, which takes seconds and gigabytes for a long list.
 # So the lists of requests stop at their first fault.
-Items = Annotated[list[T], Field(fail_fast=True)]
+Items = Annotated[list[T], pydantic.Field(fail_fast=True)]
 TokenIds = Items[int]
 
 
-def until_fault(values: object, handler: ValidatorFunctionWrapHandler) -> Any:
+def until_fault(values: object, handler: pydantic.ValidatorFunctionWrapHandler) -> Any:
     """Validate a dictionary item by item, which stops at the first fault."""
     if not isinstance(values, Mapping):
         return handler(values)
     return {k: v for item in values.items() for k, v in handler(dict([item])).items()}
 
 
-StopsAtFault = WrapValidator(until_fault)  # fail_fast for dictionaries
+StopsAtFault = pydantic.WrapValidator(until_fault)  # fail_fast for dictionaries
 
 
 def _input_kind(value: object) -> str:
@@ -76,11 +63,11 @@ def _input_kind(value: object) -> str:
 
 
 Input = Annotated[  # one prompt or several
-    Annotated[Text, Tag("text")]
-    | Annotated[Items[Text], Tag("texts")]
-    | Annotated[TokenIds, Tag("tokens")]
-    | Annotated[Items[TokenIds], Tag("tokens of prompts")],
-    Discriminator(_input_kind),
+    Annotated[Text, pydantic.Tag("text")]
+    | Annotated[Items[Text], pydantic.Tag("texts")]
+    | Annotated[TokenIds, pydantic.Tag("tokens")]
+    | Annotated[Items[TokenIds], pydantic.Tag("tokens of prompts")],
+    pydantic.Discriminator(_input_kind),
 ]
 
 
@@ -108,12 +95,12 @@ Unused = Annotated[Any, SkipJsonSchema()]  # the type of a field that no code re
 
 def supported(note: str, **options: Any) -> Any:
     """Declare an optional field that has an effect; *note* says which one."""
-    return Field(None, description=note, **options)
+    return pydantic.Field(None, description=note, **options)
 
 
 def harmless(note: str) -> Any:
     """Declare a field that cannot change the answer; *note* is the reason."""
-    return Field(None, description=note, json_schema_extra={"status": "harmless"})
+    return pydantic.Field(None, description=note, json_schema_extra={"status": "harmless"})
 
 
 def refused(note: str, *off: Any) -> Any:
@@ -124,10 +111,10 @@ def refused(note: str, *off: Any) -> Any:
         off: values that turn the feature off.
     """
     extra: Any = {"status": "refused", "off": off}
-    return Field(None, description=note, json_schema_extra=extra)
+    return pydantic.Field(None, description=note, json_schema_extra=extra)
 
 
-class RequestFields(BaseModel):
+class RequestFields(pydantic.BaseModel):
     """A part of a request; it may have unknown fields.
 
     Only integers and whole floats are converted into each other; ``"5"`` or ``true`` for a number
@@ -137,7 +124,7 @@ class RequestFields(BaseModel):
         is_open: whether it may have fields of any name, which have an effect.
     """
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=(), strict=True)
+    model_config = pydantic.ConfigDict(extra="allow", protected_namespaces=(), strict=True)
 
     is_open: ClassVar[bool] = False
 
@@ -206,11 +193,11 @@ class RequestBody(RequestFields):
     model: Text | None = supported("Name of a served model. Missing or empty: the served model.")
     user: Text | None = harmless("Not used.")
 
-    _unknown: set[str] = PrivateAttr(default_factory=set)
+    _unknown: set[str] = pydantic.PrivateAttr(default_factory=set)
 
-    @model_validator(mode="wrap")
+    @pydantic.model_validator(mode="wrap")
     @classmethod
-    def _check_fields(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _check_fields(cls, values: Any, handler: pydantic.ModelWrapValidatorHandler[Self]) -> Self:
         # Before the types are checked: an unsupported field is rejected, regardless of its type.
         unknown: set[str] = set()
         if isinstance(values, Mapping):
@@ -256,10 +243,10 @@ def for_header(paths: Sequence[str]) -> list[str]:
     return [path[:64] or '""' for path in islice(escaped, _MAX_HEADER_PATHS)]
 
 
-class ResponseBody(BaseModel):
+class ResponseBody(pydantic.BaseModel):
     """A response, or a part of one."""
 
-    model_config = ConfigDict(protected_namespaces=())
+    model_config = pydantic.ConfigDict(protected_namespaces=())
 
     def event(self, **options: Any) -> str:
         """Return the body as a server-sent event."""

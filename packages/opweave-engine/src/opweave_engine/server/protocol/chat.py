@@ -5,13 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+import pydantic
 
 from opweave_engine import FinishReason, SamplingParams, SamplingParamsError
 from opweave_engine.server.errors import ApiError
@@ -66,7 +60,7 @@ class ChatMessage(RequestFields):
 
     is_open = True
 
-    role: Annotated[Text, Field(min_length=1)] = Field(
+    role: Annotated[Text, pydantic.Field(min_length=1)] = pydantic.Field(
         description="The author's role: one that the chat template accepts."
     )
     content: Text | Items[Text | ContentPart] | None = supported(
@@ -103,7 +97,7 @@ class TextOnly(RequestBody):
 class Conversation(TextOnly):
     """A conversation, which the chat template renders as a prompt."""
 
-    messages: Items[ChatMessage] = Field(
+    messages: Items[ChatMessage] = pydantic.Field(
         min_length=1,
         description="The conversation. Fields of messages that are not listed go to the chat "
         "template.",
@@ -119,7 +113,7 @@ class Conversation(TextOnly):
     )
     chat_template_kwargs: dict[str, Any] | None = supported("Variables for the chat template.")
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
     def _move_from_variables(cls, values: Any) -> Any:
         """Move fields in ``chat_template_kwargs`` to the fields of the same names."""
@@ -137,7 +131,7 @@ class Conversation(TextOnly):
         others = {name: value for name, value in variables.items() if name not in _MOVABLE}
         return {**values, **moved, "chat_template_kwargs": others}
 
-    @field_validator("messages", mode="before")
+    @pydantic.field_validator("messages", mode="before")
     @classmethod
     def _limit_messages(cls, messages: object) -> object:
         """Refuse a conversation that would take long to validate."""
@@ -151,7 +145,7 @@ class Conversation(TextOnly):
                 )
         return messages
 
-    @field_validator("chat_template_kwargs")
+    @pydantic.field_validator("chat_template_kwargs")
     @classmethod
     def _no_clash(cls, variables: dict[str, Any] | None) -> dict[str, Any] | None:
         if clash := sorted(_RESERVED & (variables or {}).keys()):
@@ -286,8 +280,8 @@ class AnswerMessage(ResponseBody):
     reasoning_content: str | None = None
     reasoning: str | None = None
 
-    @model_serializer(mode="wrap")
-    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    @pydantic.model_serializer(mode="wrap")
+    def _without_absent(self, handler: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
         return {k: v for k, v in fields.items() if v is not None or k == "content"}
 

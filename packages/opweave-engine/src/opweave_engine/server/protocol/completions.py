@@ -8,18 +8,7 @@ from pydantic import Field
 
 from opweave_engine import FinishReason, SamplingParams, SamplingParamsError
 from opweave_engine.server.errors import unsupported
-from opweave_engine.server.protocol.base import (
-    ErrorDetail,
-    GeneratedBody,
-    Input,
-    Int,
-    PromptLogprobs,
-    ResponseBody,
-    Unused,
-    Usage,
-    refused,
-    supported,
-)
+from opweave_engine.server.protocol import base
 from opweave_engine.server.protocol.sampling import SamplingFields
 
 _DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
@@ -28,12 +17,14 @@ _DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 class CompletionRequest(SamplingFields):
     """Continue one or more prompts."""
 
-    prompt: Input = Field(description="A text or token ids, or a list of them.")
-    prompt_embeds: Unused = refused("Send a text or token ids.", [])
-    echo: bool | None = supported("Begin the answer with the prompt.")
-    logprobs: Int | None = supported("Log-probabilities of the tokens and this many others.")
-    suffix: Unused = refused("Models continue prompts only.", "")
-    best_of: Int | None = supported("Only with the value of n.")
+    prompt: base.Input = Field(description="A text or token ids, or a list of them.")
+    prompt_embeds: base.Unused = base.refused("Send a text or token ids.", [])
+    echo: bool | None = base.supported("Begin the answer with the prompt.")
+    logprobs: base.Int | None = base.supported(
+        "Log-probabilities of the tokens and this many others."
+    )
+    suffix: base.Unused = base.refused("Models continue prompts only.", "")
+    best_of: base.Int | None = base.supported("Only with the value of n.")
 
     @property
     def writes_nothing(self) -> bool:
@@ -64,7 +55,7 @@ class CompletionRequest(SamplingFields):
         )
 
 
-class CompletionLogprobs(ResponseBody):
+class CompletionLogprobs(base.ResponseBody):
     """Log-probabilities, in lists with one entry per token."""
 
     tokens: list[str]
@@ -73,7 +64,7 @@ class CompletionLogprobs(ResponseBody):
     text_offset: list[int]
 
 
-class CompletionChoice(ResponseBody):
+class CompletionChoice(base.ResponseBody):
     """One answer, or a delta of it."""
 
     index: int
@@ -83,13 +74,13 @@ class CompletionChoice(ResponseBody):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    error: ErrorDetail | None = None
+    prompt_logprobs: base.PromptLogprobs | None = None
+    error: base.ErrorDetail | None = None
 
 
-class CompletionResponse(GeneratedBody):
+class CompletionResponse(base.GeneratedBody):
     """All answers or, in a stream, a delta of one answer."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: base.Usage | None = None

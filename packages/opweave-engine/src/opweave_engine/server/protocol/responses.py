@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field
 
 from opweave_engine.server.errors import ApiError, unsupported
+from opweave_engine.server.protocol import chat
 from opweave_engine.server.protocol.base import (
     Int,
     Items,
@@ -16,13 +17,6 @@ from opweave_engine.server.protocol.base import (
     harmless,
     refused,
     supported,
-)
-from opweave_engine.server.protocol.chat import (
-    PARALLEL_NOTE,
-    TEXT_ONLY,
-    TOOL_CHOICE_NOTE,
-    Stored,
-    ToolChoice,
 )
 from opweave_engine.server.protocol.sampling import SALT_NOTE, CacheSalt
 
@@ -54,7 +48,7 @@ class TextOptions(RequestFields):
     verbosity: Unused = refused("Ask for it in the input.", "medium")
 
 
-class ResponsesRequest(Stored):
+class ResponsesRequest(chat.Stored):
     """Answer a conversation, with OpenAI's Responses API."""
 
     input: Text | Items[dict[str, Any]] = Field(
@@ -68,8 +62,8 @@ class ResponsesRequest(Stored):
     stream: bool | None = supported("Send the answer as server-sent events.")
     text: TextOptions | None = supported("The form of the answer.")
     tools: Repeated[Items[dict[str, Any]]] | None = supported("Functions that the model may call.")
-    tool_choice: Repeated[ToolChoice] | None = supported(TOOL_CHOICE_NOTE)
-    parallel_tool_calls: bool | None = supported(PARALLEL_NOTE)
+    tool_choice: Repeated[chat.ToolChoice] | None = supported(chat.TOOL_CHOICE_NOTE)
+    parallel_tool_calls: bool | None = supported(chat.PARALLEL_NOTE)
     metadata: Repeated[dict[str, Any]] | None = supported("Returned in the response.")
     cache_salt: CacheSalt | None = supported(SALT_NOTE)
     top_logprobs: Unused = refused(_USE_CHAT, 0)
@@ -89,7 +83,7 @@ class ResponsesRequest(Stored):
     structured_outputs: Unused = refused("Use text.format.")
     request_id: Unused = refused("The server generates the ids of responses.")
     priority: Unused = refused(_USE_CHAT, 0)
-    mm_processor_kwargs: Unused = refused(TEXT_ONLY, {})
+    mm_processor_kwargs: Unused = refused(chat.TEXT_ONLY, {})
     vllm_xargs: Unused = refused("vLLM's extensions are not supported.", {})
     kv_transfer_params: Unused = refused("Disaggregated serving is not supported.", {})
     previous_input_messages: Unused = refused(_NOT_STORED, [])

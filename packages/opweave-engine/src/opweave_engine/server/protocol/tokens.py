@@ -4,30 +4,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from opweave_engine.server.protocol.base import (
-    GeneratedBody,
-    Items,
-    RequestBody,
-    ResponseBody,
-    Text,
-    either,
-    supported,
-)
+from opweave_engine.server.protocol import base
 from opweave_engine.server.protocol.chat import Conversation, TextOnly
 from opweave_engine.server.protocol.sampling import PRIORITY_NOTE, SALT_NOTE, CacheSalt, Priority
 
 # ``/v1/process``.
 
 
-class ProcessRequest(RequestBody):
+class ProcessRequest(base.RequestBody):
     """A request in the format of an I/O processor."""
 
     data: Any = Field(description="Goes to the I/O processor.")
-    priority: Priority | None = supported(PRIORITY_NOTE)
-    cache_salt: CacheSalt | None = supported(SALT_NOTE)
+    priority: Priority | None = base.supported(PRIORITY_NOTE)
+    cache_salt: CacheSalt | None = base.supported(SALT_NOTE)
 
 
-class ProcessResponse(GeneratedBody):
+class ProcessResponse(base.GeneratedBody):
     """The result of the I/O processor."""
 
     object: Literal["process"] = "process"
@@ -43,14 +35,18 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 class TokenizeFields(TextOnly):
     """Options of requests for tokens."""
 
-    add_special_tokens: bool | None = supported("True by default for a prompt, false for messages.")
-    return_token_strs: bool | None = supported("Also return tokens as strings of the vocabulary.")
+    add_special_tokens: bool | None = base.supported(
+        "True by default for a prompt, false for messages."
+    )
+    return_token_strs: bool | None = base.supported(
+        "Also return tokens as strings of the vocabulary."
+    )
 
 
 class TokenizePrompt(TokenizeFields):
     """A text to tokenize."""
 
-    prompt: Text = Field(description="A text. Send it, or messages.")
+    prompt: base.Text = Field(description="A text. Send it, or messages.")
 
     @property
     def special(self) -> bool:
@@ -70,11 +66,11 @@ class TokenizeConversation(TokenizeFields, Conversation):
 TokenizeRequest = Annotated[
     Annotated[TokenizePrompt, Tag("TokenizePrompt")]
     | Annotated[TokenizeConversation, Tag("TokenizeConversation")],
-    Discriminator(either("prompt", "TokenizePrompt", "messages", "TokenizeConversation")),
+    Discriminator(base.either("prompt", "TokenizePrompt", "messages", "TokenizeConversation")),
 ]
 
 
-class TokenizeResponse(ResponseBody):
+class TokenizeResponse(base.ResponseBody):
     """The tokens."""
 
     count: int
@@ -83,13 +79,13 @@ class TokenizeResponse(ResponseBody):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(RequestBody):
+class DetokenizeRequest(base.RequestBody):
     """Tokens to detokenize."""
 
-    tokens: Items[TokenId] = Field(description="Token ids.")
+    tokens: base.Items[TokenId] = Field(description="Token ids.")
 
 
-class DetokenizeResponse(ResponseBody):
+class DetokenizeResponse(base.ResponseBody):
     """The text."""
 
     prompt: str

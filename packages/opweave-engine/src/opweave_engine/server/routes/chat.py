@@ -7,37 +7,19 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from opweave_engine import CompletionOutput, FinishReason, RequestOutput
+from opweave_engine.server import output_parser
 from opweave_engine.server.generation import AnswerPlan, Deltas, GenerationJob, chat_generation
 from opweave_engine.server.logprobs import chat_logprobs, prompt_logprobs
-from opweave_engine.server.output_parser import (
-    AnswerParser,
-    ArgumentsDelta,
-    CallStart,
-    ContentDelta,
-    Event,
-    ReasoningDelta,
-)
+from opweave_engine.server.protocol import chat
 from opweave_engine.server.protocol.base import Usage, UsageCounter
-from opweave_engine.server.protocol.chat import (
-    AnswerMessage,
-    CalledFunction,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatFinishReason,
-    ChatLogprobs,
-    ChatRequest,
-    ChatResponse,
-    ToolCall,
-)
 from opweave_engine.server.state import Server
 from opweave_engine.server.streaming import ERRORS, STREAM, json_response, stream
 
 router = APIRouter(responses=ERRORS, tags=["OpenAI"])
 
 
-@router.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAM)
-async def chat_completions(body: ChatRequest, request: Request, server: Server) -> Response:
+@router.post("/v1/chat/completions", response_model=chat.ChatResponse, responses=STREAM)
+async def chat_completions(body: chat.ChatRequest, request: Request, server: Server) -> Response:
     """Answer a conversation."""
     call = server.accept(body, request, "messages")
     generation, plan = await chat_generation(body, call, kind="chatcmpl")
@@ -53,13 +35,13 @@ class _ChatWriter:
     """Writes the response to one request."""
 
     generation: GenerationJob
-    body: ChatRequest
+    body: chat.ChatRequest
     plan: AnswerPlan
 
-    def response(self, output: RequestOutput) -> ChatResponse:
+    def response(self, output: RequestOutput) -> chat.ChatResponse:
         ids, counter = output.prompt_token_ids, UsageCounter()
         counter.add(output)
-        return ChatResponse(
+        return chat.ChatResponse(
             **self.generation.header,
             choices=[self._choice(answer) for answer in output.outputs],
             usage=counter.usage(),
@@ -70,7 +52,7 @@ class _ChatWriter:
         )
 
     async def events(self, deltas: Deltas) -> AsyncGenerator[str, None]:
-        parsed: dict[int, AnswerParser] = {}
+        parsed: dict[int, output_parser.AnswerParser] = {}
         counter = UsageCounter()
         async for _, delta in deltas:
             counter.add(delta)
@@ -79,7 +61,9 @@ class _ChatWriter:
                 if output.index not in parsed:
                     is_first, parsed[output.index] = not parsed, self.plan.parser()
                     begin = {"role": "assistant", "content": ""}
-                    chunk = self._chunk([ChatChunkChoice(index=output.index, delta=begin)], usage)
+                    chunk = self._chunk(
+                        [chat.ChatChunkChoice(index=output.index, delta=begin)], usage
+                    )
                     if is_first and self.body.return_token_ids:
                         chunk.prompt_token_ids = delta.prompt_token_ids
                     yield chunk.event()
@@ -88,22 +72,24 @@ class _ChatWriter:
         if self.body.includes_usage:
             yield self._chunk([], counter.usage()).event()
 
-    def _choice(self, answer: CompletionOutput) -> ChatChoice:
+    def _choice(self, answer: CompletionOutput) -> chat.ChatChoice:
         parsed = self.plan.parser()
         parsed.push(answer)
         reasoning = parsed.reasoning if self._shows_reasoning and parsed.reasoning else None
         is_text = not (parsed.calls or parsed.reasoning)
         calls = [
-            ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
+            chat.ToolCall(
+                id=call.id, function=chat.CalledFunction(name=call.name, arguments=call.arguments)
+            )
             for call in parsed.calls
         ]
-        message = AnswerMessage(
+        message = chat.AnswerMessage(
             content=parsed.content if parsed.content or is_text else None,
             tool_calls=calls or None,
             reasoning_content=reasoning,
             reasoning=reasoning,
         )
-        return ChatChoice(
+        return chat.ChatChoice(
             index=answer.index,
             message=message,
             logprobs=self._logprobs(answer),
@@ -112,51 +98,57 @@ class _ChatWriter:
             token_ids=answer.token_ids if self.body.return_token_ids else None,
         )
 
-    def _choices(self, parsed: AnswerParser, output: CompletionOutput) -> Iterator[ChatChunkChoice]:
+    def _choices(
+        self, parsed: output_parser.AnswerParser, output: CompletionOutput
+    ) -> Iterator[chat.ChatChunkChoice]:
         calls = len(parsed.calls)
         deltas = []
         for event in parsed.push(output):
-            calls += isinstance(event, CallStart)
+            calls += isinstance(event, output_parser.CallStart)
             deltas += self._delta(event, calls - 1)
         ids = output.token_ids if self.body.return_token_ids else None
         if (output.logprobs or ids) and not deltas:
             deltas = [{"content": ""}]  # tokens whose text is held back, or is part of a format
         logprobs = self._logprobs(output)
         for delta in deltas:
-            yield ChatChunkChoice(index=output.index, delta=delta, logprobs=logprobs, token_ids=ids)
+            yield chat.ChatChunkChoice(
+                index=output.index, delta=delta, logprobs=logprobs, token_ids=ids
+            )
             logprobs = ids = None
         if output.finish_reason is not None:
-            yield ChatChunkChoice(
+            yield chat.ChatChunkChoice(
                 index=output.index,
                 delta={},
                 finish_reason=_finish_reason(output.finish_reason, parsed),
                 stop_reason=output.stop_reason,
             )
 
-    def _delta(self, event: Event, index: int) -> list[dict[str, Any]]:
+    def _delta(self, event: output_parser.Event, index: int) -> list[dict[str, Any]]:
         match event:
-            case ContentDelta(text):
+            case output_parser.ContentDelta(text):
                 return [{"content": text}]
-            case ReasoningDelta(text):
+            case output_parser.ReasoningDelta(text):
                 shown = {"reasoning_content": text, "reasoning": text}
                 return [shown] if self._shows_reasoning else []
-            case CallStart(name, call_id):
+            case output_parser.CallStart(name, call_id):
                 call = {"index": index, "id": call_id, "type": "function"}
                 return [{"tool_calls": [{**call, "function": {"name": name, "arguments": ""}}]}]
-            case ArgumentsDelta(text):
+            case output_parser.ArgumentsDelta(text):
                 return [{"tool_calls": [{"index": index, "function": {"arguments": text}}]}]
 
     @property
     def _shows_reasoning(self) -> bool:
         return self.body.include_reasoning is not False
 
-    def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
+    def _logprobs(self, output: CompletionOutput) -> chat.ChatLogprobs | None:
         count, as_ids = self.body.top_logprobs or 0, bool(self.body.return_tokens_as_token_ids)
         return chat_logprobs(output, count, self.generation.server.engine.tokenizer, as_ids=as_ids)
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatChunk:
-        return ChatChunk(**self.generation.header, choices=choices, usage=usage)
+    def _chunk(self, choices: list[chat.ChatChunkChoice], usage: Usage | None) -> chat.ChatChunk:
+        return chat.ChatChunk(**self.generation.header, choices=choices, usage=usage)
 
 
-def _finish_reason(reason: FinishReason | None, parsed: AnswerParser) -> ChatFinishReason | None:
+def _finish_reason(
+    reason: FinishReason | None, parsed: output_parser.AnswerParser
+) -> chat.ChatFinishReason | None:
     return "tool_calls" if reason == "stop" and parsed.calls else reason

@@ -12,15 +12,9 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from opweave_engine import EngineError, FinishReason, RequestOutput
+from opweave_engine.server import output_parser
 from opweave_engine.server.errors import ApiError, api_error
 from opweave_engine.server.generation import AnswerPlan, Deltas, GenerationJob, chat_generation
-from opweave_engine.server.output_parser import (
-    ArgumentsDelta,
-    CallStart,
-    ContentDelta,
-    Event,
-    ReasoningDelta,
-)
 from opweave_engine.server.protocol.base import UsageCounter
 from opweave_engine.server.protocol.chat import ChatRequest
 from opweave_engine.server.protocol.responses import ResponsesRequest
@@ -44,21 +38,21 @@ class ResponseItems:
         self.items: list[Item] = []
         self._is_open = False
 
-    def add(self, event: Event) -> Iterator[Item]:
+    def add(self, event: output_parser.Event) -> Iterator[Item]:
         """Process an event, and yield OpenAI's events for it, without sequence numbers."""
         match event:
-            case ReasoningDelta(text):
+            case output_parser.ReasoningDelta(text):
                 yield from self._need("reasoning", "reasoning_text")
                 yield from self._text("response.reasoning_text.delta", text)
-            case ContentDelta(text):
+            case output_parser.ContentDelta(text):
                 yield from self._need("message", "output_text")
                 yield from self._text("response.output_text.delta", text)
-            case CallStart(name, call_id):
+            case output_parser.CallStart(name, call_id):
                 yield from self.close()
                 yield from self._open(
                     "function_call", "fc", call_id=call_id, name=name, arguments=""
                 )
-            case ArgumentsDelta(text):
+            case output_parser.ArgumentsDelta(text):
                 self.items[-1]["arguments"] += text
                 yield self._event("response.function_call_arguments.delta", delta=text)
 

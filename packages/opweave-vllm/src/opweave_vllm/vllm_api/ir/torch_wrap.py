@@ -1,8 +1,9 @@
 """Whether calls of ops are traced as one torch op, or as their implementation."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+
+from opweave.registration import bound
 
 _default = True
 _scoped: ContextVar[bool | None] = ContextVar("opweave_vllm_api_torch_wrap", default=None)
@@ -20,11 +21,6 @@ def set_default_torch_wrap(enable: bool) -> None:
     _default = enable
 
 
-@contextmanager
-def enable_torch_wrap(enable: bool = True) -> Iterator[None]:
+def enable_torch_wrap(enable: bool = True) -> AbstractContextManager[None]:
     """Set it inside the block, in this thread or asyncio task only."""
-    token = _scoped.set(enable)
-    try:
-        yield
-    finally:
-        _scoped.reset(token)
+    return bound(_scoped, enable)

@@ -8,20 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opweave.ir.ops.arguments import (
-    check_sequences,
-    check_shape,
-    check_slots,
-    initial_states,
-    is_computed,
-    misfit,
-    random_row,
-    random_rows,
-    read_states,
-    sequence_inputs,
-    some_slots,
-    write_states,
-)
+from opweave.ir.ops import arguments
 from opweave.ir.ops.attention import locate
 from opweave.ir.ops.linear import linear
 from opweave.ir.registry import register_op
@@ -218,11 +205,13 @@ def causal_conv1d(
         IndexError: a slot does not exist.
     """
     check_conv("causal_conv1d", x, weight, bias, x_state, activation)
-    check_sequences("causal_conv1d", query_start_loc, slot_idx, has_initial_state)
+    arguments.check_sequences("causal_conv1d", query_start_loc, slot_idx, has_initial_state)
     tokens, count, history = x.shape[0], slot_idx.shape[0], weight.shape[1] - 1
     dtype = torch.promote_types(x.dtype, torch.float32)
     sequence, _ = locate(tokens, query_start_loc)
-    first_inputs = initial_states(x_state, slot_idx, has_initial_state).to(dtype).transpose(1, 2)
+    first_inputs = (
+        arguments.initial_states(x_state, slot_idx, has_initial_state).to(dtype).transpose(1, 2)
+    )
     # Lay out the inputs of each sequence after its initial state, so that an output is a sum over
     # neighbors. Tokens after the last sequence follow unused space.
     places = torch.arange(tokens, device=x.device) + (sequence + 1) * history
@@ -233,9 +222,9 @@ def causal_conv1d(
     length = tokens + count * history
     taps = [inputs[j : j + length] for j in range(history + 1)]
     y = convolve(taps, weight.to(dtype), bias, activation)[places - history]
-    y = torch.where(is_computed(sequence, slot_idx)[:, None], y, 0).to(x.dtype)
+    y = torch.where(arguments.is_computed(sequence, slot_idx)[:, None], y, 0).to(x.dtype)
     last = inputs[_windows(query_start_loc[1:], count, history)].transpose(1, 2)
-    return y, write_states(x_state, slot_idx, last)
+    return y, arguments.write_states(x_state, slot_idx, last)
 
 
 @register_op(allow_inplace=True, autocast=False)
@@ -262,10 +251,10 @@ def causal_conv1d_update(
         IndexError: a slot does not exist.
     """
     check_conv("causal_conv1d_update", x, weight, bias, x_state, activation)
-    check_slots("causal_conv1d_update", slot_idx, x.shape[0])
-    y, inputs = conv_step(x, weight, bias, read_states(x_state, slot_idx), activation)
+    arguments.check_slots("causal_conv1d_update", slot_idx, x.shape[0])
+    y, inputs = conv_step(x, weight, bias, arguments.read_states(x_state, slot_idx), activation)
     y = torch.where(slot_idx[:, None] >= 0, y, 0).contiguous()
-    return y, write_states(x_state, slot_idx, inputs)
+    return y, arguments.write_states(x_state, slot_idx, inputs)
 
 
 def conv_step(
@@ -294,14 +283,14 @@ def check_conv(
     op: str, x: Tensor, weight: Tensor, bias: Tensor | None, x_state: Tensor, activation: str | None
 ) -> None:
     """Raise ValueError unless the arguments of a convolution called *op* fit together."""
-    check_shape(op, "x", x, -1, -1)
+    arguments.check_shape(op, "x", x, -1, -1)
     channels = x.shape[1]
-    check_shape(op, "weight", weight, channels, -1)
+    arguments.check_shape(op, "weight", weight, channels, -1)
     if weight.shape[1] == 0:
-        raise misfit(op, "weight", weight, f"({channels}, K) with K of at least 1")
-    check_shape(op, "x_state", x_state, -1, channels, weight.shape[1] - 1)
+        raise arguments.misfit(op, "weight", weight, f"({channels}, K) with K of at least 1")
+    arguments.check_shape(op, "x_state", x_state, -1, channels, weight.shape[1] - 1)
     if bias is not None:
-        check_shape(op, "bias", bias, channels)
+        arguments.check_shape(op, "bias", bias, channels)
     if activation is not None and activation not in _ACTIVATIONS:
         raise ValueError(
             f"{op}: activation must be None or one of {', '.join(_ACTIVATIONS)}; found "
@@ -328,7 +317,7 @@ def _causal_conv_inputs(
     """Make packed sequences; every second one has an initial state."""
     x, weight, bias, *_ = _causal_conv_update_inputs(num_tokens, hidden_size, width, dtype, device)
     state = torch.randn(num_seqs + 2, hidden_size, width - 1, device=device).to(dtype)
-    return x, weight, bias, state, *sequence_inputs(num_tokens, num_seqs, device), "silu"
+    return x, weight, bias, state, *arguments.sequence_inputs(num_tokens, num_seqs, device), "silu"
 
 
 @causal_conv1d_update.register_input_generator
@@ -340,10 +329,11 @@ def _causal_conv_update_inputs(
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, str]:
     """Make one token for each of *num_tokens* sequences; the first quarter is padding."""
-    x = random_rows(num_tokens, hidden_size, dtype, device)
+    x = arguments.random_rows(num_tokens, hidden_size, dtype, device)
     weight = torch.randn(hidden_size, width, device=device).to(dtype) / width**0.5
     state = torch.randn(num_tokens + 4, hidden_size, width - 1, device=device).to(dtype)
-    return x, weight, random_row(x), state, some_slots(num_tokens, device), "silu"
+    slots = arguments.some_slots(num_tokens, device)
+    return x, weight, arguments.random_row(x), state, slots, "silu"
 
 
 for _causal_conv_op in (causal_conv1d, causal_conv1d_update):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from opweave.ir.ops import quant
 from opweave.ir.ops.activation import silu_and_mul
 from opweave.ir.ops.arguments import misfit
 from opweave.ir.ops.fused_experts import (
@@ -19,11 +20,6 @@ from opweave.ir.ops.fused_experts import (
 )
 from opweave.ir.ops.linear import linear_w8a8, linear_w8a16
 from opweave.ir.ops.low_bit import GGUF_BLOCKS, linear_q, linear_w4a16, random_blocks
-from opweave.ir.ops.quant import (
-    dynamic_per_token_quant_fp8,
-    dynamic_per_token_quant_int8,
-    per_token_group_quant_fp8,
-)
 from opweave.ir.registry import IrOp, register_op
 
 SCALED_FORMATS = ("w4a16", "w8a16", "w8a8", "w8a8_ue8m0")
@@ -150,11 +146,11 @@ def _product(
             factors, use_ue8m0 = scale[expert], format == "w8a8_ue8m0"
             if factors.ndim == 2:
                 group = matrix.shape[1] // factors.shape[1]
-                codes, row_scale = of_op(per_token_group_quant_fp8)(rows, group, use_ue8m0)
+                codes, row_scale = of_op(quant.per_token_group_quant_fp8)(rows, group, use_ue8m0)
             elif matrix.dtype is torch.int8:
-                codes, row_scale = of_op(dynamic_per_token_quant_int8)(rows)
+                codes, row_scale = of_op(quant.dynamic_per_token_quant_int8)(rows)
             else:
-                codes, row_scale = of_op(dynamic_per_token_quant_fp8)(rows)
+                codes, row_scale = of_op(quant.dynamic_per_token_quant_fp8)(rows)
             out = of_op(linear_w8a8)(codes, row_scale, matrix, factors, None, rows.dtype)
         return out
 

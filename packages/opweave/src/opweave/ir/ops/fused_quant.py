@@ -11,16 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opweave.ir.ops import quant
 from opweave.ir.ops.activation import silu_and_mul
 from opweave.ir.ops.arguments import random_row, random_rows
 from opweave.ir.ops.norm import fused_add_rms_norm, rms_norm
-from opweave.ir.ops.quant import (
-    block_scales,
-    dynamic_per_token_quant_fp8,
-    dynamic_per_token_quant_int8,
-    per_token_group_quant_fp8,
-    static_quant_fp8,
-)
 from opweave.ir.registry import IrOp, register_op
 from opweave.ir.rules import BATCH_INVARIANT, ROWWISE
 
@@ -42,7 +36,7 @@ def rms_norm_static_quant_fp8(
     Raises:
         ValueError: ``scale`` has another shape.
     """
-    quantized: Tensor = static_quant_fp8(rms_norm(x, weight, epsilon), scale)
+    quantized: Tensor = quant.static_quant_fp8(rms_norm(x, weight, epsilon), scale)
     return quantized
 
 
@@ -60,7 +54,7 @@ def rms_norm_dynamic_per_token_quant_fp8(
     Returns:
         float8_e4m3fn in the shape of ``x``, and the scales: float32 ``(..., 1)``.
     """
-    quantized, scale = dynamic_per_token_quant_fp8(rms_norm(x, weight, epsilon), scale_ub)
+    quantized, scale = quant.dynamic_per_token_quant_fp8(rms_norm(x, weight, epsilon), scale_ub)
     return quantized, scale
 
 
@@ -77,7 +71,7 @@ def rms_norm_dynamic_per_token_quant_int8(
     Returns:
         int8 in the shape of ``x``, and the scales: float32 ``(..., 1)``.
     """
-    quantized, scale = dynamic_per_token_quant_int8(rms_norm(x, weight, epsilon))
+    quantized, scale = quant.dynamic_per_token_quant_int8(rms_norm(x, weight, epsilon))
     return quantized, scale
 
 
@@ -100,7 +94,7 @@ def fused_add_rms_norm_static_quant_fp8(
         ValueError: ``scale`` has another shape.
     """
     y, residual = fused_add_rms_norm(x, x_residual, weight, epsilon)
-    return static_quant_fp8(y, scale), residual
+    return quant.static_quant_fp8(y, scale), residual
 
 
 @register_op(composite=True, native_traits={BATCH_INVARIANT, ROWWISE})
@@ -124,7 +118,7 @@ def fused_add_rms_norm_dynamic_per_token_quant_fp8(
         dtype of ``x``.
     """
     y, residual = fused_add_rms_norm(x, x_residual, weight, epsilon)
-    quantized, scale = dynamic_per_token_quant_fp8(y, scale_ub)
+    quantized, scale = quant.dynamic_per_token_quant_fp8(y, scale_ub)
     return quantized, scale, residual
 
 
@@ -144,7 +138,7 @@ def fused_add_rms_norm_dynamic_per_token_quant_int8(
         ``x``.
     """
     y, residual = fused_add_rms_norm(x, x_residual, weight, epsilon)
-    quantized, scale = dynamic_per_token_quant_int8(y)
+    quantized, scale = quant.dynamic_per_token_quant_int8(y)
     return quantized, scale, residual
 
 
@@ -162,7 +156,7 @@ def silu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
     Raises:
         ValueError: the last dimension is odd, or ``scale`` has another shape.
     """
-    quantized: Tensor = static_quant_fp8(silu_and_mul(x), scale)
+    quantized: Tensor = quant.static_quant_fp8(silu_and_mul(x), scale)
     return quantized
 
 
@@ -182,7 +176,7 @@ def silu_and_mul_dynamic_per_token_quant_fp8(
     Raises:
         ValueError: the last dimension is odd.
     """
-    quantized, scale = dynamic_per_token_quant_fp8(silu_and_mul(x), scale_ub)
+    quantized, scale = quant.dynamic_per_token_quant_fp8(silu_and_mul(x), scale_ub)
     return quantized, scale
 
 
@@ -199,7 +193,7 @@ def silu_and_mul_dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor
     Raises:
         ValueError: the last dimension is odd.
     """
-    quantized, scale = dynamic_per_token_quant_int8(silu_and_mul(x))
+    quantized, scale = quant.dynamic_per_token_quant_int8(silu_and_mul(x))
     return quantized, scale
 
 
@@ -220,7 +214,7 @@ def silu_and_mul_per_token_group_quant_fp8(
     Raises:
         ValueError: the last dimension is odd, or ``group_size`` is less than 1.
     """
-    quantized, scale = per_token_group_quant_fp8(silu_and_mul(x), group_size, use_ue8m0)
+    quantized, scale = quant.per_token_group_quant_fp8(silu_and_mul(x), group_size, use_ue8m0)
     return quantized, scale
 
 
@@ -248,7 +242,7 @@ def _static_inputs(op: IrOp) -> Callable[..., tuple[Any, ...]]:
     ) -> tuple[Any, ...]:
         arguments = _arguments(op, num_tokens, hidden_size, dtype, device)
         quantized = arguments[0][:, :hidden_size]
-        return *arguments, block_scales(quantized, row_block_size, column_block_size)
+        return *arguments, quant.block_scales(quantized, row_block_size, column_block_size)
 
     return inputs
 

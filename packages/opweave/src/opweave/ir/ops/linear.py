@@ -6,15 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from opweave.ir.ops import quant
 from opweave.ir.ops.arguments import misfit
-from opweave.ir.ops.quant import (
-    FP8_MAX,
-    INT8_MAX,
-    dynamic_per_token_quant_fp8,
-    dynamic_per_token_quant_int8,
-    per_token_group_quant_fp8,
-    scale_covers,
-)
 from opweave.ir.registry import register_op
 from opweave.ir.rules import plain
 
@@ -110,7 +103,7 @@ def _linear_w8a16_inputs(
 def _quantized_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize *weight* to 8 bits with one scale per row; return the codes and the scales."""
     is_int = dtype is torch.int8
-    scale = weight.abs().amax(dim=-1) / (INT8_MAX if is_int else FP8_MAX)
+    scale = weight.abs().amax(dim=-1) / (quant.INT8_MAX if is_int else quant.FP8_MAX)
     quantized = weight / scale[:, None]
     return (quantized.round() if is_int else quantized).to(dtype), scale
 
@@ -221,7 +214,7 @@ def scales_tokens(x_scale: Tensor, x: Tensor) -> bool:
 
 def scales_weight(scale: Tensor, weight: Tensor) -> bool:
     """Whether *scale* has one element, or one for each row or each of equal blocks of *weight*."""
-    return scale.shape == weight.shape[:1] or scale_covers(scale, weight)
+    return scale.shape == weight.shape[:1] or quant.scale_covers(scale, weight)
 
 
 @linear_w8a8.register_input_generator
@@ -242,13 +235,13 @@ def _linear_w8a8_inputs(
     if block_size:
         if weight.shape[0] % block_size or weight.shape[1] % block_size:
             raise ValueError(f"linear_w8a8: {tuple(weight.shape)} is not blocks of {block_size}.")
-        codes, x_scale = per_token_group_quant_fp8.native(x, block_size)
+        codes, x_scale = quant.per_token_group_quant_fp8.native(x, block_size)
         blocks = weight.unflatten(1, (-1, block_size)).unflatten(0, (-1, block_size))
-        scale = blocks.abs().amax((1, 3)) / FP8_MAX
+        scale = blocks.abs().amax((1, 3)) / quant.FP8_MAX
         quantized = weight / spread_weight_scales(scale, weight)
         return codes, x_scale, quantized.to(torch.float8_e4m3fn), scale, *rest
     is_int = weight_dtype is torch.int8
-    quantize = dynamic_per_token_quant_int8 if is_int else dynamic_per_token_quant_fp8
+    quantize = quant.dynamic_per_token_quant_int8 if is_int else quant.dynamic_per_token_quant_fp8
     codes, x_scale = quantize.native(x)
     return codes, x_scale, *_quantized_rows(weight, weight_dtype), *rest
 

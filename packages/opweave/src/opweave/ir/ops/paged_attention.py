@@ -11,15 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opweave.ir.ops import attention
 from opweave.ir.ops.arguments import boundaries, misfit, sequence_lengths
-from opweave.ir.ops.attention import (
-    _attend,
-    _visible,
-    cached_keys,
-    check_heads,
-    check_window,
-    locate,
-)
 from opweave.ir.ops.quant import static_quant_fp8
 from opweave.ir.registry import register_op
 from opweave.ir.rules import plain
@@ -73,8 +66,10 @@ def paged_attention(
     """
     _check_caches(query, key_cache, value_cache)
     check_tables(block_tables, seq_lens, cu_seqlens_q)
-    check_heads(query.shape[1], key_cache.shape[1], value_cache.shape[1], "paged_attention")
-    check_window(causal, window, "paged_attention")
+    attention.check_heads(
+        query.shape[1], key_cache.shape[1], value_cache.shape[1], "paged_attention"
+    )
+    attention.check_window(causal, window, "paged_attention")
     num_seqs, block_size = seq_lens.shape[0], key_cache.shape[2]
     k_pos = torch.arange(block_tables.shape[1] * block_size, device=query.device)
     used = k_pos < seq_lens[:, None]  # (sequences, positions)
@@ -82,12 +77,12 @@ def paged_attention(
     blocks = torch.where(block_tables < 0, key_cache.shape[0], block_tables)
     tables = torch.where(used[:, ::block_size], blocks, 0)
     keys, values = (_gather(cache, tables, used) for cache in (key_cache, value_cache))
-    q_seq, q_pos = locate(query.shape[0], cu_seqlens_q)
-    cached = cached_keys(seq_lens, cu_seqlens_q)[q_seq]
-    visible = _visible(q_pos + cached, k_pos, causal, window)  # (queries, positions)
+    q_seq, q_pos = attention.locate(query.shape[0], cu_seqlens_q)
+    cached = attention.cached_keys(seq_lens, cu_seqlens_q)[q_seq]
+    visible = attention._visible(q_pos + cached, k_pos, causal, window)  # (queries, positions)
     in_sequence = q_seq[:, None] == torch.arange(num_seqs, device=query.device)
     visible = (visible[:, None] & in_sequence[..., None] & used).flatten(1)
-    return _attend(query[None], keys[None], values[None], visible, scale, soft_cap)[0]
+    return attention._attend(query[None], keys[None], values[None], visible, scale, soft_cap)[0]
 
 
 @register_op(composite=True, autocast=False)

@@ -10,13 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opweave.ir.ops.arguments import (
-    check_sequences,
-    initial_states,
-    is_computed,
-    sequence_inputs,
-    write_states,
-)
+from opweave.ir.ops import arguments
 from opweave.ir.ops.attention import locate
 from opweave.ir.ops.state_space import (
     check_scan,
@@ -82,10 +76,10 @@ def ssd_chunk_scan(
         IndexError: a slot does not exist.
     """
     check_scan("ssd_chunk_scan", x, dt, a, b, c, d, z, dt_bias, x_state, chunk_size)
-    check_sequences("ssd_chunk_scan", query_start_loc, slot_idx, has_initial_state)
+    arguments.check_sequences("ssd_chunk_scan", query_start_loc, slot_idx, has_initial_state)
     dtype = torch.promote_types(x.dtype, torch.float32)
     sequence, position = locate(x.shape[0], query_start_loc)
-    initial = initial_states(x_state, slot_idx, has_initial_state).to(dtype)
+    initial = arguments.initial_states(x_state, slot_idx, has_initial_state).to(dtype)
     step = time_step(dt, dt_bias, dt_softplus, dt_min, dt_max, dtype)
     chunks = _Chunks(query_start_loc, x.shape[0], chunk_size)
     place = chunks.first[sequence] * chunk_size + position
@@ -105,8 +99,8 @@ def ssd_chunk_scan(
     ended = torch.exp(total)[..., None, None] * enter + ends
     last = torch.where(some, ended[(chunks.first[1:] - 1).clamp(min=0).long()], initial)
     y = finish(y.flatten(0, 1)[place], x, None if d is None else d[:, None], z)
-    y = torch.where(is_computed(sequence, slot_idx)[:, None, None], y, 0)
-    return y.to(x.dtype).contiguous(), write_states(x_state, slot_idx, last)
+    y = torch.where(arguments.is_computed(sequence, slot_idx)[:, None, None], y, 0)
+    return y.to(x.dtype).contiguous(), arguments.write_states(x_state, slot_idx, last)
 
 
 class _Chunks:
@@ -193,7 +187,7 @@ def _inputs(
 ) -> tuple[Any, ...]:
     """Make packed sequences; every second one has an initial state."""
     sizes = (num_heads, head_size), (num_groups, state_size), num_seqs + 2
-    where = sequence_inputs(num_tokens, num_seqs, device)
+    where = arguments.sequence_inputs(num_tokens, num_seqs, device)
     return *scan_inputs(num_tokens, *sizes, dtype, device), *where, chunk_size, True, None, None
 
 

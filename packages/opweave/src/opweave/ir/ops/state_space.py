@@ -9,18 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opweave.ir.ops.arguments import (
-    check_sequences,
-    check_shape,
-    check_slots,
-    initial_states,
-    is_computed,
-    misfit,
-    read_states,
-    sequence_inputs,
-    some_slots,
-    write_states,
-)
+from opweave.ir.ops import arguments
 from opweave.ir.ops.attention import locate
 from opweave.ir.registry import IrOp, register_op
 
@@ -126,11 +115,11 @@ def selective_scan(
         IndexError: a slot does not exist.
     """
     check_scan("selective_scan", x, dt, a, b, c, d, z, dt_bias, x_state)
-    check_sequences("selective_scan", query_start_loc, slot_idx, has_initial_state)
+    arguments.check_sequences("selective_scan", query_start_loc, slot_idx, has_initial_state)
     dtype = torch.promote_types(x.dtype, torch.float32)
     tokens, count = x.shape[0], slot_idx.shape[0]
     sequence, position = locate(tokens, query_start_loc)
-    initial = initial_states(x_state, slot_idx, has_initial_state).to(dtype)
+    initial = arguments.initial_states(x_state, slot_idx, has_initial_state).to(dtype)
     step = time_step(dt, dt_bias, dt_softplus, None, None, dtype)
     gate = torch.exp(step[..., None] * a.to(dtype))  # (tokens, channels, N)
     value = (step * x.to(dtype))[..., None] * by_channel(b.to(dtype), x.shape[1])
@@ -144,9 +133,9 @@ def selective_scan(
     begins = functional.pad((position == 0) & (sequence < count), (0, 1), value=True)
     h = linear_recurrence(gate, value, begins[:, None, None])
     y = (h[:tokens] * by_channel(c.to(dtype), x.shape[1])).sum(-1)
-    y = torch.where(is_computed(sequence, slot_idx)[:, None], finish(y, x, d, z), 0)
+    y = torch.where(arguments.is_computed(sequence, slot_idx)[:, None], finish(y, x, d, z), 0)
     last = torch.where(some, h[(ends - 1).clamp(min=0).long()], initial)
-    return y.to(x.dtype).contiguous(), write_states(x_state, slot_idx, last)
+    return y.to(x.dtype).contiguous(), arguments.write_states(x_state, slot_idx, last)
 
 
 def time_step(
@@ -199,21 +188,23 @@ def check_scan(
 ) -> None:
     """Raise ValueError unless the arguments of the scan or step called *op* fit together."""
     if x.ndim not in _SCAN_DIMS[op]:
-        raise misfit(op, "x", x, " or ".join(_SCAN_SHAPES[ndim] for ndim in _SCAN_DIMS[op]))
+        raise arguments.misfit(
+            op, "x", x, " or ".join(_SCAN_SHAPES[ndim] for ndim in _SCAN_DIMS[op])
+        )
 
     def end(t: Tensor, ndim: int) -> int | None:
         """Return 2 for a *t* with one number per head, which then has *ndim* dimensions."""
         is_per_head = op == "ssd_chunk_scan" or (x.ndim == 3 and t.ndim == ndim)
         return 2 if is_per_head else None
 
-    check_shape(op, "x_state", x_state, -1, *x.shape[1:], -1)
-    check_shape(op, "a", a, *x_state.shape[1 : end(a, 1)])
-    check_shape(op, "dt", dt, *x.shape[: end(dt, 2)])
+    arguments.check_shape(op, "x_state", x_state, -1, *x.shape[1:], -1)
+    arguments.check_shape(op, "a", a, *x_state.shape[1 : end(a, 1)])
+    arguments.check_shape(op, "dt", dt, *x.shape[: end(dt, 2)])
     if z is not None:
-        check_shape(op, "z", z, *x.shape)
+        arguments.check_shape(op, "z", z, *x.shape)
     for name, vector in (("d", d), ("dt_bias", dt_bias)):
         if vector is not None:
-            check_shape(op, name, vector, *x.shape[1 : end(vector, 1)])
+            arguments.check_shape(op, name, vector, *x.shape[1 : end(vector, 1)])
     _check_groups(op, x, b, c, x_state.shape[-1])
     if chunk_size < 1:
         raise ValueError(f"{op}: chunk_size={chunk_size} is not positive.")
@@ -222,13 +213,13 @@ def check_scan(
 def _check_groups(op: str, x: Tensor, b: Tensor, c: Tensor, states: int) -> None:
     """Raise ValueError unless *b* and *c* are ``(tokens, [groups,] N)`` for the heads of *x*."""
     if b.ndim == 2:
-        check_shape(op, "b", b, x.shape[0], states)
+        arguments.check_shape(op, "b", b, x.shape[0], states)
     else:
-        check_shape(op, "b", b, x.shape[0], -1, states)
+        arguments.check_shape(op, "b", b, x.shape[0], -1, states)
         if b.shape[1] == 0 or x.shape[1] % b.shape[1]:
             expected = f"({x.shape[0]}, a divisor of {x.shape[1]}, {states})"
-            raise misfit(op, "b", b, expected)
-    check_shape(op, "c", c, *b.shape)
+            raise arguments.misfit(op, "b", b, expected)
+    arguments.check_shape(op, "c", c, *b.shape)
 
 
 def register_scan_fake(op: IrOp) -> None:
@@ -243,7 +234,7 @@ def register_scan_fake(op: IrOp) -> None:
         named = dict(zip(op.schema.names, values, strict=True))
         checked = (*values[:9], named.get("chunk_size", 1))
         check_scan(op.name, *checked)
-        check_sequences(op.name, *values[9:12])
+        arguments.check_sequences(op.name, *values[9:12])
         x, x_state = values[0], values[8]
         return x.new_empty(x.shape), x_state.new_empty(x_state.shape)
 
@@ -295,7 +286,7 @@ def _selective_scan_inputs(
 ) -> tuple[Any, ...]:
     """Make packed sequences; every second one has an initial state."""
     sizes = (hidden_size,), (state_size,), num_seqs + 2
-    where = sequence_inputs(num_tokens, num_seqs, device)
+    where = arguments.sequence_inputs(num_tokens, num_seqs, device)
     return *scan_inputs(num_tokens, *sizes, dtype, device), *where, True
 
 
@@ -354,11 +345,11 @@ def selective_state_update(
         IndexError: a slot does not exist.
     """
     check_scan("selective_state_update", x, dt, a, b, c, d, z, dt_bias, x_state)
-    check_slots("selective_state_update", slot_idx, x.shape[0])
-    state = read_states(x_state, slot_idx)
+    arguments.check_slots("selective_state_update", slot_idx, x.shape[0])
+    state = arguments.read_states(x_state, slot_idx)
     y, h = scan_step(x, dt, a, b, c, d, z, dt_bias, state, dt_softplus, dt_min, dt_max)
     y = torch.where(slot_idx.view(-1, *[1] * (x.ndim - 1)) >= 0, y, 0)
-    return y.contiguous(), write_states(x_state, slot_idx, h)
+    return y.contiguous(), arguments.write_states(x_state, slot_idx, h)
 
 
 def scan_step(
@@ -405,7 +396,7 @@ def _selective_state_update_inputs(
 ) -> tuple[Any, ...]:
     """Make one token for each of *num_tokens* sequences; the first quarter is padding."""
     sizes = (num_heads, head_size), (1, state_size), num_tokens + 4
-    slots = some_slots(num_tokens, device)
+    slots = arguments.some_slots(num_tokens, device)
     return *scan_inputs(num_tokens, *sizes, dtype, device), slots, True, None, None
 
 
