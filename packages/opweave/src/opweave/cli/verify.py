@@ -202,6 +202,7 @@ def _progress(subjects: list[Subject], action: str = "verifying") -> Iterator[Su
         for i, subject in enumerate(subjects):
             progress(i, len(subjects), str(subject))
             yield subject
+            progress(i + 1, len(subjects), str(subject))
 
 
 def _print(results: list[Result], times: Times, busy_reason: str | None, seed: int) -> None:
@@ -252,6 +253,7 @@ def _table(results: list[Result], times: Times) -> Table:
 
 
 def _checks(result: Result) -> str:
-    count = f"{sum(outcome.passed > 0 for outcome in result.outcomes)} checks"
+    passed = sum(outcome.passed > 0 for outcome in result.outcomes)
+    count = "1 check" if passed == 1 else f"{passed} checks"
     less = result.subject.has(ROUNDS_LESS)
     return f"{count}; rounds less often than the definition" if less else count
