@@ -95,35 +95,19 @@ def multiply(
     if splits > 1:
         parts = out.new_empty((splits, count, features), dtype=torch.float32)
     launch(
-        kernel,
-        (*grid, splits),
-        parts,
-        *tensors,
-        bias if splits == 1 else None,
-        count,
-        features,
-        width,
-        *numbers,
-        **constants,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        DEPTH=tile.depth,
+        kernel, (*grid, splits),
+        parts, *tensors, bias if splits == 1 else None, count, features, width, *numbers,
+        **constants, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
         num_warps=tile.warps,
         num_stages=tile.stages if shared_memory(out.device) >= MANY_BYTES else 2,
-    )
+    )  # fmt: skip
     if splits > 1:
         size = out.numel()
         launch(
-            _product_kernels.add_parts,
-            (-(-size // _BLOCK),),
-            out,
-            parts,
-            bias,
-            size,
-            features,
-            SPLITS=splits,
-            BLOCK=_BLOCK,
-        )
+            _product_kernels.add_parts, (-(-size // _BLOCK),),
+            out, parts, bias, size, features,
+            SPLITS=splits, BLOCK=_BLOCK,
+        )  # fmt: skip
 
 
 # Linear layers with weights and activations of 8 bits, which matrix instructions multiply.
@@ -188,24 +172,15 @@ def linear_w8a8(
     out = new_rows(x, weight.shape[0], out_dtype)
     width, group, (rows, columns) = x.shape[-1], _group(x, x_scale), _block(weight, scale)
     is_whole = group == columns == width
+    x_scale_stride = 0 if x_scale.numel() == 1 else width // group
+    scale_stride = 0 if scale.numel() == 1 else width // columns
+    strides = (row_stride(x), x_scale_stride, weight.stride(0), scale_stride)
     multiply(
-        _w8a8_kernels.linear_w8a8,
-        out,
-        (x, x_scale, weight, scale),
-        bias,
-        (
-            row_stride(x),
-            0 if x_scale.numel() == 1 else width // group,
-            weight.stride(0),
-            0 if scale.numel() == 1 else width // columns,
-            group,
-            rows,
-            columns,
-        ),
-        _tile_w8a8(row_count(x), _depth_w8a8(group, columns, width)),
-        width,
+        _w8a8_kernels.linear_w8a8, out,
+        (x, x_scale, weight, scale), bias, (*strides, group, rows, columns),
+        _tile_w8a8(row_count(x), _depth_w8a8(group, columns, width)), width,
         SCALES_LAST=is_whole and x.dtype is torch.int8,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -276,23 +251,15 @@ def linear_w4a16(
     tile, group = _tile_low_bit(row_count(x), x.dtype), group_of(weight, scale)
     if scale.shape[1] > 1:
         tile = tile._replace(depth=_depth_low_bit(tile.depth, group))
+    offset_stride = 0 if offset is None else offset.stride(0)
+    strides = (row_stride(x), weight.stride(0), scale.stride(0), offset_stride)
     multiply(
-        _low_bit_kernels.linear_w4a16,
-        out,
-        (x, weight, scale, offset),
-        bias,
-        (
-            row_stride(x),
-            weight.stride(0),
-            scale.stride(0),
-            0 if offset is None else offset.stride(0),
-            group,
-        ),
-        tile,
-        x.shape[-1],
+        _low_bit_kernels.linear_w4a16, out,
+        (x, weight, scale, offset), bias, (*strides, group),
+        tile, x.shape[-1],
         GROUPS=max(tile.depth // group, 1) if scale.shape[1] > 1 else 1,
         PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
-    )
+    )  # fmt: skip
     return out
 
 
@@ -309,18 +276,12 @@ def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str 
     out = new_rows(x, weight.shape[0])
     tile, (span, size) = _tile_low_bit(row_count(x), x.dtype), _LAYOUTS[format]
     multiply(
-        _low_bit_kernels.linear_q,
-        out,
-        (x, weight),
-        bias,
-        (row_stride(x), weight.stride(0)),
-        tile._replace(depth=max(tile.depth, 2 * span)),
-        x.shape[-1],
-        FORMAT=format,
-        SPAN=span,
-        SIZE=size,
+        _low_bit_kernels.linear_q, out,
+        (x, weight), bias, (row_stride(x), weight.stride(0)),
+        tile._replace(depth=max(tile.depth, 2 * span)), x.shape[-1],
+        FORMAT=format, SPAN=span, SIZE=size,
         PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
-    )
+    )  # fmt: skip
     return out
 
 
