@@ -10,16 +10,7 @@ import torch
 from torch import Tensor
 
 from opweave.ir import ops, rules
-from opweave.kernels.arguments import (
-    FLOATS,
-    W4A16,
-    W8A8,
-    Q,
-    group_of,
-    q_fits,
-    w4a16_fits,
-    w8a8_fits,
-)
+from opweave.kernels import arguments
 from opweave.kernels.triton.launch import (
     MANY_BYTES,
     MAX_WIDTH,
@@ -150,9 +141,9 @@ def _depth_w8a8(group: int, columns: int, width: int) -> int:
     spaced_rows("x", torch.int8, torch.float8_e4m3fn)
     & on_device("x_scale", "weight", "scale", "bias")
     & (rules.dtype("x", torch.int8) | has_float8("x"))
-    & W8A8
+    & arguments.W8A8
     & rules.contiguous("x_scale", "scale")
-    & rules.custom(w8a8_fits, "shapes do not fit")
+    & rules.custom(arguments.w8a8_fits, "shapes do not fit")
     & rules.custom(
         _has_whole_steps_w8a8,
         f"rows have more than {MAX_WIDTH} columns, or the size of a group of columns is not a "
@@ -212,7 +203,7 @@ _LAYOUTS = {
 
 def _has_whole_steps(weight: Tensor, scale: Tensor) -> bool:
     """Return whether steps of a power of two of columns align with the groups."""
-    group = group_of(weight, scale)
+    group = arguments.group_of(weight, scale)
     return scale.shape[1] == 1 or group % _MIN_DEPTH == 0 or _MIN_DEPTH % group == 0
 
 
@@ -229,10 +220,10 @@ def _depth_low_bit(depth: int, group: int) -> int:
 
 @implements(
     ops.linear_w4a16,
-    spaced_rows("x", *FLOATS)
+    spaced_rows("x", *arguments.FLOATS)
     & on_device("weight", "scale", "offset", "bias")
-    & W4A16
-    & rules.custom(w4a16_fits, "shapes do not fit")
+    & arguments.W4A16
+    & rules.custom(arguments.w4a16_fits, "shapes do not fit")
     & rules.custom(
         _has_whole_steps,
         f"the columns of a group are neither a multiple of {_MIN_DEPTH} nor a power of two",
@@ -248,7 +239,7 @@ def linear_w4a16(
 ) -> Tensor:
     """Return ``x @ (weight * scale + offset).T + bias``."""
     out = new_rows(x, weight.shape[0])
-    tile, group = _tile_low_bit(row_count(x), x.dtype), group_of(weight, scale)
+    tile, group = _tile_low_bit(row_count(x), x.dtype), arguments.group_of(weight, scale)
     if scale.shape[1] > 1:
         tile = tile._replace(depth=_depth_low_bit(tile.depth, group))
     offset_stride = 0 if offset is None else offset.stride(0)
@@ -265,10 +256,10 @@ def linear_w4a16(
 
 @implements(
     ops.linear_q,
-    spaced_rows("x", *FLOATS)
+    spaced_rows("x", *arguments.FLOATS)
     & on_device("weight", "bias")
-    & Q
-    & rules.custom(q_fits, "shapes do not fit"),
+    & arguments.Q
+    & rules.custom(arguments.q_fits, "shapes do not fit"),
     traits=(),
 )
 def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> Tensor:
