@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,22 @@ def test_kernels_that_print_and_that_exit(
     assert "here I am" in err
     assert statuses["chatty"]["status"] == "passed"
     assert statuses["leaves"]["checks"][0]["problems"][0].startswith("raised SystemExit (0)")
+
+
+def test_a_single_check_and_the_end_of_the_progress_bar(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        "opweave.cli.output.progress_bar",
+        lambda what: nullcontext(lambda done, total, item: steps.append((done, total))),
+    )
+    given = ("--op", "relu2", "--provider", "opweave_c", "--provider", "native", "--check", "empty")
+    code, out, _ = run(*given, "--in-process")
+    assert code == 0
+    assert out.count(" 1 check\n") == 2, out
+    assert steps[0] == (0, 2)
+    assert steps[-1] == (2, 2)
 
 
 def test_the_time_of_a_call_next_to_the_definition(run: Run) -> None:

@@ -10,17 +10,9 @@ import torch
 from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
 
 from opweave import __version__
+from opweave.cli import output
 from opweave.cli.companions import add_commands, option_hint
 from opweave.cli.options import converted
-from opweave.cli.output import (
-    CliError,
-    Results,
-    discard_output,
-    fail,
-    format_warnings,
-    open_streams,
-    show_error,
-)
 from opweave.config.environment import logging_level
 from opweave.ir.errors import OpweaveError, described, notes
 
@@ -29,7 +21,7 @@ app = App(
     help="Run models on the kernels you choose, and see which ones run and why.",
     version=__version__,
     help_format="plaintext",
-    console=Results(),
+    console=output.Results(),
     default_parameter=Parameter(converter=converted),
 )
 # Commands are imported when they run, so that the server starts without their dependencies.
@@ -54,34 +46,34 @@ add_commands(app)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exits with 0, 1 (problem found), 2 (bad input) or 130 (interrupted)."""
     try:
-        open_streams()
-        format_warnings()
+        output.open_streams()
+        output.format_warnings()
         given = sys.argv[1:] if arguments is None else arguments
         if not given or given[0] in app.help_flags:
             app.resolved_commands()  # help shows a summary of each
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except UnknownOptionError as error:
-        fail(_unknown_option(error))
+        output.fail(_unknown_option(error))
     except CycloptsError as error:
-        fail(f"{error} Try: opweave --help")
-    except (CliError, OpweaveError, torch.OutOfMemoryError) as error:
-        fail(f"{error}{notes(error)}")
+        output.fail(f"{error} Try: opweave --help")
+    except (output.CliError, OpweaveError, torch.OutOfMemoryError) as error:
+        output.fail(f"{error}{notes(error)}")
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader closed the pipe, as `head` does
-        discard_output()
+        output.discard_output()
         sys.exit(0)
     except OSError as error:
         if not _is_of_output(error):
-            fail(f"{str(error) or type(error).__name__}{notes(error)}")
-        discard_output()
-        fail(f"Cannot write the output: {error.strerror or error}.")
+            output.fail(f"{str(error) or type(error).__name__}{notes(error)}")
+        output.discard_output()
+        output.fail(f"Cannot write the output: {error.strerror or error}.")
     except Exception as error:  # from a plugin's code, or a bug in opweave
         if logging_level() == "DEBUG":
             raise
         where = traceback.extract_tb(error.__traceback__)[-1]
-        show_error(
+        output.show_error(
             f"{described(error, 1)} (at {where.filename}:{where.lineno}). "
             "OPWEAVE_LOGGING_LEVEL=DEBUG shows the traceback."
         )

@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 from rich.markup import escape
 from rich.table import Table
 
+from opweave.cli import output
 from opweave.cli.companions import add_commands
 from opweave.cli.options import (
     Flag,
@@ -20,16 +21,7 @@ from opweave.cli.options import (
     SelectionOptions,
     import_modules,
 )
-from opweave.cli.output import (
-    CliError,
-    PlainTable,
-    check_writable,
-    facts,
-    out,
-    print_json,
-    progress_bar,
-    write,
-)
+from opweave.cli.output import CliError, PlainTable, facts, out
 from opweave.cli.record import TokensOption, shown_time
 
 if TYPE_CHECKING:
@@ -90,7 +82,7 @@ def bench_op(
     from opweave.tuning import Effort
     from opweave.tuning.timing import busy, disturbance
 
-    check_writable("--plot", plot)
+    output.check_writable("--plot", plot)
     if plot is not None and not plot.endswith(".svg"):
         raise CliError(f"--plot {plot!r} should end in .svg, the only format of charts.")
     import_modules(import_)
@@ -101,13 +93,13 @@ def bench_op(
     results, limit = _measured(cases, Effort(rounds=rounds))
     busy_reason = busy_reason or disturbance()
     if json:
-        print_json({**_as_data(chosen, results, limit), "busy": busy_reason})
+        output.print_json({**_as_data(chosen, results, limit), "busy": busy_reason})
     else:
         out.print(_table(results, limit, is_ranked=busy_reason is None))
         if busy_reason is not None:
             out.print(f"{busy_reason}: not ranked", markup=False)
     if plot is not None:
-        write("--plot", plot, _chart(chosen, results))
+        output.write("--plot", plot, _chart(chosen, results))
     measurements = [m for *_, of_case in results for m in of_case]
     return 1 if any(m.status == "failed" for m in measurements) else 0
 
@@ -148,7 +140,7 @@ def _measured(cases: list[Sized], effort: Effort) -> tuple[Results, float]:
     from opweave.tuning.timing import copy_speed
 
     results: Results = []
-    with progress_bar("measuring") as progress:
+    with output.progress_bar("measuring") as progress:
         limit = copy_speed()
         for done, sized in enumerate(cases):
             progress(done, len(cases), f"{sized.tokens} tokens")

@@ -17,19 +17,10 @@ from rich.table import Table
 from torch import Tensor
 
 from opweave import ir
+from opweave.cli import output
 from opweave.cli.companions import model_runner
 from opweave.cli.options import Flag, ImportOption, RunOptions, check_utf8, import_modules
-from opweave.cli.output import (
-    STDOUT,
-    CliError,
-    PlainTable,
-    check_writable,
-    facts,
-    out,
-    progress_bar,
-    write,
-    write_json,
-)
+from opweave.cli.output import STDOUT, CliError, PlainTable, out
 from opweave.ir import Selection
 from opweave.ir.errors import OpweaveError
 from opweave.ir.op import least_bytes
@@ -299,8 +290,8 @@ def explain(
         raise CliError("--html needs --compile.")
     if html == json == STDOUT:
         raise CliError("--html and --json cannot both go to standard output.")
-    check_writable("--html", html)
-    check_writable("--json", json)
+    output.check_writable("--html", html)
+    output.check_writable("--json", json)
     options.apply()
     if compile:
         _compiled(model, prompt, dtype, json, html)
@@ -310,18 +301,18 @@ def explain(
 
 def _eager(model: Path, prompt: str, dtype: str, json: str | None, *, profiles: bool) -> None:
     runner = model_runner("explain")
-    with progress_bar("loading") as loading:
+    with output.progress_bar("loading") as loading:
         generate = runner.generator(model, dtype=dtype, progress=loading)
     # The first token is computed from the whole prompt, the second from one more token.
-    with ir.record() as record, progress_bar("running") as running:
+    with ir.record() as record, output.progress_bar("running") as running:
         generate(prompt, 2, running)
     timings: list[Timing] = []
     if profiles:
         profile = Profile()
         recording = entered(Scope(current_scope(), recorder=profile.add))
-        with recording, progress_bar("running") as running:
+        with recording, output.progress_bar("running") as running:
             generate(prompt, 2, running)
-        with progress_bar("timing") as timing:
+        with output.progress_bar("timing") as timing:
             timings = list(profile.timings(timing))
     if json != STDOUT:
         out.print(selection_table(record))
@@ -332,17 +323,17 @@ def _eager(model: Path, prompt: str, dtype: str, json: str | None, *, profiles: 
         data = {"model": str(model), "selections": selections(record)}
         if profiles:
             data["timings"] = [asdict(timing) for timing in timings]
-        write_json("--json", json, data)
+        output.write_json("--json", json, data)
 
 
 def _compiled(model: Path, prompt: str, dtype: str, json: str | None, html: str | None) -> None:
     from opweave.compile.html import render
 
     runner = model_runner("explain")
-    with progress_bar("loading") as loading:
+    with output.progress_bar("loading") as loading:
         loaded, tokens, weights = runner.module(model, prompt, dtype=dtype, progress=loading)
     start = time.perf_counter()
-    with progress_bar("compiling", counts=False):
+    with output.progress_bar("compiling", counts=False):
         reports, inside = _compile(loaded, tokens)
     seconds = time.perf_counter() - start
     if STDOUT not in (html, json):
@@ -352,7 +343,7 @@ def _compiled(model: Path, prompt: str, dtype: str, json: str | None, html: str 
             out.print(selection_table(inside))
     if html is not None:
         title = f"{model.resolve().name}, {str(weights).removeprefix('torch.')}"
-        write("--html", html, render(reports, title, facts()))
+        output.write("--html", html, render(reports, title, output.facts()))
     if json is not None:
         data = {
             "model": str(model),
@@ -360,7 +351,7 @@ def _compiled(model: Path, prompt: str, dtype: str, json: str | None, html: str 
             "reports": [report.to_dict() for report in reports],
             "inside_opaque_calls": selections(inside),
         }
-        write_json("--json", json, data)
+        output.write_json("--json", json, data)
 
 
 def _compile(model: torch.nn.Module, tokens: list[int]) -> tuple[list[Report], ir.Record]:

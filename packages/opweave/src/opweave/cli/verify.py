@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from rich.markup import escape
 from rich.table import Table
 
+from opweave.cli import output
 from opweave.cli.options import (
     Flag,
     ImportOption,
@@ -22,16 +23,7 @@ from opweave.cli.options import (
     apply_plugins,
     import_modules,
 )
-from opweave.cli.output import (
-    CliError,
-    PlainTable,
-    check_writable,
-    err,
-    out,
-    print_json,
-    progress_bar,
-    write_json,
-)
+from opweave.cli.output import CliError, PlainTable, err, out
 from opweave.cli.record import shown_time
 from opweave.conformance import CHECKS, Result, Subject, certificate, subjects, summary, verify
 from opweave.conformance.checks import QUICK
@@ -115,7 +107,7 @@ def verify_command(
     """
     from opweave.tuning.timing import busy
 
-    check_writable("--certificate", certificate_)
+    output.check_writable("--certificate", certificate_)
     if json and certificate_ == "-":
         raise CliError("--json and --certificate - cannot both go to standard output.")
     if not timeout > 0:
@@ -143,11 +135,11 @@ def verify_command(
     issued = certificate(results, seed=seed)
     if json:
         rows = zip(issued["results"], results, strict=True)
-        print_json({**issued, "results": [{**row, **_as_data(times, r)} for row, r in rows]})
+        output.print_json({**issued, "results": [{**row, **_as_data(times, r)} for row, r in rows]})
     elif certificate_ != "-":
         _print(results, times, busy_reason, seed)
     if certificate_ is not None:
-        write_json("--certificate", certificate_, issued)
+        output.write_json("--certificate", certificate_, issued)
     counts = summary(results)
     return 1 if counts["failed"] or not counts["passed"] or _excluded(times) else 0
 
@@ -198,10 +190,11 @@ def _excluded(times: Times) -> list[str]:
 
 def _progress(subjects: list[Subject], action: str = "verifying") -> Iterator[Subject]:
     """Yield each subject, and show it in the progress bar."""
-    with progress_bar(action) as progress:
+    with output.progress_bar(action) as progress:
         for i, subject in enumerate(subjects):
             progress(i, len(subjects), str(subject))
             yield subject
+            progress(i + 1, len(subjects), str(subject))
 
 
 def _print(results: list[Result], times: Times, busy_reason: str | None, seed: int) -> None:
@@ -252,6 +245,7 @@ def _table(results: list[Result], times: Times) -> Table:
 
 
 def _checks(result: Result) -> str:
-    count = f"{sum(outcome.passed > 0 for outcome in result.outcomes)} checks"
+    passed = sum(outcome.passed > 0 for outcome in result.outcomes)
+    count = "1 check" if passed == 1 else f"{passed} checks"
     less = result.subject.has(ROUNDS_LESS)
     return f"{count}; rounds less often than the definition" if less else count

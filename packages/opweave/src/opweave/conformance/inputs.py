@@ -68,7 +68,8 @@ def usual(subject: Subject, dtypes: int | None = None) -> Iterator[Case]:
 def sizes(subject: Subject) -> Iterator[Case]:
     """Yield cases of every dtype and many sizes."""
     for dtype in _dtype_options(subject):
-        yield from _tokens(subject, dtype)
+        for count in TOKENS:
+            yield from _existing(subject, {"num_tokens": count, **dtype})
         for name, default in options_of(subject).items():
             for value in variants(name, default):
                 yield from _existing(subject, {name: value, **dtype})
@@ -116,11 +117,6 @@ def _dtype_options(subject: Subject) -> list[dict[str, Any]]:
     if "dtype" not in options_of(subject):
         return [{}]
     return [{"dtype": dtype} for dtype in DTYPES]
-
-
-def _tokens(subject: Subject, dtype: Mapping[str, Any]) -> Iterator[Case]:
-    for count in TOKENS:
-        yield from _existing(subject, {"num_tokens": count, **dtype})
 
 
 def _swept(subject: Subject, name: str) -> Iterator[Case]:

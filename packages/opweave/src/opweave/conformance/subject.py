@@ -17,7 +17,7 @@ from torch import Tensor
 
 from opweave import ir
 from opweave.ir import IrOp, IrOpImpl
-from opweave.ir.calls import Calls, Values, copied
+from opweave.ir.calls import Calls, Values, copied, mapped
 from opweave.ir.errors import OpweaveError, did_you_mean
 from opweave.ir.op import shown, tensors_in
 from opweave.ir.priority import NATIVE
@@ -203,7 +203,7 @@ class Case:
     @cached_property
     def reference(self) -> Outputs:
         """The native result in float64, or the plain native result if float64 fails."""
-        wide = _changed(self.values, _widened)
+        wide = mapped(self.values, _widened)
         # An argument that is a dtype is that of the result.
         wide = tuple(
             torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
@@ -229,7 +229,7 @@ def run_natively(op: IrOp, values: Values) -> Outputs | Exception:
     process.
     """
     if any(t.is_cuda for t in tensors_in(values)):
-        outcome = _run_here(op, _changed(values, Tensor.cpu))
+        outcome = _run_here(op, mapped(values, Tensor.cpu))
         if isinstance(outcome, Exception) and not isinstance(outcome, NotImplementedError):
             return outcome
     return _run_here(op, values)
@@ -251,13 +251,6 @@ def natively(op: IrOp) -> Iterator[None]:
     ops = list(registry.ops) if op.registry is registry else []
     with ir.priority(dict.fromkeys(ops, "native")):
         yield
-
-
-def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return *value* with every tensor in it changed."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(_changed(item, change) for item in value)
-    return change(value) if isinstance(value, Tensor) else value
 
 
 def _widened(t: Tensor) -> Tensor:

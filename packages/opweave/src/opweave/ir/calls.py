@@ -39,18 +39,21 @@ def copied(values: Sequence[Any]) -> Values:
     def copy(storage: UntypedStorage) -> UntypedStorage:
         return storages.setdefault(storage.data_ptr(), cloned(storage))
 
-    return tuple(_rebuilt(value, copy) for value in values)
+    copies: Values = mapped(tuple(values), lambda t: _rebuilt(t, copy(t.untyped_storage())))
+    return copies
 
 
-def _rebuilt(value: Any, storage_of: Callable[[UntypedStorage], UntypedStorage]) -> Any:
-    """Return new tensors with the same strides and offsets in other storages, or the same."""
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return *value* with every tensor in it changed."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_rebuilt(item, storage_of) for item in value)
-    if not isinstance(value, Tensor):
-        return value
-    storage = storage_of(value.untyped_storage())
-    empty = torch.empty(0, dtype=value.dtype, device=value.device)
-    return empty.set_(storage, value.storage_offset(), value.shape, value.stride())
+        return type(value)(mapped(item, change) for item in value)
+    return change(value) if isinstance(value, Tensor) else value
+
+
+def _rebuilt(t: Tensor, storage: UntypedStorage) -> Tensor:
+    """Return a new tensor with the same strides and offset in another storage, or the same."""
+    empty = torch.empty(0, dtype=t.dtype, device=t.device)
+    return empty.set_(storage, t.storage_offset(), t.shape, t.stride())
 
 
 def cloned(storage: Any) -> UntypedStorage:
@@ -68,22 +71,16 @@ def fake_values(values: Values) -> tuple[AbstractContextManager[Any], Values]:
     """Return the arguments as fake tensors (strides and dtypes, no numbers), and their mode."""
     mode = torch_compat.fake_tensor_mode()
     with mode:
-        return mode, _fake(values)
+        return mode, mapped(values, _fake)
 
 
-def _fake(value: Any) -> Any:
-    """Return what ``mode.from_tensor`` makes of plain tensors, several times faster."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_fake, value))
-    if not isinstance(value, Tensor):
-        return value
-    rest: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
-    if not value.storage_offset():
-        return torch.empty_strided(value.shape, value.stride(), **rest)
-    count = value.untyped_storage().nbytes() // value.element_size()
-    return torch.empty(count, **rest).as_strided(
-        value.shape, value.stride(), value.storage_offset()
-    )
+def _fake(t: Tensor) -> Tensor:
+    """Return what ``mode.from_tensor`` makes of a plain tensor, several times faster."""
+    rest: dict[str, Any] = {"dtype": t.dtype, "device": t.device}
+    if not t.storage_offset():
+        return torch.empty_strided(t.shape, t.stride(), **rest)
+    count = t.untyped_storage().nbytes() // t.element_size()
+    return torch.empty(count, **rest).as_strided(t.shape, t.stride(), t.storage_offset())
 
 
 # Global state of a process: torch settings, random numbers, the environment, the directory.
@@ -244,7 +241,7 @@ class Calls:
         with ExitStack() as stack:
             if inference:
                 stack.enter_context(torch.inference_mode())
-                values = tuple(_rebuilt(value, lambda storage: storage) for value in values)
+                values = mapped(values, lambda t: _rebuilt(t, t.untyped_storage()))
             if requires:
                 stack.enter_context(require(*requires))
             if threads is not None:

@@ -14,16 +14,9 @@ from opweave.config.child_process import end_with_parent
 from opweave.conformance.find import import_named, subject_named
 from opweave.conformance.subject import Case
 from opweave.errors import described
+from opweave.tuning import measure
 from opweave.tuning.cases import for_subject
-from opweave.tuning.measure import (
-    Done,
-    Job,
-    SubjectJob,
-    Task,
-    TuningStage,
-    contest,
-    default_provider,
-)
+from opweave.tuning.measure import Done, Job, SubjectJob, Task, TuningStage
 
 
 def serve(connection: Connection) -> None:
@@ -52,12 +45,12 @@ def _measured(job: Job | SubjectJob, task: Task, connection: Connection) -> Done
         return Done("", (), "it accepts no arguments of a usual size")
     if case.refusal is not None:
         return Done("", (), f"native raises {described(case.refusal, 1)}")
-    default = default_provider(case)
+    default = measure.default_provider(case)
 
     def report(provider: str, action: str) -> None:
         connection.send(TuningStage(provider, action))
 
-    return Done(default, tuple(contest(case, job.providers, task.effort, report, default)))
+    return Done(default, tuple(measure.contest(case, job.providers, task.effort, report, default)))
 
 
 if __name__ == "__main__":

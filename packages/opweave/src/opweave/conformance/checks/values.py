@@ -9,14 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opweave.conformance import draw, inputs
+from opweave.conformance import compare, draw, inputs
 from opweave.conformance.checks.memory import memory_problem, metadata_problem
-from opweave.conformance.compare import (
-    near_problem,
-    outputs_problem,
-    structure_problem,
-    tolerance_of,
-)
 from opweave.conformance.inputs import Tokens, tokens_of
 from opweave.conformance.snapshot import Snapshot, copied, same_bits
 from opweave.conformance.subject import (
@@ -42,7 +36,7 @@ def is_right(subject: Subject, case: Case, **how: Any) -> Finding:
     values = copied(case.values)
     before = Snapshot(values)
     result = subject.run(values, **how)
-    problem = outputs_problem(case, result)
+    problem = compare.outputs_problem(case, result)
     return problem or memory_problem(case, values, before, outputs_of(result))
 
 
@@ -248,13 +242,13 @@ def _changed(subject: Subject, base: Case, names: Sequence[str]) -> Iterator[Cas
 def _survives(subject: Subject, case: Case) -> Finding:
     """Check that outputs are NaN where native is, and finite where native and the reference are."""
     result = subject.run(copied(case.values))
-    problem = structure_problem(case.native, result)
+    problem = compare.structure_problem(case.native, result)
     if problem:
         return problem
     parts = zip(outputs_of(result), case.native, case.reference, strict=True)
     for i, (found, native, reference) in enumerate(parts):
         if not native.is_floating_point():
-            problem = near_problem(found, native, tolerance_of(case, native))
+            problem = compare.near_problem(found, native, compare.tolerance_of(case, native))
         elif native.dtype.itemsize == 1:
             problem = _of_codes(case, i, found)
         else:
@@ -270,14 +264,14 @@ def _of_codes(case: Case, place: int, found: Tensor) -> Finding:
     Where large terms cancel, an error that the terms justify may be any code.
     """
     native = case.native[place]
-    tolerance = tolerance_of(case, native)
+    tolerance = compare.tolerance_of(case, native)
     stable = torch.ones_like(native, dtype=torch.bool)
     for _ in range(_ROUNDING_REPEATS):
         shaken = case.with_values("shaken", [_shaken(v) for v in case.values]).native[place]
         stable &= torch.isclose(
             native.float(), shaken.float(), atol=tolerance.atol, rtol=tolerance.rtol, equal_nan=True
         )
-    return near_problem(found[stable], native[stable], tolerance) if stable.any() else None
+    return compare.near_problem(found[stable], native[stable], tolerance) if stable.any() else None
 
 
 def _shaken(value: Any) -> Any:
@@ -303,10 +297,10 @@ def _of_floats(case: Case, found: Tensor, native: Tensor, reference: Tensor) -> 
     if not agreed.any():
         return None
     # A sum of large terms is as inexact as they are large.
-    atol, rtol = tolerance_of(case, native)
+    atol, rtol = compare.tolerance_of(case, native)
     scaled = Tolerance(atol * max(1.0, native[agreed].abs().amax().item()), rtol)
     agreed &= torch.isclose(native.double(), rounded.double(), atol=scaled.atol, rtol=rtol)
-    return near_problem(found[agreed], native[agreed], scaled)
+    return compare.near_problem(found[agreed], native[agreed], scaled)
 
 
 EXTREMES = Check(

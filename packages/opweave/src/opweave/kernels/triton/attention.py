@@ -37,24 +37,12 @@ def _write(
     blocks, heads, block_size, size = key_cache.shape
     value_size = value_cache.shape[3]
     launch(
-        _kv_cache_kernels.reshape_and_cache,
-        (key.shape[0],),
-        key_cache,
-        value_cache,
-        key,
-        value,
-        slot_mapping,
-        blocks * block_size,
-        block_size,
-        heads,
-        size,
-        value_size,
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        *key.stride()[:2],
-        *value.stride()[:2],
+        _kv_cache_kernels.reshape_and_cache, (key.shape[0],),
+        key_cache, value_cache, key, value, slot_mapping, blocks * block_size, block_size, heads,
+        size, value_size,
+        *key_cache.stride()[:3], *value_cache.stride()[:3], *key.stride()[:2], *value.stride()[:2],
         BLOCK=min(block_of(heads * max(size, value_size)), _KV_CACHE_BLOCK),
-    )
+    )  # fmt: skip
 
 
 _traced_write = mutating(
@@ -153,25 +141,13 @@ def rotary_embedding(
     ]
     rest = head_size - 2 * half
     launch(
-        _rotary_kernels.rotary_embedding,
-        (positions.numel(), 2),
-        query,
-        key,
-        x_query,
-        x_key,
-        positions,
-        cos_sin_cache,
-        *strides,
-        cos_sin_cache.stride(0),
-        cos_sin_cache.shape[0],
-        *counts,
-        head_size,
-        half,
-        IS_NEOX=is_neox_style,
-        HEADS=min(block_of(max(counts)), max(_TILE // block_of(half), 1)),
-        HALF=block_of(half),
-        REST=block_of(rest) if rest else 0,
-    )
+        _rotary_kernels.rotary_embedding, (positions.numel(), 2),
+        query, key, x_query, x_key, positions, cos_sin_cache,
+        *strides, cos_sin_cache.stride(0),
+        cos_sin_cache.shape[0], *counts, head_size, half,
+        IS_NEOX=is_neox_style, HEADS=min(block_of(max(counts)), max(_TILE // block_of(half), 1)),
+        HALF=block_of(half), REST=block_of(rest) if rest else 0,
+    )  # fmt: skip
     return query, key
 
 
@@ -231,24 +207,13 @@ def advance_step_flashattn(
     tokens, positions, slots = (sampled_token_ids.new_empty(count) for _ in range(3))
     lengths = seq_lens.new_empty(count)
     launch(
-        _advance_step_kernels.advance_step,
-        (-(-count // _ADVANCE_STEP_BLOCK),),
-        tokens,
-        positions,
-        lengths,
-        slots,
-        sampled_token_ids,
-        seq_lens,
-        block_tables,
-        count,
+        _advance_step_kernels.advance_step, (-(-count // _ADVANCE_STEP_BLOCK),),
+        tokens, positions, lengths, slots, sampled_token_ids, seq_lens, block_tables, count,
         sampled_token_ids.shape[0],
-        sampled_token_ids.stride(0),
-        seq_lens.stride(0),
-        block_tables.stride(0),
-        block_tables.shape[1],
-        block_size,
+        sampled_token_ids.stride(0), seq_lens.stride(0), block_tables.stride(0),
+        block_tables.shape[1], block_size,
         BLOCK=_ADVANCE_STEP_BLOCK,
-    )
+    )  # fmt: skip
     return tokens, positions, lengths, slots
 
 
@@ -320,55 +285,24 @@ def paged_attention(
         maxima = parts.new_full((tokens, heads, splits), float("-inf"))
         totals = parts.new_zeros((tokens, heads, splits))
     launch(
-        _paged_attention_kernels.attend,
-        (tiles, key_heads, splits),
-        parts,
-        maxima,
-        totals,
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        cu_seqlens_q,
-        size**-0.5 if scale is None else scale,
-        soft_cap,
-        window,
-        splits,
-        sequences,
-        blocks,
-        width,
-        block_tables.stride(0),
-        *query.stride()[:2],
-        *key_cache.stride()[:3],
+        _paged_attention_kernels.attend, (tiles, key_heads, splits),
+        parts, maxima, totals, query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q,
+        size**-0.5 if scale is None else scale, soft_cap, window, splits, sequences, blocks, width,
+        block_tables.stride(0), *query.stride()[:2], *key_cache.stride()[:3],
         *value_cache.stride()[:3],
-        heads,
-        size,
-        value_size,
-        BLOCK_SIZE=block_size,
-        GROUP=group,
-        CAUSAL=causal,
-        IS_SPLIT=splits > 1,
-        QUERIES=queries,
-        ROWS=rows,
-        KEYS=keys,
-        SIZE=max(block_of(size), 16),
+        heads, size, value_size,
+        BLOCK_SIZE=block_size, GROUP=group, CAUSAL=causal, IS_SPLIT=splits > 1, QUERIES=queries,
+        ROWS=rows, KEYS=keys, SIZE=max(block_of(size), 16),
         VALUE_SIZE=max(block_of(value_size), 16),
         PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
         num_stages=3 if shared_memory(query.device) >= MANY_BYTES else 1,
-    )
+    )  # fmt: skip
     if splits > 1:
         launch(
-            _paged_attention_kernels.join,
-            (tokens * heads,),
-            out,
-            parts,
-            maxima,
-            totals,
-            value_size,
-            SPLITS=splits,
-            VALUE_SIZE=block_of(value_size),
-        )
+            _paged_attention_kernels.join, (tokens * heads,),
+            out, parts, maxima, totals, value_size,
+            SPLITS=splits, VALUE_SIZE=block_of(value_size),
+        )  # fmt: skip
     return out
 
 

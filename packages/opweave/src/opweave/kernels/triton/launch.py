@@ -315,18 +315,9 @@ def _launch(
         return
     x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
     bound.run(
-        x,
-        y,
-        z,
-        bound.stream_of(device),
-        bound.function,
-        bound.metadata,
-        None,
-        None,
-        None,
-        *arguments,
-        *bound.constants,
-    )
+        x, y, z, bound.stream_of(device), bound.function, bound.metadata, None, None, None,
+        *arguments, *bound.constants,
+    )  # fmt: skip
 
 
 def key_of(device: int, arguments: Sequence[Any], constants: Mapping[str, object]) -> Key:

@@ -10,16 +10,7 @@ import torch
 from torch import Tensor
 
 from opweave.ir import ops, rules
-from opweave.kernels.arguments import (
-    FLOATS,
-    W4A16,
-    W8A8,
-    Q,
-    group_of,
-    q_fits,
-    w4a16_fits,
-    w8a8_fits,
-)
+from opweave.kernels import arguments
 from opweave.kernels.triton.launch import (
     MANY_BYTES,
     MAX_WIDTH,
@@ -95,35 +86,19 @@ def multiply(
     if splits > 1:
         parts = out.new_empty((splits, count, features), dtype=torch.float32)
     launch(
-        kernel,
-        (*grid, splits),
-        parts,
-        *tensors,
-        bias if splits == 1 else None,
-        count,
-        features,
-        width,
-        *numbers,
-        **constants,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        DEPTH=tile.depth,
+        kernel, (*grid, splits),
+        parts, *tensors, bias if splits == 1 else None, count, features, width, *numbers,
+        **constants, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
         num_warps=tile.warps,
         num_stages=tile.stages if shared_memory(out.device) >= MANY_BYTES else 2,
-    )
+    )  # fmt: skip
     if splits > 1:
         size = out.numel()
         launch(
-            _product_kernels.add_parts,
-            (-(-size // _BLOCK),),
-            out,
-            parts,
-            bias,
-            size,
-            features,
-            SPLITS=splits,
-            BLOCK=_BLOCK,
-        )
+            _product_kernels.add_parts, (-(-size // _BLOCK),),
+            out, parts, bias, size, features,
+            SPLITS=splits, BLOCK=_BLOCK,
+        )  # fmt: skip
 
 
 # Linear layers with weights and activations of 8 bits, which matrix instructions multiply.
@@ -166,9 +141,9 @@ def _depth_w8a8(group: int, columns: int, width: int) -> int:
     spaced_rows("x", torch.int8, torch.float8_e4m3fn)
     & on_device("x_scale", "weight", "scale", "bias")
     & (rules.dtype("x", torch.int8) | has_float8("x"))
-    & W8A8
+    & arguments.W8A8
     & rules.contiguous("x_scale", "scale")
-    & rules.custom(w8a8_fits, "shapes do not fit")
+    & rules.custom(arguments.w8a8_fits, "shapes do not fit")
     & rules.custom(
         _has_whole_steps_w8a8,
         f"rows have more than {MAX_WIDTH} columns, or the size of a group of columns is not a "
@@ -188,24 +163,15 @@ def linear_w8a8(
     out = new_rows(x, weight.shape[0], out_dtype)
     width, group, (rows, columns) = x.shape[-1], _group(x, x_scale), _block(weight, scale)
     is_whole = group == columns == width
+    x_scale_stride = 0 if x_scale.numel() == 1 else width // group
+    scale_stride = 0 if scale.numel() == 1 else width // columns
+    strides = (row_stride(x), x_scale_stride, weight.stride(0), scale_stride)
     multiply(
-        _w8a8_kernels.linear_w8a8,
-        out,
-        (x, x_scale, weight, scale),
-        bias,
-        (
-            row_stride(x),
-            0 if x_scale.numel() == 1 else width // group,
-            weight.stride(0),
-            0 if scale.numel() == 1 else width // columns,
-            group,
-            rows,
-            columns,
-        ),
-        _tile_w8a8(row_count(x), _depth_w8a8(group, columns, width)),
-        width,
+        _w8a8_kernels.linear_w8a8, out,
+        (x, x_scale, weight, scale), bias, (*strides, group, rows, columns),
+        _tile_w8a8(row_count(x), _depth_w8a8(group, columns, width)), width,
         SCALES_LAST=is_whole and x.dtype is torch.int8,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -237,7 +203,7 @@ _LAYOUTS = {
 
 def _has_whole_steps(weight: Tensor, scale: Tensor) -> bool:
     """Return whether steps of a power of two of columns align with the groups."""
-    group = group_of(weight, scale)
+    group = arguments.group_of(weight, scale)
     return scale.shape[1] == 1 or group % _MIN_DEPTH == 0 or _MIN_DEPTH % group == 0
 
 
@@ -254,10 +220,10 @@ def _depth_low_bit(depth: int, group: int) -> int:
 
 @implements(
     ops.linear_w4a16,
-    spaced_rows("x", *FLOATS)
+    spaced_rows("x", *arguments.FLOATS)
     & on_device("weight", "scale", "offset", "bias")
-    & W4A16
-    & rules.custom(w4a16_fits, "shapes do not fit")
+    & arguments.W4A16
+    & rules.custom(arguments.w4a16_fits, "shapes do not fit")
     & rules.custom(
         _has_whole_steps,
         f"the columns of a group are neither a multiple of {_MIN_DEPTH} nor a power of two",
@@ -273,35 +239,27 @@ def linear_w4a16(
 ) -> Tensor:
     """Return ``x @ (weight * scale + offset).T + bias``."""
     out = new_rows(x, weight.shape[0])
-    tile, group = _tile_low_bit(row_count(x), x.dtype), group_of(weight, scale)
+    tile, group = _tile_low_bit(row_count(x), x.dtype), arguments.group_of(weight, scale)
     if scale.shape[1] > 1:
         tile = tile._replace(depth=_depth_low_bit(tile.depth, group))
+    offset_stride = 0 if offset is None else offset.stride(0)
+    strides = (row_stride(x), weight.stride(0), scale.stride(0), offset_stride)
     multiply(
-        _low_bit_kernels.linear_w4a16,
-        out,
-        (x, weight, scale, offset),
-        bias,
-        (
-            row_stride(x),
-            weight.stride(0),
-            scale.stride(0),
-            0 if offset is None else offset.stride(0),
-            group,
-        ),
-        tile,
-        x.shape[-1],
+        _low_bit_kernels.linear_w4a16, out,
+        (x, weight, scale, offset), bias, (*strides, group),
+        tile, x.shape[-1],
         GROUPS=max(tile.depth // group, 1) if scale.shape[1] > 1 else 1,
         PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
-    )
+    )  # fmt: skip
     return out
 
 
 @implements(
     ops.linear_q,
-    spaced_rows("x", *FLOATS)
+    spaced_rows("x", *arguments.FLOATS)
     & on_device("weight", "bias")
-    & Q
-    & rules.custom(q_fits, "shapes do not fit"),
+    & arguments.Q
+    & rules.custom(arguments.q_fits, "shapes do not fit"),
     traits=(),
 )
 def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "q8_0") -> Tensor:
@@ -309,18 +267,12 @@ def linear_q(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str 
     out = new_rows(x, weight.shape[0])
     tile, (span, size) = _tile_low_bit(row_count(x), x.dtype), _LAYOUTS[format]
     multiply(
-        _low_bit_kernels.linear_q,
-        out,
-        (x, weight),
-        bias,
-        (row_stride(x), weight.stride(0)),
-        tile._replace(depth=max(tile.depth, 2 * span)),
-        x.shape[-1],
-        FORMAT=format,
-        SPAN=span,
-        SIZE=size,
+        _low_bit_kernels.linear_q, out,
+        (x, weight), bias, (row_stride(x), weight.stride(0)),
+        tile._replace(depth=max(tile.depth, 2 * span)), x.shape[-1],
+        FORMAT=format, SPAN=span, SIZE=size,
         PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
-    )
+    )  # fmt: skip
     return out
 
 

@@ -99,22 +99,13 @@ def normalize(
     total = None if residual is None else torch.empty_like(x)
     strides = [0 if t is None else row_stride(t) for t in (out, total, x, residual)]
     launch(
-        _norm_kernels.rms_norm,
-        (row_count(x),),
-        out,
-        scales,
-        total,
-        x,
-        residual,
-        weight,
-        scale,
+        _norm_kernels.rms_norm, (row_count(x),),
+        out, scales, total, x, residual, weight, scale,
         *strides,
-        width,
-        epsilon,
-        SCHEME=scheme,
-        BLOCK=block_of(width),
+        width, epsilon,
+        SCHEME=scheme, BLOCK=block_of(width),
         num_warps=warps_for(width),
-    )
+    )  # fmt: skip
     return x if total is None else total
 
 
@@ -196,18 +187,13 @@ def _dynamic_quant(x: Tensor, bound: Tensor | None, dtype: torch.dtype) -> tuple
     width = x.shape[-1]
     out, scales = codes_and_scales(x, width, dtype)
     launch(
-        _quant_kernels.dynamic_quant,
-        (row_count(x),),
-        out,
-        scales,
-        x,
-        bound,
+        _quant_kernels.dynamic_quant, (row_count(x),),
+        out, scales, x, bound,
         row_stride(x),
         width,
-        SCHEME="int8" if dtype is torch.int8 else "fp8",
-        BLOCK=block_of(width),
+        SCHEME="int8" if dtype is torch.int8 else "fp8", BLOCK=block_of(width),
         num_warps=warps_for(width),
-    )
+    )  # fmt: skip
     return out, scales
 
 
@@ -228,20 +214,12 @@ def quantize_groups(
     block = block_of(group_size)
     groups = min(max(1024 // block, 1), block_of(count))
     launch(
-        _quant_kernels.group_quant,
-        (row_count(x), -(-count // groups)),
-        out,
-        scales,
-        x,
+        _quant_kernels.group_quant, (row_count(x), -(-count // groups)),
+        out, scales, x,
         row_stride(x),
-        width,
-        group_size,
-        count,
-        IS_GATED=is_gated,
-        USE_UE8M0=use_ue8m0,
-        GROUPS=groups,
-        BLOCK=block,
-    )
+        width, group_size, count,
+        IS_GATED=is_gated, USE_UE8M0=use_ue8m0, GROUPS=groups, BLOCK=block,
+    )  # fmt: skip
     return out, scales
 
 
@@ -355,18 +333,13 @@ def _silu_and_mul_quant(
 ) -> None:
     width = out.shape[-1]
     launch(
-        _activation_kernels.silu_and_mul_quant,
-        (row_count(x),),
-        out,
-        scales,
-        x,
-        scale,
+        _activation_kernels.silu_and_mul_quant, (row_count(x),),
+        out, scales, x, scale,
         row_stride(x),
         width,
-        SCHEME=scheme,
-        BLOCK=block_of(width),
+        SCHEME=scheme, BLOCK=block_of(width),
         num_warps=warps_for(width),
-    )
+    )  # fmt: skip
 
 
 @implements(ops.silu_and_mul_per_token_group_quant_fp8, GATED & has_float8("x") & GROUP_SIZE)

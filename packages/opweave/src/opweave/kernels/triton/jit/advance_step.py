@@ -6,22 +6,11 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["count", "queries", "table_width"])
 def advance_step(
-    tokens,
-    positions,
-    new_lengths,
-    slots,
-    sampled,
-    lengths,
-    tables,
-    count,
-    queries,
-    sampled_stride,
-    length_stride,
-    table_stride,
-    table_width,
-    block_size,
+    tokens, positions, new_lengths, slots, sampled, lengths, tables, count, queries,
+    sampled_stride, length_stride, table_stride,
+    table_width, block_size,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < count
     is_query = rows < queries

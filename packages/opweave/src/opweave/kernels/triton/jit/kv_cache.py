@@ -21,28 +21,12 @@ def copy_heads(
 
 @triton.jit(do_not_specialize=["slot_count"])
 def reshape_and_cache(
-    key_cache,
-    value_cache,
-    key,
-    value,
-    slots,
-    slot_count,
-    block_size,
-    heads,
-    size,
-    value_size,
-    key_block_stride,
-    key_cache_head_stride,
-    key_position_stride,
-    value_block_stride,
-    value_cache_head_stride,
-    value_position_stride,
-    key_stride,
-    key_head_stride,
-    value_stride,
+    key_cache, value_cache, key, value, slots, slot_count, block_size, heads, size, value_size,
+    key_block_stride, key_cache_head_stride, key_position_stride, value_block_stride,
+    value_cache_head_stride, value_position_stride, key_stride, key_head_stride, value_stride,
     value_head_stride,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     tl.device_assert((slot >= -1) & (slot < slot_count), "a slot is not in the cache")

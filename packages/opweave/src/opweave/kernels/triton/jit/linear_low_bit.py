@@ -74,26 +74,12 @@ def groups_of_int4(
 
 @triton.jit
 def linear_w4a16(
-    out,
-    x,
-    weight,
-    scale,
-    offset,
-    bias,
-    count,
-    feature_count,
-    width,
-    x_stride,
-    weight_stride,
-    scale_stride,
-    offset_stride,
+    out, x, weight, scale, offset, bias, count, feature_count, width,
+    x_stride, weight_stride, scale_stride, offset_stride,
     group,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """One program per tile of the output and split of the columns.
 
     A step of *DEPTH* columns has *GROUPS* whole groups, or is a part of one.
@@ -119,23 +105,11 @@ def linear_w4a16(
 
 @triton.jit
 def linear_q(
-    out,
-    x,
-    weight,
-    bias,
-    count,
-    feature_count,
-    width,
-    x_stride,
-    weight_stride,
-    FORMAT: tl.constexpr,
-    SPAN: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    out, x, weight, bias, count, feature_count, width,
+    x_stride, weight_stride,
+    FORMAT: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One program per tile of the output and split of the columns.
 
     *SIZE* bytes with low bits of weights belong to one group of columns, and as many high bits.

@@ -8,27 +8,11 @@ from opweave.kernels.triton.jit.product import own_columns, store_sums
 
 @triton.jit
 def linear_w8a8(
-    out,
-    x,
-    x_scale,
-    weight,
-    scale,
-    bias,
-    count,
-    feature_count,
-    width,
-    x_stride,
-    x_scale_stride,
-    weight_stride,
-    scale_stride,
-    x_group,
-    block_rows,
-    block_columns,
-    SCALES_LAST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    out, x, x_scale, weight, scale, bias, count, feature_count, width,
+    x_stride, x_scale_stride, weight_stride, scale_stride,
+    x_group, block_rows, block_columns,
+    SCALES_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """One program per tile of the output and split of the columns.
 
     A step of *DEPTH* columns has one scale for each token and each row of weights. With

@@ -9,22 +9,11 @@ from opweave.kernels.triton.jit.rows import store_quantized
 
 @triton.jit
 def rms_norm(
-    out,
-    scales,
-    total,
-    x,
-    residual,
-    weight,
-    scale,
-    out_stride,
-    total_stride,
-    x_stride,
-    residual_stride,
-    width,
-    epsilon,
-    SCHEME: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    out, scales, total, x, residual, weight, scale,
+    out_stride, total_stride, x_stride, residual_stride,
+    width, epsilon,
+    SCHEME: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Add *residual*, normalize, and quantize with *SCHEME*; the first and last are optional."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)

@@ -33,18 +33,11 @@ def dynamic_quant(
 
 @triton.jit
 def group_quant(
-    out,
-    scales,
-    x,
+    out, scales, x,
     x_stride,
-    width,
-    group_size,
-    group_count,
-    IS_GATED: tl.constexpr,
-    USE_UE8M0: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    width, group_size, group_count,
+    IS_GATED: tl.constexpr, USE_UE8M0: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program per *GROUPS* groups of a row; the last group of a row may be shorter."""
     row = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)

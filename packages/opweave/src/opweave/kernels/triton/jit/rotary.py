@@ -17,18 +17,9 @@ def rotate(x, y, cos, sin):
 
 @triton.jit
 def rotate_heads(
-    out,
-    x,
-    cos,
-    sin,
-    count,
-    size,
-    half,
-    IS_NEOX: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+    out, x, cos, sin, count, size, half,
+    IS_NEOX: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     for start in range(0, count, HEADS):
         heads = start + tl.arange(0, HEADS)
         offsets = (heads * size)[:, None]
@@ -55,25 +46,11 @@ def rotate_heads(
 
 @triton.jit(do_not_specialize=["table_size"])
 def rotary_embedding(
-    query_out,
-    key_out,
-    query,
-    key,
-    positions,
-    table,
-    query_stride,
-    key_stride,
-    table_stride,
-    table_size,
-    query_heads,
-    key_heads,
-    size,
-    half,
-    IS_NEOX: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+    query_out, key_out, query, key, positions, table,
+    query_stride, key_stride, table_stride,
+    table_size, query_heads, key_heads, size, half,
+    IS_NEOX: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
     position = tl.where(position < 0, position + table_size, position)
