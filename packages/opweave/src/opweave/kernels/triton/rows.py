@@ -25,7 +25,7 @@ from opweave.kernels.triton.launch import (
 # Gated activations.
 
 
-_activation_kernels = Kernels("activation")
+_kernels = Kernels("rows")
 
 GATED = rows("x") & rules.last_dim_multiple_of("x", 2)
 _BLOCK = 1024
@@ -54,14 +54,12 @@ def _act_and_mul(x: Tensor, kind: str, *, second: bool = False) -> Tensor:
     width = out.shape[-1]
     grid = (row_count(x), -(-width // _BLOCK))
     constants = {"KIND": kind, "SECOND": second, "BLOCK": _BLOCK}
-    launch(_activation_kernels.act_and_mul, grid, out, x, row_stride(x), width, **constants)
+    launch(_kernels.act_and_mul, grid, out, x, row_stride(x), width, **constants)
     return out
 
 
 # RMS norms, optionally fused with the quantization of the result.
 
-
-_norm_kernels = Kernels("norm")
 
 WEIGHT = on_device("weight") & rules.per_last_dim("weight", "x") & rules.contiguous("weight")
 NORM = rows("x") & WEIGHT & (rules.same_dtype("x", "weight") | rules.dtype("weight", torch.float32))
@@ -99,7 +97,7 @@ def normalize(
     total = None if residual is None else torch.empty_like(x)
     strides = [0 if t is None else row_stride(t) for t in (out, total, x, residual)]
     launch(
-        _norm_kernels.rms_norm, (row_count(x),),
+        _kernels.rms_norm, (row_count(x),),
         out, scales, total, x, residual, weight, scale,
         *strides,
         width, epsilon,
@@ -144,7 +142,6 @@ def fused_add_rms_norm(
 # Quantization to 8 bits.
 
 
-_quant_kernels = Kernels("quant")
 GROUP_SIZE = rules.custom(
     lambda group_size: 1 <= group_size <= 8192, "group_size is not between 1 and 8192"
 )
@@ -167,7 +164,7 @@ def _static_quant(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     out = new_rows(x, width, dtype)
     grid = (row_count(x), -(-width // _BLOCK))
     constants = {"IS_INT8": dtype is torch.int8, "BLOCK": _BLOCK}
-    launch(_quant_kernels.static_quant, grid, out, x, scale, row_stride(x), width, **constants)
+    launch(_kernels.static_quant, grid, out, x, scale, row_stride(x), width, **constants)
     return out
 
 
@@ -187,7 +184,7 @@ def _dynamic_quant(x: Tensor, bound: Tensor | None, dtype: torch.dtype) -> tuple
     width = x.shape[-1]
     out, scales = codes_and_scales(x, width, dtype)
     launch(
-        _quant_kernels.dynamic_quant, (row_count(x),),
+        _kernels.dynamic_quant, (row_count(x),),
         out, scales, x, bound,
         row_stride(x),
         width,
@@ -214,7 +211,7 @@ def quantize_groups(
     block = block_of(group_size)
     groups = min(max(1024 // block, 1), block_of(count))
     launch(
-        _quant_kernels.group_quant, (row_count(x), -(-count // groups)),
+        _kernels.group_quant, (row_count(x), -(-count // groups)),
         out, scales, x,
         row_stride(x),
         width, group_size, count,
@@ -333,7 +330,7 @@ def _silu_and_mul_quant(
 ) -> None:
     width = out.shape[-1]
     launch(
-        _activation_kernels.silu_and_mul_quant, (row_count(x),),
+        _kernels.silu_and_mul_quant, (row_count(x),),
         out, scales, x, scale,
         row_stride(x),
         width,
