@@ -30,6 +30,7 @@ PACKAGES = {
             "compile",
             "tuning",
             "conformance",
+            "worker",
             "kernels",
             "platforms",
             "plugins",

@@ -118,7 +118,7 @@ def read(file: int, data: memoryview, position: int) -> None:
 # Requests: pickled arguments, whose tensors are in shared memory.
 
 
-class Request:
+class CallRequest:
     """Arguments of a call, and the shared memory of their tensors."""
 
     def __init__(self, *values: Any) -> None:
@@ -250,7 +250,7 @@ class Raised(Exception):  # noqa: N818
     """An exception of an implementation in another process; subclasses have its name."""
 
 
-def decoded(reply: bytes, request: Request, results: int) -> Any:
+def decoded(reply: bytes, request: CallRequest, results: int) -> Any:
     """Return the result in a reply, or raise the exception that it describes.
 
     Args:

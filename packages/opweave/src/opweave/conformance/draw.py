@@ -71,7 +71,7 @@ _COUNTS: Mapping[str, Callable[[], int]] = {
 
 @dataclass(frozen=True)
 class Drawn:
-    """What is drawn for a case.
+    """The drawn properties of a case.
 
     Attributes:
         seed: the seed of the numbers.

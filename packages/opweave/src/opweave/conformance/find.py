@@ -129,7 +129,7 @@ def origin_of(subject: Subject) -> dict[str, Any]:
 
 
 def serve(connection: Connection) -> None:
-    """Send the implementations that a process would verify, or why there are none, as JSON."""
+    """Send the implementations that a process would verify, or why it found none, as JSON."""
     modules, ops, providers, platform = connection.recv()
     try:
         for module in modules:

@@ -114,10 +114,10 @@ class KernelProcess:
         self._results = worker.shared_file()
         weakref.finalize(self, os.close, self._results)
         self.ended: str | None = None
-        self._held: worker.Request | None = None
+        self._held: worker.CallRequest | None = None
         self.pid, self._connection = server.fork("opweave.worker", "serve")
         send_handle(self._connection, self._results, None)
-        self._send(worker.Request(*named))
+        self._send(worker.CallRequest(*named))
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Return the result of a method of :class:`opweave.ir.calls.Calls`.
@@ -132,7 +132,7 @@ class KernelProcess:
             raise KernelEndedError(self.ended)
         if method == "again" and self._held is not None:
             self._held.write()
-        request = worker.Request(method, args, kwargs)
+        request = worker.CallRequest(method, args, kwargs)
         if method == "hold":
             self._held = request
         try:
@@ -155,7 +155,7 @@ class KernelProcess:
             request.read()
         return result
 
-    def _send(self, request: worker.Request) -> None:
+    def _send(self, request: worker.CallRequest) -> None:
         self._connection.send_bytes(request.layout)
         send_handle(self._connection, request.file, None)
         self._connection.send_bytes(request.pickled)
@@ -272,7 +272,7 @@ class Verifier:
         the ops.
 
         Raises:
-            ConformanceError: there are none, or a module fails.
+            ConformanceError: no implementation is found, or a module fails.
         """
         process, connection = self._server.fork("opweave.conformance.find", "serve")
         arguments = (self._task.modules, tuple(ops), tuple(providers), platform)

@@ -111,7 +111,7 @@ class Subject:
 
     @cached_property
     def facts(self) -> Mapping[str, Any]:
-        """What its registration says: see :meth:`opweave.ir.calls.Calls.facts`."""
+        """The facts of its registration, see :meth:`opweave.ir.calls.Calls.facts`."""
         facts: Mapping[str, Any] = self.ask("facts")
         return facts
 

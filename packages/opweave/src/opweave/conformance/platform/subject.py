@@ -120,7 +120,7 @@ PlatformCheck = Check[PlatformSubject]
 
 
 class EngineParts(Protocol):
-    """What an engine contributes to the checks of platforms."""
+    """The parts of an engine that the checks of platforms use."""
 
     def own_part(self, platform: Platform, method: str, *arguments: Any) -> type:
         """Return the engine's class for a method of *platform* that returns None."""
