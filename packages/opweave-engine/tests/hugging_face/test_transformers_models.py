@@ -23,10 +23,9 @@ from opweave.config import CacheConfig, EngineConfig, SchedulerConfig
 from opweave.ir.errors import SettingError
 from opweave.layers.registry import ShardingError
 from opweave_engine import LLM, CheckpointError, PromptError, SamplingParams
-from opweave_engine.load import loader
 from opweave_engine.load.loader import check_ranks, load_model
 from opweave_engine.models import InvalidConfigError, UnsupportedModelError
-from opweave_engine.transformers import attention
+from opweave_engine.transformers import attention, loading
 from opweave_engine.transformers.attention import NotSuitableError
 from opweave_engine.transformers.model import (
     CachedSequences,
@@ -229,7 +228,7 @@ def test_transformers_is_recommended_where_it_is_missing(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("is_available", "has_model"):
-        monkeypatch.setattr(loader, name, lambda *_: False)
+        monkeypatch.setattr(loading, name, lambda *_: False)
     with pytest.raises(UnsupportedModelError, match=r"'opweave-engine\[transformers\]'"):
         load_model(family("olmo2")[0])
 

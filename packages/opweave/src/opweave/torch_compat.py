@@ -330,6 +330,17 @@ def lookup_backend(name: str) -> Callable[..., Any]:
     return lookup_backend(name)
 
 
+def import_dynamo() -> None:
+    """Import Dynamo, so that the processes that are forked later need not."""
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """Return *values*, nested in any containers, with every tensor changed by *function*."""
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, function, values)
+
+
 def fake_tensor_mode() -> AbstractContextManager[Any]:
     """Return a new mode for fake tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode

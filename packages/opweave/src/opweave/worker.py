@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # the processes start faster
 from torch import Tensor, UntypedStorage
 
 import opweave.ir.ops  # noqa: F401
+from opweave import torch_compat
 from opweave.config.child_process import end_with_parent
 from opweave.ir.calls import Calls, group_for, raw
 from opweave.ir.registry import current_registry
@@ -339,6 +339,7 @@ def _library() -> str | None:
 
 def main() -> None:
     """Fork a process for each request, and end the one that a request names."""
+    torch_compat.import_dynamo()
     connection = Connection(os.dup(0))
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)  # is the standard input now

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -43,6 +44,17 @@ def test_is_dynamo_compiling() -> None:
     assert traced(torch.zeros(1)).item() == 1
     with torch_compat.fake_tensor_mode():
         assert type(torch.empty(2)).__name__ == "FakeTensor"
+
+
+def test_map_tensors() -> None:
+    nested = {"a": [torch.ones(2), 3], "b": (torch.zeros(1), None)}
+    found = torch_compat.map_tensors(Tensor.tolist, nested)  # type: ignore[arg-type]
+    assert found == {"a": [[1, 1], 3], "b": ([0], None)}
+
+
+def test_import_dynamo() -> None:
+    torch_compat.import_dynamo()
+    assert "torch._dynamo" in sys.modules
 
 
 def test_trace_instead() -> None:

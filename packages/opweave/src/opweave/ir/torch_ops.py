@@ -12,7 +12,6 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.library import Library
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from opweave import torch_compat
@@ -306,7 +305,7 @@ class TorchOps:
     def _flops(self, *args: Any, out_val: object, **kwargs: Any) -> int:
         """Return what ``FlopCounterMode`` counts in the definition, on tensors without data."""
         named = {name: value for name, value in kwargs.items() if name not in ANNOTATIONS}
-        args, named = tree_map_only(Tensor, _without_data, (args, named))
+        args, named = torch_compat.map_tensors(_without_data, (args, named))
         with FlopCounterMode(display=False) as counter, suppress(Exception):  # it may read data
             self.op.native(*args, **named)
         return int(counter.get_total_flops())

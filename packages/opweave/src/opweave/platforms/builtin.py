@@ -49,11 +49,7 @@ class CpuPlatform(base.Platform):
         # The second is for batch-invariant runs: linear layers of the first choose kernels by
         # batch size.
         providers = ["opweave_c", "opweave_c_invariant"]
-        return {
-            EVERY_OP: providers,
-            "linear_q": ["opweave_c_int8", *providers],
-            **{op: ["aten"] for op in _CPU_TORCH_OPS},
-        }
+        return {EVERY_OP: providers, **{op: ["aten"] for op in _CPU_TORCH_OPS}}
 
     def get_device_name(self, index: int = 0) -> str:
         return probes.cpu_name()

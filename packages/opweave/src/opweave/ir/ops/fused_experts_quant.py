@@ -119,8 +119,7 @@ def _native(op: IrOp) -> Callable[..., Any]:
 
 
 def _selected(op: IrOp) -> Callable[..., Any]:
-    # The tolerance of experts leaves no room for activations of 8 bits.
-    return cast("Callable[..., Any]", op.using("opweave_c") if op is linear_q else op)
+    return cast("Callable[..., Any]", op)
 
 
 def _product(
