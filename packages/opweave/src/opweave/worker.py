@@ -38,7 +38,7 @@ from torch import Tensor, UntypedStorage
 import opweave.ir.ops  # noqa: F401
 from opweave import torch_compat
 from opweave.config.child_process import end_with_parent
-from opweave.ir.calls import Calls, group_for, raw
+from opweave.ir.calls import Calls, group_for, raw, tensor_in
 from opweave.ir.registry import current_registry
 
 # Shared memory.
@@ -196,8 +196,7 @@ class Channel:
 
     def _tensor(self, reference: Any) -> Tensor:
         place, dtype, *geometry = reference
-        storage = self._storages[place][1]
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *geometry)
+        return tensor_in(self._storages[place][1], dtype, *geometry)
 
     def send(self, result: Any) -> None:
         """Send the result of the last request."""
@@ -281,11 +280,9 @@ def _decoded(value: Any, given: list[UntypedStorage], new: list[UntypedStorage])
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
-        place, name, offset, shape, stride = value["tensor"]
-        dtype = getattr(torch, name)
+        place, name, *geometry = value["tensor"]
         storage = given[place] if place >= 0 else new[-1 - place]
-        empty = torch.empty(0, dtype=dtype, device=storage.device)
-        return empty.set_(storage, offset, tuple(shape), tuple(stride))
+        return tensor_in(storage, getattr(torch, name), *geometry)
     if "other" in value:
         return type(str(value["other"]), (), {})()
     items = [_decoded(item, given, new) for item in value["items"]]

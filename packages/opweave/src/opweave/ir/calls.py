@@ -37,7 +37,9 @@ def copied(values: Sequence[Any]) -> Values:
     storages: dict[int, UntypedStorage] = {}
 
     def copy(storage: UntypedStorage) -> UntypedStorage:
-        return storages.setdefault(storage.data_ptr(), cloned(storage))
+        if storage.data_ptr() not in storages:
+            storages[storage.data_ptr()] = cloned(storage)
+        return storages[storage.data_ptr()]
 
     copies: Values = mapped(tuple(values), lambda t: _rebuilt(t, copy(t.untyped_storage())))
     return copies
@@ -52,8 +54,15 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _rebuilt(t: Tensor, storage: UntypedStorage) -> Tensor:
     """Return a new tensor with the same strides and offset in another storage, or the same."""
-    empty = torch.empty(0, dtype=t.dtype, device=t.device)
-    return empty.set_(storage, t.storage_offset(), t.shape, t.stride())
+    return tensor_in(storage, t.dtype, t.storage_offset(), t.shape, t.stride())
+
+
+def tensor_in(
+    storage: UntypedStorage, dtype: torch.dtype, offset: Any, shape: Sequence[int], stride: Any
+) -> Tensor:
+    """Return the tensor of this geometry in a storage."""
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset, tuple(shape), tuple(stride))
 
 
 def cloned(storage: Any) -> UntypedStorage:

@@ -31,8 +31,8 @@ ANNOTATIONS = ("using", "donate", "autocast")
 RESERVED_PROVIDERS = frozenset({NATIVE, "unfused"})
 """Names that providers must not have."""
 OWN_PROVIDERS = (
-    *("aten", "batch_invariant", "opweave_c", "opweave_c_int8", "opweave_c_invariant", "triton"),
-)
+    "aten", "batch_invariant", "opweave_c", "opweave_c_int8", "opweave_c_invariant", "triton",
+)  # fmt: skip
 """The providers that come with opweave."""
 ADAPTERS = ("flag_gems", "flash_attn", "flashinfer", "liger", "quack", "sgl_kernel", "vllm_c")
 """Providers for kernels of other libraries, where these are installed."""
