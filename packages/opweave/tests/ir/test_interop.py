@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -298,6 +300,18 @@ def test_flops_are_those_of_the_definition(name: str) -> None:
     expected = flops(op.native, *values)
     assert expected > 0
     assert flops(op, *values) == flops(op.using("native"), *values) == expected
+
+
+def test_flops_are_counted_if_the_counter_is_imported_after_the_ops() -> None:
+    code = (
+        "import sys, torch; from opweave import ir; op = ir.ops.linear;"
+        "assert 'torch.utils.flop_counter' not in sys.modules;"
+        "from torch.utils.flop_counter import FlopCounterMode as Mode, flop_registry;"
+        "mode = Mode(display=False); mode.__enter__();"
+        "op(torch.ones(3, 8), torch.ones(5, 8)); print(mode.get_total_flops())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(2 * 3 * 5 * 8)
 
 
 def test_flops_of_a_product() -> None:

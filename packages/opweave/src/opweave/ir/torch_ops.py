@@ -12,7 +12,6 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.library import Library
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from opweave import torch_compat
 from opweave.ir.codegen import functional
@@ -30,6 +29,7 @@ from opweave.ir.selection import (
     select_native,
     warn_of_fallback,
 )
+from opweave.packages import after_import
 
 # The state of ``torch.autocast`` as a string, for the arguments of a graph node.
 #
@@ -182,6 +182,19 @@ def opaque_op(
 
 _all: WeakValueDictionary[Function, TorchOps] = WeakValueDictionary()
 
+# What torch's FlopCounterMode counts for each op; torch's own registry once it is imported. Its
+# module imports Triton, which opweave does not do before it calls a Triton kernel.
+_flop_formulas: dict[Any, Function] = {}
+
+
+def _register_flop_formulas(module: Any) -> None:
+    global _flop_formulas
+    module.flop_registry.update(_flop_formulas)
+    _flop_formulas = module.flop_registry
+
+
+after_import("torch.utils.flop_counter", _register_flop_formulas)
+
 
 def torch_ops_with(torch_op: object) -> TorchOps | None:
     """Return the torch ops of the IR op that *torch_op*, such as a node's target, represents."""
@@ -229,7 +242,7 @@ class TorchOps:
     def remove(self) -> None:
         """Undefine the torch ops and free their names."""
         for packet in self._packets:
-            flop_registry.pop(packet, None)
+            _flop_formulas.pop(packet, None)
         torch_compat.remove_ops(self._library)
 
     def for_call(self, using: Sequence[str], *, donates: bool) -> Function:
@@ -259,7 +272,7 @@ class TorchOps:
         library.impl(name, batched, "FuncTorchBatched")
         torch_compat.register_fake(library, name, fake)
         self._packets.append(packet)
-        flop_registry[packet] = self._flops
+        _flop_formulas[packet] = self._flops
         _all[torch_op] = self
         return torch_op
 
@@ -306,7 +319,8 @@ class TorchOps:
         """Return what ``FlopCounterMode`` counts in the definition, on tensors without data."""
         named = {name: value for name, value in kwargs.items() if name not in ANNOTATIONS}
         args, named = torch_compat.map_tensors(_without_data, (args, named))
-        with FlopCounterMode(display=False) as counter, suppress(Exception):  # it may read data
+        counter = sys.modules["torch.utils.flop_counter"].FlopCounterMode(display=False)
+        with counter, suppress(Exception):  # it may read data
             self.op.native(*args, **named)
         return int(counter.get_total_flops())
 
