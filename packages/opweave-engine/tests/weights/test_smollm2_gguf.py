@@ -64,8 +64,8 @@ def test_perplexity_with_activations_of_8_bits(
     windows: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All tokens by the kernel for few of them, as if they were decoded one by one."""
-    monkeypatch.setattr("opweave.kernels.opweave_c_int8._MAX_TOKENS_Q", {torch.float32: WINDOW})
-    model, losses, logits = load_model(smollm2_gguf(), dtype="float32"), [], []
+    monkeypatch.setattr("opweave.kernels.opweave_c_int8._MAX_TOKENS_Q", {torch.bfloat16: WINDOW})
+    model, losses, logits = load_model(smollm2_gguf(), dtype="bfloat16"), [], []
     for provider in ("opweave_c", "opweave_c_int8"):
         with torch.inference_mode(), ir.priority(linear_q=[f"{provider}!"]):
             found = [model.compute_logits(model(w, torch.arange(WINDOW))) for w in windows]

@@ -11,8 +11,6 @@
 #include "kernels/vec_bytes.h"
 #include "kernels/vec_words.h"
 
-#define OPWEAVE_INLINE __attribute__((always_inline)) inline
-
 namespace {
 
 constexpr int kUnit32 = 32;                                 // columns per unit

@@ -13,7 +13,7 @@
 //   Format::place        the factor of what a lane of the packed factors is multiplied by
 //   Format::slice<j>     the words of a slice
 //   Format::bytes<j>     the q of a slice as bytes, plus Format::kByteBias
-//   Format::add_bytes    sums + bytes * numbers: a lane adds four products
+//   Format::kLargest     the largest of these bytes
 //   Format::spread<j>    for each lane of a slice, its factor
 //   Format::add_offsets  adds the lanes of the factors that are offsets
 // Other instruction sets have no steps.
@@ -28,6 +28,19 @@ namespace {
 template <class Block, bool kIsInt8>
 struct StepsOf {
   using type = void;
+};
+
+// Blocks of 16 bytes: the low four bits of each, then the high ones.
+template <class B>
+struct NibbleLayout {
+  using Block = B;
+  static constexpr int kSlices = 2, kJoined = 2, kFactors = 1;
+  static constexpr int kByteBias = 0, kLargest = 15;
+
+  static constexpr int column(int slice, int byte) {
+    return byte / 16 * kUnit32 + slice * 16 + byte % 16;
+  }
+  static constexpr int place(int lane) { return lane / 4; }
 };
 
 }  // namespace
@@ -249,14 +262,16 @@ class StepProducts {
     });
   }
 
+#if defined(OPWEAVE_MULTIPLIES_BYTES)
   OPWEAVE_INLINE static Vec slice_products(const SliceWeights<kInt8> (&weights)[F::kJoined],
                                            const SliceX<kInt8>* x) {
     Sums32 sums = kZeroOf<F, P> != 0 ? load_sums(x->start[0]) : Sums32{};
     OPWEAVE_UNROLL for (int j = 0; j < F::kJoined; ++j) {
-      sums = F::add_bytes(sums, weights[j], x[j].numbers);
+      sums = add_byte_products<F::kLargest>(sums, weights[j], x[j].numbers);
     }
     return to_float(sums);
   }
+#endif
 
   template <int N>
   OPWEAVE_INLINE static Vec slice_products(const Words (&words)[F::kJoined][2],

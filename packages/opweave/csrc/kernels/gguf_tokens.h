@@ -1,27 +1,11 @@
-// Tokens packed for products with the blocks of GGUF files: as in low_bit_tokens.h, but in the order
-// of the columns, with a scale for 32 of them. Integers of 8 bits are one part that fits into a byte.
+// Tokens packed for products with the blocks of GGUF files: in the order of the columns, with a scale
+// for 32 of them.
 #pragma once
 
 #include "kernels/gguf_blocks.h"
-#include "kernels/int8_tokens.h"
-#include "kernels/low_bit_tokens.h"
+#include "kernels/packed_numbers.h"
 
 namespace {
-
-// In place of the number of parts.
-constexpr int kInt8 = 0;
-
-template <int P>
-constexpr int kParts = P == kInt8 ? 1 : P;
-
-template <int P>
-struct ScaleOf {
-  using type = PowerScale;
-};
-template <>
-struct ScaleOf<kInt8> {
-  using type = Int8Scale;
-};
 
 template <int P>
 struct alignas(64) UnitX {
@@ -56,31 +40,11 @@ struct TokenUnits {
 // Pack 32 columns; returns the largest magnitude as bits.
 template <int P>
 inline uint32_t pack_unit(UnitX<P>& to, float& scale, float& sum, const float* columns) {
-  uint32_t largest = 0;
-  for (int i = 0; i < kUnit32; ++i) {
-    const uint32_t magnitude = bits_of_float(columns[i]) & 0x7fffffffu;
-    largest = magnitude > largest ? magnitude : largest;
-  }
-  const typename ScaleOf<P>::type power(largest);
-  int32_t sums[2] = {};
-  for (int i = 0; i < kUnit32; ++i) {
-    const float wanted = power.scaled(columns[i]);
-    if constexpr (P != 2) {
-      const int32_t number = at_most_int16(nearest(wanted));
-      to.numbers[0][i] = static_cast<int16_t>(number);
-      sums[0] += number;
-    } else {
-      const auto high = static_cast<int32_t>(wanted);
-      const int32_t low = at_most_int16(nearest((wanted - static_cast<float>(high)) * 0x1p15f));
-      to.numbers[0][i] = static_cast<int16_t>(high);
-      to.numbers[1][i] = static_cast<int16_t>(low);
-      sums[0] += high;
-      sums[1] += low;
-    }
-  }
-  scale = power.scale;
-  sum = (static_cast<float>(sums[0]) + static_cast<float>(sums[1]) * 0x1p-15f) * scale;
-  return largest;
+  const auto packed = packed_numbers<P, kUnit32>(columns);
+  memcpy(to.numbers, packed.numbers, sizeof(to.numbers));
+  scale = packed.scale;
+  sum = packed.sum();
+  return packed.largest;
 }
 
 // Pack a token in the order of its columns.

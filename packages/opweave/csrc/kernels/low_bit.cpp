@@ -44,33 +44,58 @@ struct Tokens {
   }
 };
 
+// The weights of a chunk, for products with tokens of P parts.
+template <int P>
+struct ChunkWeights {
+  OPWEAVE_INLINE explicit ChunkWeights(Words packed)
+      : numbers{nibbles<0>(packed), nibbles<1>(packed), nibbles<2>(packed), nibbles<3>(packed)} {}
+
+  OPWEAVE_INLINE Sums32 products(const Chunk<P>& x, int p) const {
+    Sums32 sums = load_sums(x.start[p]);
+    OPWEAVE_UNROLL for (int i = 0; i < 4; ++i) {
+      sums = add_products(sums, load_words16(x.numbers[p][i]), numbers[i]);
+    }
+    return sums;
+  }
+
+  Words numbers[4];
+};
+
+#if defined(OPWEAVE_MULTIPLIES_BYTES)
+template <>
+struct ChunkWeights<kInt8> {
+  OPWEAVE_INLINE explicit ChunkWeights(Words packed)
+      : numbers{nibble_bytes<false>(packed), nibble_bytes<true>(packed)} {}
+
+  OPWEAVE_INLINE Sums32 products(const Chunk<kInt8>& x, int) const {
+    Sums32 sums = load_sums(x.start[0]);
+    OPWEAVE_UNROLL for (int i = 0; i < 2; ++i) {
+      sums = add_byte_products<15>(sums, numbers[i], x.numbers[i]);
+    }
+    return sums;
+  }
+
+  Words numbers[2];
+};
+#endif
+
 // The products of one chunk of weights with a token, as float32 lanes.
 template <int P>
-__attribute__((always_inline)) inline Vec chunk_products(const Chunk<P>& x,
-                                                         const Words (&weights)[4]) {
-  Sums32 sums[P];
-  OPWEAVE_UNROLL for (int p = 0; p < P; ++p) sums[p] = load_sums(x.start[p]);
-  OPWEAVE_UNROLL for (int i = 0; i < 4; ++i) {
-    OPWEAVE_UNROLL for (int p = 0; p < P; ++p) {
-      sums[p] = add_products(sums[p], load_words16(x.numbers[p][i]), weights[i]);
-    }
-  }
-  Vec result = to_float(sums[0]);
-  if constexpr (P == 2) result = fma(to_float(sums[1]), splat(0x1p-15f), result);
+OPWEAVE_INLINE Vec chunk_products(const Chunk<P>& x, const ChunkWeights<P>& weights) {
+  Vec result = to_float(weights.products(x, 0));
+  if constexpr (P == 2) result = fma(to_float(weights.products(x, 1)), splat(0x1p-15f), result);
   return mul(result, Lanes<float>::load(x.scale, Full{}));
 }
 
 // Call add(r, t, products) for the products of a chunk of R rows with T tokens.
 template <int P, int R, int T, class Part, class Add>
-__attribute__((always_inline)) inline void each_product(const uint8_t* const (&weights)[R],
+OPWEAVE_INLINE void each_product(const uint8_t* const (&weights)[R],
                                                         int64_t chunk, const Tokens<P>& x,
                                                         Part part, Add add) {
   OPWEAVE_UNROLL for (int r = 0; r < R; ++r) {
     const uint8_t* from = weights[r] + chunk * (kChunk / 2);
     if constexpr (R == kStreams) prefetch(from + Tuning::kLowBitStreamAhead, kChunk / 2);
-    const Words packed = load_packed(from, part);
-    const Words numbers[4] = {nibbles<0>(packed), nibbles<1>(packed), nibbles<2>(packed),
-                              nibbles<3>(packed)};
+    const ChunkWeights<P> numbers(load_packed(from, part));
     OPWEAVE_UNROLL for (int t = 0; t < T; ++t) add(r, t, chunk_products(x.at(t, chunk), numbers));
   }
 }
@@ -226,7 +251,8 @@ class RowProducts {
   Vec totals_[R][T];
 };
 
-template <class T>
+// The outputs of tokens of type T that became P parts.
+template <class T, int P>
 class LinearRows {
  public:
   explicit LinearRows(const OpweaveLinearW4& call)
@@ -243,8 +269,6 @@ class LinearRows {
   }
 
  private:
-  static constexpr int kParts = parts_of(T{});
-
   void each_token(Rows rows) const {
     int64_t t = 0;
     if constexpr (kTogether == 4) {
@@ -256,7 +280,7 @@ class LinearRows {
 
   template <int R, int N>
   void add(Rows rows, int64_t first) const {
-    RowProducts<kParts, R, N> products(rows, outputs_.token(first), call_, layout_);
+    RowProducts<P, R, N> products(rows, outputs_.token(first), call_, layout_);
     products.run();
     for (int r = 0; r < R; ++r) {
       for (int t = 0; t < N; ++t) outputs_.store(rows[r], first + t, products.total(r, t));
@@ -287,7 +311,9 @@ class LinearRows {
 void linear_w4(int64_t begin, int64_t end, void* erased) {
   const OpweaveLinearW4& call = *static_cast<const OpweaveLinearW4*>(erased);
   with_storage(call.kept->dtype, [&](auto storage) {
-    LinearRows<decltype(storage)>(call).run(begin, end);
+    using T = decltype(storage);
+    if (call.kept->is_int8) return LinearRows<T, kInt8>(call).run(begin, end);
+    LinearRows<T, parts_of(T{})>(call).run(begin, end);
   });
 }
 
@@ -349,9 +375,10 @@ constexpr OpweaveLinearMany kMany = {};
 
 #endif
 
-int64_t token_bytes(OpweaveDtype dtype, int64_t width, int64_t group) {
-  return dtype == OPWEAVE_FLOAT32 ? bytes_of_token<2>(width, group)
-                                  : bytes_of_token<1>(width, group);
+int64_t token_bytes(OpweaveDtype dtype, int64_t width, int64_t group, int32_t is_int8) {
+  return is_int8                    ? bytes_of_token<kInt8>(width, group)
+         : dtype == OPWEAVE_FLOAT32 ? bytes_of_token<2>(width, group)
+                                    : bytes_of_token<1>(width, group);
 }
 
 }  // namespace

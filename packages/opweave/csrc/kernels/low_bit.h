@@ -21,6 +21,7 @@ struct OpweaveLowBitTokens {
   int64_t group;   // columns per scale of the weights
   int64_t stride;  // in bytes; at least token_bytes
   enum OpweaveDtype dtype;
+  int32_t is_int8;  // integers of 8 bits; otherwise of 16, or of 31 for float32
 };
 
 // The weights: q * scale + offset. Strides are in elements.
@@ -66,7 +67,7 @@ struct OpweaveWidenW4 {
 };
 
 struct OpweaveLowBitKernels {
-  int64_t (*token_bytes)(enum OpweaveDtype dtype, int64_t width, int64_t group);
+  int64_t (*token_bytes)(enum OpweaveDtype dtype, int64_t width, int64_t group, int32_t is_int8);
   OpweaveRangeKernel keep;    // call: OpweaveLowBitTokens*
   OpweaveRangeKernel linear;  // call: OpweaveLinearW4*
   OpweaveRangeKernel widen;   // call: OpweaveWidenW4*

@@ -1,7 +1,8 @@
 // The outputs of linear layers whose tokens are packed as integers.
 #pragma once
 
-#include "kernels/low_bit_tokens.h"
+#include "kernels/packed_numbers.h"
+#include "kernels/row_cursor.h"
 
 namespace {
 

@@ -10,6 +10,11 @@
 //   load_u8, load_s8  2 * kLanes bytes as int16
 //   shifted_left<n>, shifted_right<n>, masked, joined_words, minus  of each int16
 //   load_nibbles     32 int16: the low four bits of 16 bytes, then the high ones
+//   nibble_bytes<high>  the low or the high four bits of each byte; only if
+//                    OPWEAVE_MULTIPLIES_BYTES
+//   add_byte_products<largest>  sums + bytes * numbers, where a lane adds four products of a byte
+//                    from 0 to `largest` and a number from -127 to 127; only if
+//                    OPWEAVE_MULTIPLIES_BYTES
 //   two_halves       with AVX-512: a in the first half of the lanes, b in the second
 #pragma once
 

@@ -64,9 +64,8 @@ OpweaveWeightW4 checked_operands(const View& out, const View& x, const View& wei
   return result;
 }
 
-// out = x @ (q * scale + offset).T + bias; weight holds two values q of 4 bits per byte.
-void linear_w4a16(const View& out, const View& x, const View& weight, const View& scale,
-                  const View* offset, const View* bias) {
+void multiply_few(const View& out, const View& x, const View& weight, const View& scale,
+                  const View* offset, const View* bias, bool is_int8) {
   OpweaveLinearW4 call;
   call.weight = checked_operands(out, x, weight, scale, offset, bias);
   if (out.element_count() == 0) return;
@@ -75,9 +74,22 @@ void linear_w4a16(const View& out, const View& x, const View& weight, const View
   OpweaveLowBitTokens kept;
   kept.width = call.weight.width;
   kept.group = call.weight.group;
-  kept.stride = kernels.token_bytes(x.dtype, kept.width, kept.group);
+  kept.is_int8 = is_int8;
+  kept.stride = kernels.token_bytes(x.dtype, kept.width, kept.group, kept.is_int8);
   run_packed(kernels, kept, call, out, x, weight.sizes[0], bias, OPWEAVE_LOW_BIT_TOKENS,
              kept.width / 2);
+}
+
+// out = x @ (q * scale + offset).T + bias; weight holds two values q of 4 bits per byte.
+void linear_w4a16(const View& out, const View& x, const View& weight, const View& scale,
+                  const View* offset, const View* bias) {
+  multiply_few(out, x, weight, scale, offset, bias, false);
+}
+
+// Like linear_w4a16, but with x rounded to 8 bits, with a scale for 32 columns.
+void linear_w4a16_int8(const View& out, const View& x, const View& weight, const View& scale,
+                       const View* offset, const View* bias) {
+  multiply_few(out, x, weight, scale, offset, bias, true);
 }
 
 // Like linear_w4a16, but with at least `fewest` tokens in bfloat16, use the kernel for many tokens,
@@ -119,6 +131,10 @@ OPWEAVE_EXTENSION_MODULE(m) {
       "linear_w4a16(Tensor(a!) out, Tensor x, Tensor weight, Tensor scale, Tensor? offset,"
       " Tensor? bias) -> ()",
       opweave::linear_w4a16);
+  m.def(
+      "linear_w4a16_int8(Tensor(a!) out, Tensor x, Tensor weight, Tensor scale, Tensor? offset,"
+      " Tensor? bias) -> ()",
+      opweave::linear_w4a16_int8);
   m.def(
       "linear_w4a16_many(Tensor(a!) out, Tensor x, Tensor weight, Tensor scale, Tensor? offset,"
       " Tensor? bias, int fewest) -> ()",

@@ -103,6 +103,21 @@ def by_many(module: ModuleType, *arguments: Any, fewest: int = 0) -> Tensor:
     return call(module, "linear_w4a16_many", *arguments, fewest)
 
 
+def by_int8(module: ModuleType, *arguments: Any) -> Tensor:
+    """By the kernel for few tokens, which rounds them to 8 bits."""
+    return call(module, "linear_w4a16_int8", *arguments)
+
+
+def rounded_to_int8(x: Tensor) -> Tensor:
+    """Return *x* rounded to 8 bits, in float64; the scales are float32."""
+    width = x.shape[-1]
+    padded = torch.nn.functional.pad(x.float(), (0, -width % 32))
+    columns = torch.unflatten(padded, -1, (-1, 32))
+    largest = columns.abs().amax(-1, keepdim=True).clamp(min=2.0**-97)
+    rounded = (columns * (127 / largest)).round().double() * (largest / 127).double()
+    return torch.where(largest.isfinite(), rounded, columns.double()).flatten(-2)[..., :width]
+
+
 def near(got: Tensor, wanted: Tensor) -> None:
     assert_op_close(linear_w4a16, got, wanted, share=0)
 
@@ -142,7 +157,7 @@ def test_every_weight_in_every_place(module: ModuleType, isa: str, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kernel", [run, by_many], ids=["few", "many"])
+@pytest.mark.parametrize("kernel", [run, by_many, by_int8], ids=["few", "many", "int8"])
 def test_what_is_not_finite_stays_in_its_token(
     module: ModuleType, isa: str, kernel: Kernel, dtype: torch.dtype
 ) -> None:
@@ -153,13 +168,14 @@ def test_what_is_not_finite_stays_in_its_token(
             clean = kernel(module, x, weight, scale, offset, bias)
             x[3, place] = value
             got = kernel(module, x, weight, scale, offset, bias)
-            near(got, oracle(x, weight, scale, offset, bias, isa=used))
+            seen = rounded_to_int8(x).to(torch.float64) if kernel is by_int8 else x
+            near(got, oracle(seen, weight, scale, offset, bias, isa=used).to(dtype))
             assert not got[3].isfinite().all()
             got[3] = clean[3]
             assert torch.equal(got, clean)
 
 
-@pytest.mark.parametrize("kernel", [run, by_many], ids=["few", "many"])
+@pytest.mark.parametrize("kernel", [run, by_many, by_int8], ids=["few", "many", "int8"])
 def test_an_output_depends_on_its_token_alone(module: ModuleType, isa: str, kernel: Kernel) -> None:
     for dtype, (columns, group) in itertools.product(DTYPES, ((576, 64), (1280, 640))):
         x, weight, scale, offset, bias = inputs(70, columns, group, dtype, torch.bfloat16)
@@ -193,6 +209,34 @@ def test_values(
                 wanted = oracle(x, weight, scale, *some, isa=used)
                 for tokens in {1, 2, 5, 16, 33, most}:
                     near(kernel(module, x[:tokens], weight, scale, *some), wanted[:tokens])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_of_tokens_of_8_bits(module: ModuleType, isa: str, dtype: torch.dtype) -> None:
+    """Scales that differ, zeros and denormals, and groups of every kind."""
+    for place, (columns, group) in enumerate(SIZES[:-2]):
+        with using_threads(1 + place % 2):
+            x, weight, scale, offset, bias = inputs(33, columns, group, dtype, SCALES[place % 3])
+            x *= 2.0 ** torch.randint(-9, 10, (33, columns // 8)).repeat_interleave(8, 1)
+            x[5, :8], x[6, 8:64], x[7] = 0, 1e-38, 1e-37
+            for some in ((offset, bias), (None, bias.float())):
+                wanted = oracle(rounded_to_int8(x), weight, scale, *some).to(dtype)
+                size = wanted.abs().amax(1, keepdim=True).clamp(min=1)
+                for tokens in (1, 2, 7, 33):
+                    got = by_int8(module, x[:tokens], weight, scale, *some)
+                    near(got / size[:tokens], wanted[:tokens] / size[:tokens])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_tokens_of_8_bits_are_near_exact_ones(
+    module: ModuleType, isa: str, dtype: torch.dtype
+) -> None:
+    x, weight, scale, offset, bias = inputs(99, 1024, 64, dtype, torch.float32)
+    wanted = oracle(x, weight, scale, offset, bias)
+    got = by_int8(module, x, weight, scale, offset, bias)
+    atol, rtol = linear_w4a16.get_tolerance(dtype, "opweave_c_int8")
+    torch.testing.assert_close(got, wanted, atol=atol, rtol=rtol)
+    assert 0 < relative_error(got, wanted.double()) < 0.008
 
 
 def test_the_kernel_for_many_needs_the_fewest_tokens(module: ModuleType, isa: str) -> None:
@@ -275,14 +319,6 @@ def q_int8(
 ) -> Tensor:
     """By the kernel for few tokens, which rounds them to 8 bits."""
     return call(module, "linear_gguf_int8", x, weight, bias, FORMATS.index(format))
-
-
-def rounded_to_int8(x: Tensor) -> Tensor:
-    """Return *x* rounded to 8 bits, in float64; the scales are float32."""
-    columns = torch.unflatten(x.float(), -1, (-1, 32))
-    largest = columns.abs().amax(-1, keepdim=True).clamp(min=2.0**-97)
-    rounded = (columns * (127 / largest)).round().double() * (largest / 127).double()
-    return torch.where(largest.isfinite(), rounded, columns.double()).flatten(-2)
 
 
 def int8_oracle(x: Tensor, weight: Tensor, bias: Tensor | None, format: str) -> Tensor:
@@ -405,7 +441,7 @@ def test_int8_values(module: ModuleType, isa: str, dtype: torch.dtype, format: s
 
 
 @each_format
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_int8_is_near_the_product_of_exact_tokens(
     module: ModuleType, isa: str, dtype: torch.dtype, format: str
 ) -> None:

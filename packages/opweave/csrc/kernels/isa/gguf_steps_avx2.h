@@ -9,48 +9,20 @@ OPWEAVE_INLINE __m256i load_32(const uint8_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
 
-template <bool kHigh>
-OPWEAVE_INLINE __m256i nibble_bytes(__m256i packed) {
-  const __m256i low = kHigh ? _mm256_srli_epi16(packed, 4) : packed;
-  return _mm256_and_si256(low, _mm256_set1_epi8(15));
-}
-
 // The bits of `mask` of each byte, after a shift to the left, or to the right if kLeft is negative.
 template <int kLeft>
 OPWEAVE_INLINE __m256i moved_bits(__m256i bytes, char mask) {
   return _mm256_and_si256(moved<kLeft>(bytes), _mm256_set1_epi8(mask));
 }
 
-// Products of bytes from 0 to kLargest and of numbers from -127 to 127.
-template <int kLargest>
-struct ByteProducts {
-  OPWEAVE_INLINE static Sums32 add_bytes(Sums32 sums, __m256i bytes, const int8_t* of_token) {
-    const __m256i numbers = _mm256_load_si256(reinterpret_cast<const __m256i*>(of_token));
-    if constexpr (kLargest < 128) {  // the sum of two products fits into 16 bits
-      return add_products(sums, _mm256_maddubs_epi16(bytes, numbers), _mm256_set1_epi16(1));
-    }
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(numbers, 8), 8);
-    sums = add_products(sums, masked(bytes, 255), even);
-    return add_products(sums, shifted_right<8>(bytes), _mm256_srai_epi16(numbers, 8));
-  }
-};
-
-// Two blocks of 16 bytes: the low four bits of each, then the high ones.
+// Two blocks.
 template <class B>
-struct StepsOfNibbles : ByteProducts<15> {
-  using Block = B;
-  static constexpr int kSlices = 2, kJoined = 2, kFactors = 1;
-  static constexpr int kByteBias = 0;
-
-  static constexpr int column(int slice, int byte) {
-    return byte / 16 * kUnit32 + slice * 16 + byte % 16;
-  }
-  static constexpr int place(int lane) { return lane / 4; }
+struct StepsOfNibbles : NibbleLayout<B> {
   template <int J>
   OPWEAVE_INLINE static __m256i bytes(const uint8_t* from) {
     const auto at = [from](int block) {
       return _mm_loadu_si128(
-          reinterpret_cast<const __m128i*>(from + (block + 1) * Block::kBytes - 16));
+          reinterpret_cast<const __m128i*>(from + (block + 1) * B::kBytes - 16));
     };
     return nibble_bytes<J == 1>(_mm256_inserti128_si256(_mm256_castsi128_si256(at(0)), at(1), 1));
   }
@@ -100,10 +72,10 @@ struct Steps4_1 : StepsOfNibbles<Q4_1> {
   }
 };
 
-struct Steps8_0 : ScalesOfLanes, ByteProducts<255> {
+struct Steps8_0 : ScalesOfLanes {
   using Block = Q8_0;
   static constexpr int kSlices = 1, kJoined = 1, kFactors = 1, kZero = 0;
-  static constexpr int kByteBias = 128;
+  static constexpr int kByteBias = 128, kLargest = 255;
 
   static constexpr int column(int, int byte) { return byte; }
   static constexpr int place(int) { return 0; }
@@ -135,8 +107,8 @@ struct StepsOfUnits {
 
 // Eight scales, then eight offsets.
 template <class B>
-struct StepsSixBits : StepsOfUnits<B>, ByteProducts<31> {
-  static constexpr int kZero = 0;
+struct StepsSixBits : StepsOfUnits<B> {
+  static constexpr int kZero = 0, kLargest = 31;
   static constexpr bool kHasOffsets = true;
   static constexpr float kOffsetFactor = 1;
 
@@ -166,8 +138,8 @@ struct Steps5_K : StepsSixBits<Q5_K> {
   }
 };
 
-struct Steps6_K : StepsOfUnits<Q6_K>, ByteProducts<63> {
-  static constexpr int kZero = 32;
+struct Steps6_K : StepsOfUnits<Q6_K> {
+  static constexpr int kZero = 32, kLargest = 63;
   static constexpr bool kHasOffsets = false;
   static constexpr float kOffsetFactor = 0;
 

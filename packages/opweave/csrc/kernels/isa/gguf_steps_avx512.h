@@ -38,32 +38,6 @@ OPWEAVE_INLINE void nibble_words(Words (&to)[2], __m512i packed) {
   to[1] = nibbles<kHigh ? 3 : 2>(packed);
 }
 
-// The four bits of bytes, as bytes.
-template <bool kHigh>
-OPWEAVE_INLINE __m512i nibble_bytes(__m512i packed) {
-  const __m512i low = kHigh ? _mm512_srli_epi16(packed, 4) : packed;
-  return _mm512_and_si512(low, _mm512_set1_epi8(15));
-}
-
-// Products of bytes from 0 to kLargest and of numbers from -127 to 127.
-template <int kLargest>
-struct ByteProducts {
-  OPWEAVE_INLINE static Sums32 add_bytes(Sums32 sums, __m512i bytes, const int8_t* of_token) {
-    const __m512i numbers = _mm512_load_si512(of_token);
-#if defined(__AVX512VNNI__)
-    return _mm512_dpbusd_epi32(sums, bytes, numbers);
-#else
-    if constexpr (kLargest < 128) {  // the sum of two products fits into 16 bits
-      const __m512i pairs = _mm512_maddubs_epi16(bytes, numbers);
-      return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
-    }
-    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(numbers, 8), 8);
-    sums = add_products(sums, _mm512_and_si512(bytes, _mm512_set1_epi16(255)), even);
-    return add_products(sums, _mm512_srli_epi16(bytes, 8), _mm512_srai_epi16(numbers, 8));
-#endif
-  }
-};
-
 OPWEAVE_INLINE void byte_words(Words (&to)[2], __m512i bytes) {
   to[0] = _mm512_and_si512(bytes, _mm512_set1_epi16(0xff));
   to[1] = _mm512_srli_epi16(bytes, 8);
@@ -104,24 +78,16 @@ struct OffsetsInOddLanes {
   }
 };
 
-// Four blocks of 16 bytes: the low four bits of each, then the high ones.
+// Four blocks.
 template <class B>
-struct StepsOfNibbles : ByteProducts<15> {
-  using Block = B;
-  static constexpr int kSlices = 2, kJoined = 2, kFactors = 1;
-  static constexpr int kByteBias = 0;
-
-  static constexpr int column(int slice, int byte) {
-    return byte / 16 * kUnit32 + slice * 16 + byte % 16;
-  }
-  static constexpr int place(int lane) { return lane / 4; }
+struct StepsOfNibbles : NibbleLayout<B> {
   template <int J>
   OPWEAVE_INLINE static void slice(Words (&to)[2], const uint8_t* from) {
-    nibble_words<J == 1>(to, four_blocks<Block::kBytes>(from));
+    nibble_words<J == 1>(to, four_blocks<B::kBytes>(from));
   }
   template <int J>
   OPWEAVE_INLINE static __m512i bytes(const uint8_t* from) {
-    return nibble_bytes<J == 1>(four_blocks<Block::kBytes>(from));
+    return nibble_bytes<J == 1>(four_blocks<B::kBytes>(from));
   }
 };
 
@@ -155,10 +121,10 @@ struct Steps4_1 : StepsOfNibbles<Q4_1>, OffsetsInOddLanes {
 };
 
 // Two blocks of 32 bytes.
-struct Steps8_0 : ScalesOfLanes, ByteProducts<255> {
+struct Steps8_0 : ScalesOfLanes {
   using Block = Q8_0;
   static constexpr int kSlices = 1, kJoined = 1, kFactors = 1, kZero = 0;
-  static constexpr int kByteBias = 128;
+  static constexpr int kByteBias = 128, kLargest = 255;
 
   static constexpr int column(int, int byte) { return byte; }
   static constexpr int place(int lane) { return lane / 8; }
@@ -189,9 +155,9 @@ struct Steps8_0 : ScalesOfLanes, ByteProducts<255> {
 
 // Blocks of q4_k and q5_k: 64 bytes have the units 4v, 4v + 2 in the low four bits, and 4v + 1,
 // 4v + 3 in the high ones. Scales are in even lanes, and minima in odd ones.
-struct StepsSixBits : ByteProducts<31>, OffsetsInOddLanes {
+struct StepsSixBits : OffsetsInOddLanes {
   static constexpr int kSlices = 4, kJoined = 1, kFactors = 1, kZero = 0;
-  static constexpr int kByteBias = 0;
+  static constexpr int kByteBias = 0, kLargest = 31;
   static constexpr float kOffsetFactor = -1;
 
   static constexpr int column(int slice, int byte) {
@@ -262,10 +228,10 @@ struct Steps5_K : StepsSixBits {
 
 // 64 bytes and 32 bytes of q6_k have 128 columns in order: the low four bits, then the high ones,
 // and two bits of four units.
-struct Steps6_K : ByteProducts<63> {
+struct Steps6_K {
   using Block = Q6_K;
   static constexpr int kSlices = 4, kJoined = 1, kFactors = 1, kZero = 32;
-  static constexpr int kByteBias = 0;
+  static constexpr int kByteBias = 0, kLargest = 63;
   static constexpr bool kHasOffsets = false;
   static constexpr float kOffsetFactor = 0;
 

@@ -70,4 +70,23 @@ inline void load_nibbles(Words (&to)[2], const uint8_t* p) {
   to[1] = shifted_right<4>(bytes);
 }
 
+#define OPWEAVE_MULTIPLIES_BYTES
+
+template <bool kHigh>
+inline Words nibble_bytes(Words packed) {
+  const Words low = kHigh ? _mm256_srli_epi16(packed, 4) : packed;
+  return _mm256_and_si256(low, _mm256_set1_epi8(15));
+}
+
+template <int kLargest>
+inline Sums32 add_byte_products(Sums32 sums, Words bytes, const int8_t* of_token) {
+  const Words numbers = _mm256_load_si256(reinterpret_cast<const __m256i*>(of_token));
+  if constexpr (kLargest < 128) {  // the sum of two products fits into 16 bits
+    return add_products(sums, _mm256_maddubs_epi16(bytes, numbers), _mm256_set1_epi16(1));
+  }
+  const Words even = _mm256_srai_epi16(_mm256_slli_epi16(numbers, 8), 8);
+  sums = add_products(sums, masked(bytes, 255), even);
+  return add_products(sums, shifted_right<8>(bytes), _mm256_srai_epi16(numbers, 8));
+}
+
 }  // namespace

@@ -67,6 +67,29 @@ inline void load_nibbles(Words (&to)[1], const uint8_t* p) {
   to[0] = _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_srli_epi16(bytes, 4), 1);
 }
 
+#define OPWEAVE_MULTIPLIES_BYTES
+
+template <bool kHigh>
+inline Words nibble_bytes(Words packed) {
+  const Words low = kHigh ? _mm512_srli_epi16(packed, 4) : packed;
+  return _mm512_and_si512(low, _mm512_set1_epi8(15));
+}
+
+template <int kLargest>
+inline Sums32 add_byte_products(Sums32 sums, Words bytes, const int8_t* of_token) {
+  const Words numbers = _mm512_load_si512(of_token);
+#if defined(__AVX512VNNI__)
+  return _mm512_dpbusd_epi32(sums, bytes, numbers);
+#else
+  if constexpr (kLargest < 128) {  // the sum of two products fits into 16 bits
+    return add_products(sums, _mm512_maddubs_epi16(bytes, numbers), _mm512_set1_epi16(1));
+  }
+  const Words even = _mm512_srai_epi16(_mm512_slli_epi16(numbers, 8), 8);
+  sums = add_products(sums, masked(bytes, 255), even);
+  return add_products(sums, shifted_right<8>(bytes), _mm512_srai_epi16(numbers, 8));
+#endif
+}
+
 inline Vec two_halves(float a, float b) {
   return _mm512_mask_blend_ps(0xff00, splat(a), splat(b));
 }

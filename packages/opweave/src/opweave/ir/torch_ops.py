@@ -182,7 +182,7 @@ def opaque_op(
 
 _all: WeakValueDictionary[Function, TorchOps] = WeakValueDictionary()
 
-# What torch's FlopCounterMode counts for each op; torch's own registry once it is imported. Its
+# The formula of torch's FlopCounterMode for each op; torch's own registry once it is imported. Its
 # module imports Triton, which opweave does not do before it calls a Triton kernel.
 _flop_formulas: dict[Any, Function] = {}
 

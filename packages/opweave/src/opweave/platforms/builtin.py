@@ -49,7 +49,9 @@ class CpuPlatform(base.Platform):
         # The second is for batch-invariant runs: linear layers of the first choose kernels by
         # batch size.
         providers = ["opweave_c", "opweave_c_invariant"]
-        return {EVERY_OP: providers, **{op: ["aten"] for op in _CPU_TORCH_OPS}}
+        # Users of GGUF files know the rounding of llama.cpp.
+        rounded = {"linear_q": ["opweave_c_int8", *providers]}
+        return {EVERY_OP: providers, **rounded, **{op: ["aten"] for op in _CPU_TORCH_OPS}}
 
     def get_device_name(self, index: int = 0) -> str:
         return probes.cpu_name()

@@ -372,7 +372,7 @@ _widen_gguf = native_op("widen_gguf")
 
 # The largest number of tokens for which the kernel for few tokens is faster, measured with 2,048
 # columns. Graphs with a dynamic number of tokens use it too.
-_MAX_TOKENS_W4 = {torch.float32: 24, torch.bfloat16: 12 if _BFLOAT16 else 32, torch.float16: 32}
+MAX_TOKENS_W4 = {torch.float32: 24, torch.bfloat16: 12 if _BFLOAT16 else 32, torch.float16: 32}
 MAX_TOKENS_Q = {torch.float32: 12, torch.bfloat16: 6 if _BFLOAT16 else 12, torch.float16: 12}
 # The smallest number of bfloat16 tokens for which AMX tiles are faster; None: the CPU has no AMX.
 # Like torch by pieces, they round the weights to bfloat16.
@@ -408,7 +408,7 @@ def linear_w4a16(
         out = new_rows(x, weight.shape[0])
         _linear_w4a16_many(out, x, weight, scale, offset, bias, _MIN_TOKENS_AMX)
         return out
-    if is_known(x.numel() > _MAX_TOKENS_W4[x.dtype] * x.shape[-1]):
+    if is_known(x.numel() > MAX_TOKENS_W4[x.dtype] * x.shape[-1]):
         return _by_pieces_w4(x, weight, scale, offset, bias)
     out = new_rows(x, weight.shape[0])
     _linear_w4a16(out, x, weight, scale, offset, bias)
