@@ -209,8 +209,8 @@ def test_the_picture_has_a_chart_for_each_load() -> None:
     for title in ("Decode, one request", "32 requests at once"):
         assert texts.count(title) == 1
     assert texts.count("400 tokens/s") == 2  # opweave once in each cluster
-    assert "200 tokens/s  (opweave 2x)" in texts
-    assert "800 tokens/s  (opweave 0.5x)" in texts
+    assert "200 tokens/s  (opweave 2.00x)" in texts
+    assert "800 tokens/s  (opweave 0.50x)" in texts
     assert texts.count("not measured") == 1
     assert "Decode, one request" not in report.draw([ROW], MACHINE)
 

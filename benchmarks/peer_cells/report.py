@@ -89,8 +89,7 @@ _COLORS = {
     "transformers": "#9e9ac8",
     "llama.cpp": "#969696",
 }
-_LEFT, _WIDTH, _BAR, _GAP = 120, 400, 20, 34  # pixels
-_TOP, _TITLE = 66, 34
+_COLUMN, _LEFT, _WIDTH, _BAR, _GAP, _TOP = 500, 104, 190, 20, 34, 66  # pixels
 _FONT = 'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12"'
 
 
@@ -102,7 +101,7 @@ def clusters(rows: Sequence[Row], name: str) -> list[Cluster]:
             continue
         threads = "1 thread" if row["threads"] == 1 else f"{row['threads']} threads"
         model = row["case"].partition(",")[0]
-        title = f"{model}, {row['weights']}, {threads}"
+        title = f"{model[0].upper()}{model[1:]}, {row['weights']}, {threads}"
         own = Bar(OPWEAVE, row["value"])
         cluster = found.setdefault(title, Cluster(title, [own]))
         cluster.bars.append(Bar(row["engine"], row.get("baseline")))
@@ -110,17 +109,20 @@ def clusters(rows: Sequence[Row], name: str) -> list[Cluster]:
 
 
 def draw(rows: Sequence[Row], machine: dict[str, Any]) -> str:
-    """Return the picture as SVG: tokens/s, with each cluster on a scale of its own."""
-    y, parts = _TOP, []
-    for title, name in _CHARTS.items():
-        if cases := clusters(rows, name):
-            parts.append(f'<text x="14" y="{y}" font-size="14" font-weight="bold">{title}</text>')
-            y += 12
-            for cluster in cases:
-                parts += _cluster(cluster, y)
-                y += _GAP + _BAR * len(cluster.bars)
-            y += _TITLE
-    size = f'width="{_LEFT + _WIDTH + 210}" height="{y}"'
+    """Return the picture as SVG: a column per chart, tokens/s, each cluster on its own scale."""
+    parts: list[str] = []
+    height = 0
+    charts = {title: clusters(rows, name) for title, name in _CHARTS.items()}
+    charts = {title: cases for title, cases in charts.items() if cases}
+    for column, (title, cases) in enumerate(charts.items()):
+        x, y = column * _COLUMN, _TOP
+        parts.append(f'<text x="{x + 14}" y="{y}" font-size="14" font-weight="bold">{title}</text>')
+        y += 12
+        for cluster in cases:
+            parts += _cluster(cluster, x, y)
+            y += _GAP + _BAR * len(cluster.bars)
+        height = max(height, y)
+    size = f'width="{_COLUMN * max(len(charts), 1)}" height="{height}"'
     caption = f"{machine['processor']}, torch {machine['torch']}"
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} {_FONT}>',
@@ -131,21 +133,22 @@ def draw(rows: Sequence[Row], machine: dict[str, Any]) -> str:
     return "\n".join([*head, *parts, "</svg>", ""])
 
 
-def _cluster(cluster: Cluster, top: int) -> Iterator[str]:
-    yield f'<text x="14" y="{top + 14}" fill="#555">{escape(cluster.title)}</text>'
+def _cluster(cluster: Cluster, left: int, top: int) -> Iterator[str]:
+    yield f'<text x="{left + 14}" y="{top + 14}" fill="#555">{escape(cluster.title)}</text>'
     own = cluster.bars[0].speed or 0.0
     most = max(bar.speed or 0.0 for bar in cluster.bars)
+    start = left + _LEFT
     for index, bar in enumerate(cluster.bars):
         y = top + 20 + index * _BAR
         label = "not measured"
         width = 0.0
         if bar.speed is not None:
             width = _WIDTH * bar.speed / most
-            relative = "" if index == 0 else f"  (opweave {own / bar.speed:.2g}x)"
-            label = f"{bar.speed:.3g} tokens/s{relative}"
-        yield f'<text x="{_LEFT - 8}" y="{y + 13}" text-anchor="end">{escape(bar.engine)}</text>'
+            relative = "" if index == 0 else f"  (opweave {own / bar.speed:.2f}x)"
+            label = f"{bar.speed:{'.0f' if bar.speed > 100 else '.3g'}} tokens/s{relative}"
+        yield f'<text x="{start - 8}" y="{y + 13}" text-anchor="end">{escape(bar.engine)}</text>'
         yield (
-            f'<rect x="{_LEFT}" y="{y + 2}" width="{width:.1f}" height="{_BAR - 5}" '
+            f'<rect x="{start}" y="{y + 2}" width="{width:.1f}" height="{_BAR - 5}" '
             f'fill="{_COLORS[bar.engine]}"/>'
         )
-        yield f'<text x="{_LEFT + width + 6:.1f}" y="{y + 13}">{label}</text>'
+        yield f'<text x="{start + width + 6:.1f}" y="{y + 13}">{label}</text>'
