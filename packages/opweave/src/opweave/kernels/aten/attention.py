@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from opweave.ir import ops, rules
+from opweave.ir.ops.arguments import host_lengths
 from opweave.ir.ops.attention import check_attention, check_varlen
 from opweave.kernels.arguments import ATTENDS, attention_fits
 
@@ -153,9 +154,10 @@ def _mask(query: Tensor, k_len: int, scale: float | None, window: int | None) ->
 # Attention over the paged cache, with prompts by ``scaled_dot_product_attention``.
 #
 # Gathering the keys of a long prompt is cheap compared with its attention, for which torch has
-# faster kernels than a paged one. Short sequences share one call of a paged kernel. The lengths
-# are read on the host, which waits for the device, so the implementation cannot be traced or
-# recorded; batches in which every sequence has one query never wait.
+# faster kernels than a paged one. Short sequences share one call of a paged kernel. If the lengths
+# are not noted, reading them waits for the device, and so does the check for infinities, so the
+# implementation cannot be traced or recorded; batches in which every sequence has one query never
+# wait.
 
 
 _SHAPES_REASON = "shapes do not fit, or window is not positive"
@@ -214,9 +216,12 @@ def paged_attention(
     tokens, sequences = query.shape[0], block_tables.shape[0]
     if tokens < prompt or tokens <= sequences:
         return _paged(query, caches, block_tables, seq_lens, cu_seqlens_q, options)
-    numbers: list[int] = torch.cat((cu_seqlens_q, seq_lens)).tolist()
-    starts, lengths = numbers[: sequences + 1], numbers[sequences + 1 :]
-    _check_lengths(lengths, block_tables.shape[1] * key_cache.shape[2])
+    if (noted := host_lengths(seq_lens, cu_seqlens_q)) is not None:
+        starts, lengths = noted.starts, noted.lengths
+    else:
+        numbers: list[int] = torch.cat((cu_seqlens_q, seq_lens)).tolist()
+        starts, lengths = numbers[: sequences + 1], numbers[sequences + 1 :]
+    check_lengths(lengths, block_tables.shape[1] * key_cache.shape[2])
     out = query.new_zeros(tokens, query.shape[1], value_cache.shape[3])
     prompts, short = [], []
     for i, length in enumerate(lengths):
@@ -292,7 +297,8 @@ def _mend(
             )[0]
 
 
-def _check_lengths(lengths: Sequence[int], most: int) -> None:
+def check_lengths(lengths: Sequence[int], most: int) -> None:
+    """Raise IndexError unless each sequence of a paged cache has 0 to *most* keys."""
     for i, length in enumerate(lengths):
         if not 0 <= length <= most:
             raise IndexError(
