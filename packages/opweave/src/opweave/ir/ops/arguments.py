@@ -160,7 +160,7 @@ def host_lengths(seq_lens: Tensor, cu_seqlens_q: Tensor) -> HostLengths | None:
 
 def with_noted_lengths(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Read and note the lengths in the arguments of a call, and return these; for tools."""
-    named = dict(zip(names, values, strict=True))
+    named = dict(zip(names, values, strict=False))  # defaults may be missing
     lengths, starts = named.get("seq_lens"), named.get("cu_seqlens_q")
     if isinstance(lengths, Tensor) and isinstance(starts, Tensor):
         note_lengths(lengths, starts, lengths.tolist(), starts.tolist())
