@@ -123,7 +123,7 @@ def _blocks_fit(key_cache: Tensor) -> bool:
     return key_cache.shape[2] % _BLOCK_MULTIPLE == 0 and key_cache.shape[3] <= _MAX_HEAD_SIZE
 
 
-_BLOCKS_REASON = f"block_size is no multiple of {_BLOCK_MULTIPLE}, or heads exceed {_MAX_HEAD_SIZE}"
+_BLOCKS_REASON = f"block_size is not a multiple of {_BLOCK_MULTIPLE}, or heads are too large"
 
 if is_installed("flash_attn"):
     register = partial(wrap, provider="flash_attn", **requires())
