@@ -40,7 +40,7 @@ def attend(
 
 
 class Wrapper:
-    """What FlashInfer's wrappers for paged caches have in common."""
+    """Base class of FlashInfer's wrappers for paged caches."""
 
     plans = 0
     runs = 0
