@@ -170,8 +170,7 @@ def refusal(op: IrOp, provider: str, values: Values) -> str:
 
 def default_provider(case: Case) -> str:
     """Return the provider that a call with the arguments of *case* selects."""
-    values = with_noted_lengths(case.op.schema.names, case.values)
-    args, kwargs = case.op.schema.split(values)
+    args, kwargs = case.op.schema.split(with_noted_lengths(case.op.schema.names, case.values))
     return case.op.dispatch(*args, **kwargs).provider
 
 
@@ -197,8 +196,7 @@ def timed_call(impl: IrOpImpl, values: Values, op: Any = None) -> Callable[[], o
     """
     from opweave.conformance.snapshot import copied
 
-    values = with_noted_lengths(impl.op.schema.names, copied(values))
-    args, kwargs = impl.op.schema.split(values)
+    args, kwargs = impl.op.schema.split(with_noted_lengths(impl.op.schema.names, copied(values)))
     advances = impl.inplace and not all(
         values[i].is_floating_point() for i in impl.op.activation_indices
     )

@@ -147,8 +147,7 @@ def note_lengths(
         lengths, starts: their numbers.
         is_recorded: see :class:`HostLengths`.
     """
-    noted = HostLengths(cu_seqlens_q, starts, lengths, is_recorded)
-    setattr(seq_lens, _NOTE, noted)
+    setattr(seq_lens, _NOTE, noted := HostLengths(cu_seqlens_q, starts, lengths, is_recorded))
     return noted
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, starmap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -160,15 +160,8 @@ def _mask(query: Tensor, k_len: int, scale: float | None, window: int | None) ->
 # wait.
 
 
+_Caches = tuple[Tensor, Tensor]
 _SHAPES_REASON = "shapes do not fit, or window is not positive"
-
-
-class _AttentionOptions(NamedTuple):
-    """The options of the op after the tensors."""
-
-    scale: float | None
-    causal: bool
-    window: int | None
 
 
 class _Prompt(NamedTuple):
@@ -212,10 +205,10 @@ def paged_attention(
     Args:
         prompt: the fewest queries of a sequence for which its keys are gathered.
     """
-    caches, options = (key_cache, value_cache), _AttentionOptions(scale, causal, window)
+    caches, options = (key_cache, value_cache), (scale, causal, window)
     tokens, sequences = query.shape[0], block_tables.shape[0]
     if tokens < prompt or tokens <= sequences:
-        return _paged(query, caches, block_tables, seq_lens, cu_seqlens_q, options)
+        return _paged(query, caches, block_tables, seq_lens, cu_seqlens_q, *options)
     if (noted := host_lengths(seq_lens, cu_seqlens_q)) is not None:
         starts, lengths = noted.starts, noted.lengths
     else:
@@ -234,7 +227,12 @@ def paged_attention(
         keys, values = _gathered(caches, block_tables, sequence)
         out[sequence.queries] = attend(query[None, sequence.queries], keys, values, *options)[0]
     if causal and not out.isfinite().all():
-        _mend(out, query, caches, block_tables, prompts, options)
+        # torch multiplies the values of masked keys by zero, so NaN and infinity spread from them.
+        for sequence in prompts:
+            if not out[sequence.queries].isfinite().all():
+                keys, values = _gathered(caches, block_tables, sequence)
+                packed = query[None, sequence.queries], keys, values
+                out[sequence.queries] = ops.causal_attention.native(*packed, scale, window)[0]
     if short:
         rows = torch.tensor(
             [row for i in short for row in range(starts[i], starts[i + 1])], device=query.device
@@ -242,30 +240,24 @@ def paged_attention(
         chosen = torch.tensor(short, device=query.device)
         counts = cu_seqlens_q.diff()[chosen]
         bounds = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-        out[rows] = _paged(
-            query[rows], caches, block_tables[chosen], seq_lens[chosen], bounds, options
-        )
+        rest = block_tables[chosen], seq_lens[chosen], bounds
+        out[rows] = _paged(query[rows], caches, *rest, *options)
     return out
 
 
-def _paged(
-    query: Tensor,
-    caches: tuple[Tensor, Tensor],
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    options: _AttentionOptions,
-) -> Tensor:
+def _paged(query: Tensor, caches: _Caches, *rest: Any) -> Tensor:
     """Compute attention with a kernel that reads the cache in place."""
-    out: Tensor = ops.paged_attention.using("triton", "opweave_c", "native")(
-        query, *caches, block_tables, seq_lens, cu_seqlens_q, *options
-    )
+    out: Tensor = ops.paged_attention.using("triton", "opweave_c", "native")(query, *caches, *rest)
     return out
 
 
-def _gathered(
-    caches: tuple[Tensor, Tensor], block_tables: Tensor, prompt: _Prompt
-) -> tuple[Tensor, Tensor]:
+def without_library(*arguments: Any) -> Tensor:
+    """Compute attention, given the arguments of the op, with kernels that need no lengths."""
+    out: Tensor = ops.paged_attention.using("aten", "triton", "native")(*arguments)
+    return out
+
+
+def _gathered(caches: _Caches, block_tables: Tensor, prompt: _Prompt) -> tuple[Tensor, Tensor]:
     """Return the keys and values of a sequence, ``(1, length, heads, size)``."""
     blocks = -(-prompt.length // caches[0].shape[2])
     table = block_tables[prompt.number, :blocks]
@@ -275,26 +267,6 @@ def _gathered(
         for cache in caches
     )
     return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
-
-
-def _mend(
-    out: Tensor,
-    query: Tensor,
-    caches: tuple[Tensor, Tensor],
-    block_tables: Tensor,
-    prompts: Sequence[_Prompt],
-    options: _AttentionOptions,
-) -> None:
-    """Compute prompts with infinities or NaN by the definition.
-
-    torch multiplies the values of masked keys by zero, so that NaN and infinity spread from them.
-    """
-    for prompt in prompts:
-        if not out[prompt.queries].isfinite().all():
-            keys, values = _gathered(caches, block_tables, prompt)
-            out[prompt.queries] = ops.causal_attention.native(
-                query[None, prompt.queries], keys, values, options.scale, options.window
-            )[0]
 
 
 def check_lengths(lengths: Sequence[int], most: int) -> None:

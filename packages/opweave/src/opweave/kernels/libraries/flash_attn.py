@@ -8,7 +8,6 @@ masked, and leaves others to ``aten``. It does not check the numbers of blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from opweave.ir import ops, rules
 from opweave.ir.ops.arguments import host_lengths
 from opweave.ir.rules import Rule
 from opweave.kernels.arguments import NARROW_FLOATS, PLANNED, POSITIVE_SCALE, nvidia
-from opweave.kernels.aten.attention import aligned
+from opweave.kernels.aten.attention import aligned, without_library
 from opweave.kernels.wrap import ModuleFunction, requires, wrap
 from opweave.packages import is_installed
 
@@ -76,16 +75,6 @@ def _query_boundaries(query: Tensor, cu_seqlens_q: Tensor) -> Tensor:
     return functional.pad(cu_seqlens_q, (0, 1), value=len(query)).int()
 
 
-def _key_boundaries(cu_seqlens_k: Tensor) -> Tensor:
-    return torch.cat((cu_seqlens_k, cu_seqlens_k[-1:])).int()
-
-
-# Reading the longest length would wait for the GPU, so the number of all tokens is the bound.
-# With 1, the kernel expects a token in each sequence.
-def _max_queries(query: Tensor) -> int:
-    return max(len(query), 2)
-
-
 _TENSORS = {
     "q": lambda query: aligned(t=query),
     "k": lambda key: aligned(t=key),
@@ -101,20 +90,15 @@ DECODE = ModuleFunction("flash_attn.flash_attn_interface:flash_attn_with_kvcache
 _decode = cache(DECODE.load)
 
 
-def _paged_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
-    cu_seqlens_q: Tensor, *options: Any,
-) -> Tensor:  # fmt: skip
-    noted, (scale, _, window, soft_cap) = host_lengths(seq_lens, cu_seqlens_q), options
+def _paged_attention(*arguments: Any) -> Tensor:
+    query, *caches, tables, seq_lens, cu_seqlens_q, scale, _, window, soft_cap = arguments
+    noted = host_lengths(seq_lens, cu_seqlens_q)
     assert noted is not None, "the rule requires lengths"
     if window is not None or [*noted.starts] != [*range(len(query) + 1)]:
-        others: Callable[..., Tensor] = ops.paged_attention.using("aten", "triton", "native")
-        arguments = block_tables, seq_lens, cu_seqlens_q, *options
-        return others(query, key_cache, value_cache, *arguments)
+        return without_library(*arguments)
     out: Tensor = _decode()(
-        query[:, None], key_cache.transpose(1, 2), value_cache.transpose(1, 2),
-        cache_seqlens=seq_lens, block_table=block_tables, softmax_scale=scale,
-        softcap=_soft_cap(soft_cap),
+        query[:, None], *(cache.transpose(1, 2) for cache in caches), cache_seqlens=seq_lens,
+        block_table=tables, softmax_scale=scale, softcap=_soft_cap(soft_cap),
     )  # fmt: skip
     return out[:, 0]
 
@@ -155,8 +139,10 @@ if is_installed("flash_attn"):
         arguments={
             **_TENSORS,
             "cu_seqlens_q": _query_boundaries,
-            "cu_seqlens_k": _key_boundaries,
-            "max_seqlen_q": _max_queries,
+            "cu_seqlens_k": lambda cu_seqlens_k: torch.cat((cu_seqlens_k, cu_seqlens_k[-1:])).int(),
+            # Reading the longest length would wait for the GPU, so the number of all tokens is the
+            # bound. With 1, the kernel expects a token in each sequence.
+            "max_seqlen_q": lambda query: max(len(query), 2),
             "max_seqlen_k": lambda key: key.shape[0],
             "softcap": _soft_cap,
         },

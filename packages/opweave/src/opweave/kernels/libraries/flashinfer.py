@@ -7,7 +7,6 @@ they saturate NaN, which the ops keep.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -20,7 +19,7 @@ from opweave.ir import ops, rules
 from opweave.ir.ops.arguments import HostLengths, host_lengths
 from opweave.ir.rules import ROUNDS_LESS
 from opweave.kernels.arguments import NARROW_FLOATS, PLANNED, aligned, nvidia, residual, row
-from opweave.kernels.aten.attention import check_lengths
+from opweave.kernels.aten.attention import check_lengths, without_library
 from opweave.kernels.libraries.rotary_arguments import HEADS, float32_angles, tokens
 from opweave.kernels.wrap import FunctionByArgument, Output, requires, wrap
 from opweave.packages import is_installed
@@ -83,18 +82,17 @@ class _Plan:
     def update(self, noted: HostLengths) -> None:
         """Plan for the lengths of a step."""
         dtype, heads, (blocks, kv_heads, block_size, size), scale, causal, window, cap = self._layer
+        if noted.is_recorded and window is not None:  # the check for infinities would wait
+            return
         device, ints = self._tables.device, partial(torch.tensor, dtype=torch.int32)
         check_lengths(noted.lengths, self._tables.shape[1] * block_size)
         starts, lengths = ints(noted.starts), ints(noted.lengths)
         counts = starts.diff()
-        see_keys = (counts > 0) & (counts <= (lengths if causal else counts * lengths))
-        # A window needs a check for infinities, which waits, so it cannot be recorded.
-        is_refused = noted.is_recorded and window is not None
-        if is_refused or noted.starts[-1] != self._tokens or not see_keys.all():
+        see_keys = (counts > 0) & (counts <= lengths if causal else lengths > 0)
+        if noted.starts[-1] != self._tokens or not see_keys.all():
             return
-        is_decode = bool((counts == 1).all())
-        is_narrow = window is not None and window < max(noted.lengths)
-        self.masks = causal and (not is_decode or is_narrow)
+        is_decode, longest = bool((counts == 1).all()), max(noted.lengths)
+        self.masks = causal and (not is_decode or (window or longest) < longest)
         pages = (lengths + block_size - 1) // block_size
         ends = functional.pad(pages.cumsum(0, dtype=torch.int32), (1, 0))
         row = torch.arange(len(pages)).repeat_interleave(pages)
@@ -105,8 +103,17 @@ class _Plan:
         if device.type == "cuda":
             # FlashInfer copies a plan from memory that an earlier plan may still be copied from.
             torch.cuda.current_stream(device).synchronize()
-        if self.wrapper is None:
-            self.wrapper = self._wrapper(is_decode, heads // kv_heads, noted.is_recorded)
+        library, common = import_module("flashinfer"), (_workspace(device), "HND")
+        if self.wrapper is None and is_decode:
+            # Replays read the plan where it was when the launches were recorded.
+            sizes = (len(starts), self._tables.numel(), len(lengths)) if noted.is_recorded else ()
+            buffers = (torch.zeros(n, dtype=torch.int32, device=device) for n in sizes)
+            use_tensor_cores = heads // kv_heads > _MAX_GROUP
+            self.wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+                *common, noted.is_recorded, use_tensor_cores, *buffers
+            )
+        elif self.wrapper is None:
+            self.wrapper = library.BatchPrefillWithPagedKVCacheWrapper(*common)
         queries, more = ((), {}) if is_decode else ((starts,), {"causal": causal})
         self.wrapper.plan(
             *queries, ends, indices, (lengths - 1) % block_size + 1,
@@ -115,39 +122,22 @@ class _Plan:
             sm_scale=scale, q_data_type=dtype, kv_data_type=dtype,
         )  # fmt: skip
 
-    def _wrapper(self, is_decode: bool, group: int, is_recorded: bool) -> Any:
-        library, tables = import_module("flashinfer"), self._tables
-        workspace = _workspace(tables.device)
-        if not is_decode:
-            return library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
-        # Replays read the plan where it was when the launches were recorded.
-        sizes = (len(tables) + 1, tables.numel(), len(tables)) if is_recorded else ()
-        buffers = (torch.zeros(n, dtype=torch.int32, device=tables.device) for n in sizes)
-        return library.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "HND", is_recorded, group > _MAX_GROUP, *buffers
-        )
 
-
-def _paged_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
-    cu_seqlens_q: Tensor, *options: Any,
-) -> Tensor:  # fmt: skip
+def _paged_attention(*arguments: Any) -> Tensor:
+    query, key_cache, value_cache, tables, seq_lens, cu_seqlens_q, *options = arguments
     noted = host_lengths(seq_lens, cu_seqlens_q)
     assert noted is not None, "the rule requires lengths"
     layer = query.dtype, query.shape[1], tuple(key_cache.shape), *options
     # A plan keeps the tables, so that no other tensor gets their id.
-    key = len(query), layer, id(block_tables)
-    if key not in noted.plans:
-        noted.plans[key] = _Plan(len(query), layer, block_tables, noted)
+    if (key := (len(query), layer, id(tables))) not in noted.plans:
+        noted.plans[key] = _Plan(len(query), layer, tables, noted)
     plan: _Plan = noted.plans[key]
     if plan.wrapper is not None:
         out: Tensor = plan.wrapper.run(query, (key_cache, value_cache))
         # The kernels multiply the values of masked keys by zero: NaN and infinity spread.
         if not plan.masks or out.isfinite().all():
             return out
-    others: Callable[..., Tensor] = ops.paged_attention.using("aten", "triton", "native")
-    arguments = block_tables, seq_lens, cu_seqlens_q, *options
-    return others(query, key_cache, value_cache, *arguments)
+    return without_library(*arguments)
 
 
 if is_installed("flashinfer"):
