@@ -21,9 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from adapters import planned_libraries
 from adapters.planned_libraries import Wrapper
 from opweave import ir
+from opweave.conformance import Case, Subject, verify
 from opweave.ir import rules
+from opweave.ir.testing import restored
 from opweave.kernels import arguments
 from opweave.kernels.libraries import flash_attn, flashinfer
+from opweave.tuning.measure import contest, default_provider
+from opweave.tuning.timing import Effort
 
 OP = ir.ops.paged_attention
 Sequences = list[tuple[int, int]]  # the numbers of queries and of keys
@@ -307,3 +311,48 @@ def test_a_note_ends_with_its_tensor() -> None:
         assert [each() for each in alive] == [None] * 3
     finally:
         gc.enable()
+
+
+CHECKED = ("keywords", "inference_mode", "global_state", "staleness", "empty")
+
+
+def test_tools_note_the_lengths() -> None:
+    """Verification and tuning run a provider that needs them."""
+    calls: list[ir.HostLengths] = []
+
+    def attend(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        scale: float | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        noted = ir.host_lengths(seq_lens, cu_seqlens_q)
+        assert noted is not None
+        calls.append(noted)
+        lengths = torch.tensor(noted.lengths, dtype=torch.int32)
+        starts = torch.tensor(noted.starts, dtype=torch.int32)
+        tensors = query, key_cache, value_cache, block_tables, lengths, starts
+        found: Tensor = OP.native(*tensors, scale, causal, window, soft_cap)
+        return found
+
+    known = rules.custom(
+        lambda seq_lens, cu_seqlens_q: ir.host_lengths(seq_lens, cu_seqlens_q) is not None,
+        "the lengths are not known on the host",
+    )
+    with restored(OP):
+        OP.register_impl("planner", supports_args=known)(attend)
+        subject = Subject(OP, "planner")
+        for outcome in verify(subject, CHECKED).outcomes:
+            assert outcome.status == "passed", outcome
+        values = OP.bind(*OP.generate_inputs())
+        case = Case(OP, "usual", values)
+        assert default_provider(case) != "planner"
+        [measured] = contest(case, ["planner"], Effort(rounds=1))
+        assert measured.status == "passed", measured.reason
+    assert calls
