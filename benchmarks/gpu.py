@@ -1,4 +1,4 @@
-"""Decoding, prompt attention, norms and libraries on a GPU, the most important rows first.
+"""Values, decoding, prompt attention, norms and libraries on a GPU, the most important rows first.
 
     python benchmarks/gpu.py                       10 minutes
     python benchmarks/gpu.py --budget 300          the rows that fit into 5 minutes
@@ -9,6 +9,8 @@
 Each row is printed, and saved, as soon as it is measured. `ratio` is how much faster opweave is
 than the baseline.
 
+- values: the results of every provider against the definition, for some arguments of each op;
+  `opweave verify` checks thoroughly.
 - decode: tokens per second of Llama-3.2-1B's shape in bfloat16, compiled, against transformers
   compiled with a static cache and CUDA graphs. The limit is reading every weight once a step.
 - attention: a prompt over the paged cache, against scaled_dot_product_attention.
@@ -63,7 +65,11 @@ from opweave.config import (
     EngineConfig,
     SchedulerConfig,
 )
+from opweave.conformance import Subject
+from opweave.conformance.checks.values import is_right
+from opweave.conformance.inputs import of_tokens, usual, with_accepted_sizes
 from opweave.ir.errors import described, did_you_mean
+from opweave.ir.ops.arguments import with_noted_lengths
 from opweave.ir.schema import OWN_PROVIDERS
 from opweave_engine import EngineCore, RequestOutput, SamplingParams
 
@@ -71,7 +77,7 @@ Row = dict[str, Any]
 Call = Callable[[], Any]
 
 RESULTS = Path(__file__).parent / "results"
-GROUPS = ("decode", "attention", "norms", "libraries", "kernels")
+GROUPS = ("values", "decode", "attention", "norms", "libraries", "kernels")
 BATCHES = (1, 8, 64)
 PROMPTS = (512, 4096)
 NORMS = ("rms_norm", "fused_add_rms_norm")
@@ -84,7 +90,11 @@ PROMPT_TOKENS, DECODED_TOKENS = 128, 64
 _ROUNDS = 3
 _WARM_UPS = 2  # the second compiles what depends on a first one's sizes
 _BLOCK_SIZE = 64  # tokens
-_SECONDS = {"decode": 120.0, "attention": 20.0, "norms": 10.0, "libraries": 10.0, "kernels": 10.0}
+_DTYPES = 2  # of values: float32 and bfloat16
+_SECONDS = {
+    "values": 2.0, "decode": 120.0, "attention": 20.0, "norms": 10.0, "libraries": 10.0,
+    "kernels": 10.0,
+}  # fmt: skip
 """Expected time of a row of each group."""
 
 
@@ -108,6 +118,7 @@ def tasks(device: str, size: str) -> list[Task]:
     """Return every task, the most important first."""
     hidden = HIDDEN if size == "full" else 256
     return [
+        *(Task(f"values/{op.name}", partial(values, op, device)) for op in _verified_ops()),
         *(Task(f"decode/{n}", partial(decode, n, device, size)) for n in BATCHES),
         *(Task(f"attention/{n}", partial(attention, n, device, hidden)) for n in PROMPTS),
         *(
@@ -136,6 +147,43 @@ def _ops() -> list[tuple[str, str]]:
             groups[name] = "kernels"
     groups |= dict.fromkeys(NORMS, "norms")
     return sorted(((g, n) for n, g in groups.items()), key=lambda each: GROUPS.index(each[0]))
+
+
+# Values.
+
+
+def _verified_ops() -> list[ir.IrOp]:
+    """Return the ops with implementations for a GPU; attention over the paged cache comes first."""
+    ops = [op for op in ir.current_registry().ops.values() if _providers(op)]
+    return sorted(ops, key=lambda op: (op.name != "paged_attention", op.name))
+
+
+def _providers(op: ir.IrOp) -> list[str]:
+    """Return the providers of *op* that are neither native nor for the CPU only."""
+    names = {impl.base: None for impl in op.impls.values()}
+    return [name for name in names if name != "native" and not name.startswith("opweave_c")]
+
+
+def values(op: ir.IrOp, device: str) -> Iterator[Row]:
+    """Yield a row for each provider: how many calls were right, or what was wrong."""
+    for provider in _providers(op):
+        if not op.impls[provider].supported:
+            continue
+        row: Row = {"name": "gpu.values", "case": f"{op.name}, {provider}"}
+        subject = with_accepted_sizes(Subject(op, provider, device))
+        if subject is None:
+            yield {**row, "value": 0, "unit": "calls: it accepts none of the arguments"}
+            continue
+        cases = [
+            case
+            for case in (*usual(subject, _DTYPES), *of_tokens(subject, 2))
+            if case.refusal is None and subject.accepts(case.values)
+        ]
+        problems = [f"{problem}: {case}" for case in cases if (problem := is_right(subject, case))]
+        if problems:
+            yield {**row, "error": problems[0]}
+        else:
+            yield {**row, "value": len(cases), "unit": "calls right"}
 
 
 # Decoding.
@@ -274,7 +322,7 @@ def _step_seconds(model: Opweave | Transformers) -> float:
 def attention(tokens: int, device: str, hidden: int) -> Iterator[Row]:
     """Yield a row for each implementation of attention over one prompt in a paged cache."""
     cell = Cell("paged_attention", 0, Shape(tokens, hidden, torch.bfloat16, tokens), 1)
-    arguments = _on_device(cell.inputs(), device)
+    arguments = _on_device(cell, device)
     query, keys, values = arguments[0], *map(_gathered, arguments[1:3])
 
     def sdpa() -> Tensor:
@@ -308,7 +356,7 @@ def kernels(op: str, shape: Shape, device: str, *, backend: str = "inductor") ->
 
 
 def _kernel(cell: Cell, device: str, backend: str) -> Iterator[Row]:
-    arguments = _on_device(cell.inputs(), device)
+    arguments = _on_device(cell, device)
     plain = torch_baseline(cell)
     if cell.family not in _compiled:
         torch._dynamo.reset()
@@ -380,8 +428,10 @@ def _rows(
         }
 
 
-def _on_device(arguments: Sequence[Any], device: str) -> tuple[Any, ...]:
-    return tuple(a.to(device) if isinstance(a, Tensor) else a for a in arguments)
+def _on_device(cell: Cell, device: str) -> tuple[Any, ...]:
+    """Return the arguments of *cell*, with the lengths of sequences noted as an engine does."""
+    moved = tuple(a.to(device) if isinstance(a, Tensor) else a for a in cell.inputs())
+    return with_noted_lengths(cell.op.schema.names, moved)
 
 
 # The program.
@@ -453,6 +503,8 @@ def _measured(task: Task) -> Iterator[Row]:
 def _line(row: Row) -> str:
     if "error" in row:
         return f"{row['name']}  {row['case']}: {row['error']}"
+    if "ratio" not in row:
+        return f"{row['name']}  {row['case']}: {row['value']:g} {row['unit']}"
     share = f", {row['limit_share']:.0%} of the limit" if "limit_share" in row else ""
     return (
         f"{row['name']}  {row['case']}: {row['value']:g} {row['unit']}, {row['ratio']:g} x "

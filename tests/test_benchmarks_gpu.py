@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import sys
@@ -11,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from opweave import ir
+from opweave.ir.testing import restored
 from support import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))  # at the end: its engine.py is not tests/engine
@@ -24,7 +28,9 @@ from kernel_cells.shape import Shape
 def test_the_most_important_rows_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--dry-run"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names[:4] == ["decode/1", "decode/8", "decode/64", "attention/512"]
+    assert names[0] == "values/paged_attention"
+    decode = names.index("decode/1")
+    assert names[decode:][:4] == ["decode/1", "decode/8", "decode/64", "attention/512"]
     assert "norms/rms_norm/16" in names
     assert len({*names}) == len(names)
     groups = [gpu.GROUPS.index(name.partition("/")[0]) for name in names]
@@ -93,6 +99,30 @@ def test_rows_are_saved_until_the_budget_ends(
     assert "| gpu.decode | a case | 2.0 |" in (tmp_path / "gpu.md").read_text()
     assert gpu.main([*options, "--json", "--only", "decode"]) == 0
     assert json.loads(capsys.readouterr().out)["missed"] == ["decode/1"]
+
+
+def test_values_of_every_provider() -> None:
+    op = ir.ops.paged_attention
+    with restored(op):
+
+        @op.register_impl("wrong")
+        @functools.wraps(op.native)
+        def wrong(*args: Any, **kwargs: Any) -> Tensor:
+            found: Tensor = op.native(*args, **kwargs) * 1.5
+            return found
+
+        @op.register_impl("refuses", supports_args=lambda query: False)
+        @functools.wraps(op.native)
+        def refuses(*args: Any, **kwargs: Any) -> Tensor:
+            raise AssertionError("runs")
+
+        rows = {row["case"]: row for row in gpu.values(op, "cpu")}
+    assert rows["paged_attention, aten"]["value"] > 2
+    assert "error" not in rows["paged_attention, aten"]
+    assert "tolerance" in rows["paged_attention, wrong"]["error"]
+    assert rows["paged_attention, refuses"]["value"] == 0
+    assert not any("opweave_c" in case or "native" in case for case in rows)
+    assert gpu._line(rows["paged_attention, aten"]).endswith(" calls right")
 
 
 def test_transformers_decodes_the_same_with_a_static_cache(tmp_path: Path) -> None:

@@ -174,7 +174,8 @@ def _spec(module: Attention | LatentAttention | StatefulLayer, dtype: torch.dtyp
 class SequenceBatch:
     """Packed sequences, and the cache blocks of their earlier tokens in a group of layers.
 
-    Sequences with one new token come first.
+    Sequences with one new token come first. The numbers in *query_starts* and *seq_lens* are noted:
+    ``ir.host_lengths`` returns them without waiting for the device.
 
     Attributes:
         query_starts: ``(sequences + 1,)``, int32: the first new token of each sequence.

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opweave import ir
 from opweave.config import EngineConfig
 from opweave.config.terminal import ProgressBar
 from opweave.platforms import Platform
@@ -101,7 +102,8 @@ class _Graph:
 class DecodeGraphs:
     """The forwards of decode batches, one per number of sequences.
 
-    A batch is padded to the next size: its padding reads the null block and writes nothing.
+    A batch is padded to the next size: its padding reads the null block and writes nothing. The
+    lengths are noted, and kernels that plan on the host do so before each replay.
 
     Args:
         sizes: numbers of sequences, in ascending order; at least one.
@@ -126,6 +128,7 @@ class DecodeGraphs:
             (groups, largest, width), NULL_BLOCK, dtype=torch.int32, device=device
         )
         self._graphs: dict[int, _Graph] = {}
+        self._noted: dict[int, ir.HostLengths] = {}
 
     def record(
         self,
@@ -182,10 +185,14 @@ class DecodeGraphs:
 
     def _batches(self, size: int) -> dict[int, SequenceBatch]:
         """Return the static inputs of *size* sequences, for each group of attention layers."""
+        seq_lens, query_starts = self._lengths[:size], self._starts[: size + 1]
+        self._noted[size] = ir.note_lengths(
+            seq_lens, query_starts, [1] * size, range(size + 1), is_recorded=True
+        )
         return {
             group: SequenceBatch(
-                query_starts=self._starts[: size + 1],
-                seq_lens=self._lengths[:size],
+                query_starts=query_starts,
+                seq_lens=seq_lens,
                 key_starts=self._key_starts[: size + 1],
                 block_tables=table[:size],
                 slot_mapping=self._tokens[2 + group, :size],
@@ -211,6 +218,7 @@ class DecodeGraphs:
         self._lengths[:size].copy_(torch.tensor(lengths, dtype=torch.int32))
         ends = [0, *accumulate(lengths)]
         self._key_starts[: size + 1].copy_(torch.tensor(ends, dtype=torch.int32))
+        self._noted[size].update(lengths)
 
 
 def record_decode_graphs(

@@ -306,12 +306,14 @@ class ModelRunner:
     ) -> ForwardContext:
         caches = self._caches
         assert caches is not None, "allocate() comes first"
+        query_starts = list(accumulate(counts, initial=0))
         shared: dict[str, Any] = {
-            "query_starts": self._tensor(accumulate(counts, initial=0), torch.int32),
+            "query_starts": self._tensor(query_starts, torch.int32),
             "seq_lens": self._tensor(lengths, torch.int32),
             "key_starts": self._tensor(accumulate(lengths, initial=0), torch.int32),
             "num_decodes": next((i for i, count in enumerate(counts) if count > 1), len(counts)),
         }
+        ir.note_lengths(shared["seq_lens"], shared["query_starts"], lengths, query_starts)
         size, batches = self.config.cache.block_size, {}
         for group in range(len(self.groups)):
             if group != caches.state_group:

@@ -266,13 +266,16 @@ def test_batches_of_decodes_never_wait_for_the_device(monkeypatch: pytest.Monkey
         raise AssertionError("waits for the device")
 
     decodes, few = batch([(1, 40)] * 200), batch([(100, 130), (20, 20)])
+    prompts = batch([(130, 150), (200, 200)])
     expected = [OP.native(*arguments) for arguments in (decodes, few)]
     monkeypatch.setattr(Tensor, "tolist", tolist)
     for arguments, wanted in zip((decodes, few), expected, strict=True):
         found = OP.using("aten!")(*arguments)
         torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
     with pytest.raises(AssertionError, match="waits"):
-        OP.using("aten!")(*batch([(100, 130), (200, 200)]))
+        OP.using("aten!")(*prompts)
+    ir.note_lengths(*prompts[4:], [150, 200], [0, 130, 330])
+    assert OP.using("aten!")(*prompts).isfinite().all()
 
 
 def test_decodes_are_left_to_a_kernel_that_reads_the_cache() -> None:

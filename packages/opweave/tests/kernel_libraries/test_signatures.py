@@ -11,12 +11,16 @@ import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from opweave import ir
 from opweave.ir import IrOpImpl
 from opweave.ir.schema import ADAPTERS
+from opweave.kernels.libraries import flash_attn, flashinfer
 from opweave.kernels.wrap import ModuleFunction, Wrapped
 
 WRAPPED = [
@@ -108,3 +112,93 @@ def test_a_call_that_does_not_fit(
         bind(Wrapped(function, arguments), function)
     with pytest.raises(AssertionError, match="does not define sum"):
         signature_of(ModuleFunction("acme_norms.rms:sum"))
+
+
+# Calls that adapters make themselves: plans of FlashInfer, decodes of FlashAttention.
+
+
+def _definition(module: str, *path: str) -> inspect.Signature:
+    """Return the signature of a function or method in the source of an installed module."""
+    file = ModuleFunction(f"{module}:{path[0]}").file()
+    assert file is not None, f"{module}: no such module"
+    body: list[ast.stmt] = ast.parse(file.read_text()).body
+    for name in path[:-1]:
+        [body] = [n.body for n in body if isinstance(n, ast.ClassDef) and n.name == name]
+    # Of overloads, the last one is the implementation.
+    *_, found = [n for n in body if isinstance(n, ast.FunctionDef) and n.name == path[-1]]
+    return _signature(found)
+
+
+def _bound(wrapper: str, method: str) -> inspect.Signature:
+    module = "flashinfer.decode" if "Decode" in wrapper else "flashinfer.prefill"
+    name = "_plan_impl" if (method, module) == ("plan", "flashinfer.decode") else method
+    return _definition(module, wrapper, name)
+
+
+class _Library:
+    """FlashInfer's wrappers, with the signatures of the installed ones."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, wrapper: str) -> Any:
+        def construct(*args: Any, **kwargs: Any) -> Any:
+            return _Wrapper(self, wrapper, args, kwargs)
+
+        return construct
+
+
+class _Wrapper:
+    def __init__(self, library: _Library, name: str, args: Any, kwargs: Any) -> None:
+        self._library, self._name = library, name
+        self._call("__init__", args, kwargs)
+
+    def _call(self, method: str, args: Any, kwargs: Any) -> None:
+        _bound(self._name, method).bind(self, *args, **kwargs)
+        self._library.calls.append(f"{self._name}.{method}")
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        self._call("plan", args, kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._call("run", args, kwargs)
+        return torch.zeros_like(args[0])
+
+
+@pytest.mark.parametrize(
+    ("counts", "is_recorded"), [((1, 1), False), ((1, 1), True), ((1, 5), False)]
+)
+def test_plans_of_flashinfer(
+    counts: tuple[int, int], is_recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = _Library()
+    monkeypatch.setattr(flashinfer, "import_module", lambda name: library)
+    monkeypatch.setattr(flashinfer, "_WORKSPACE_BYTES", 16)
+    starts, lengths = [0, counts[0], sum(counts)], [9, 30]
+    tables, seq_lens, cu_seqlens_q = (
+        torch.tensor(x, dtype=torch.int32) for x in ([[1, 2], [3, 0]], lengths, starts)
+    )
+    ir.note_lengths(seq_lens, cu_seqlens_q, lengths, starts, is_recorded=is_recorded)
+    query, cache = torch.zeros(sum(counts), 4, 64), torch.zeros(4, 2, 16, 64)
+    options = 0.5, True, None, 30.0
+    flashinfer._paged_attention(query, cache, cache, tables, seq_lens, cu_seqlens_q, *options)
+    kind = "Decode" if counts == (1, 1) else "Prefill"
+    wrapper = f"Batch{kind}WithPagedKVCacheWrapper"
+    assert library.calls == [f"{wrapper}.{method}" for method in ("__init__", "plan", "run")]
+
+
+@pytest.mark.skipif(not find_spec("flash_attn"), reason="make test-libraries-large installs it")
+def test_decodes_of_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        signature_of(flash_attn.DECODE).bind(*args, **kwargs)
+        calls.append(1)
+        return torch.zeros_like(args[0])
+
+    monkeypatch.setattr(flash_attn, "_decode", lambda: kernel)
+    tensors = [torch.tensor(x, dtype=torch.int32) for x in ([[1]], [9], [0, 1])]
+    ir.note_lengths(*tensors[1:], [9], [0, 1])
+    query, cache = torch.zeros(1, 4, 64), torch.zeros(4, 2, 256, 64)
+    flash_attn._paged_attention(query, cache, cache, *tensors, 0.5, True, None, 30.0)
+    assert calls

@@ -18,6 +18,7 @@ from opweave.platforms import (
     RocmPlatform,
     TpuPlatform,
     XpuPlatform,
+    builtin,
     probes,
 )
 from opweave.platforms.builtin import BUILTIN
@@ -144,10 +145,19 @@ def test_integrated_gpus_share_the_memory_of_the_host(
 def test_triton_kernels_are_the_default_on_gpus_that_have_triton() -> None:
     for platform in (CudaPlatform, RocmPlatform):
         lists = platform().get_default_ir_op_priority()
-        assert lists["paged_attention"] == lists["reshape_and_cache"] == ["triton"]
-        for name in ("linear_w4a16", "linear_q", "linear_w8a8"):
+        for name in ("reshape_and_cache", "linear_w4a16", "linear_q", "linear_w8a8"):
             assert lists[name] == ["triton"]
     assert not XpuPlatform().get_default_ir_op_priority()
+
+
+@pytest.mark.parametrize("libraries", [(), ("flashinfer",), ("flash_attn", "flashinfer")])
+def test_attention_of_libraries_is_the_default_on_gpus(
+    libraries: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builtin, "is_installed", libraries.__contains__)
+    found = CudaPlatform().get_default_ir_op_priority()["paged_attention"]
+    # Prompts are never left to Triton where torch's attention supports them.
+    assert found == [*sorted(libraries, reverse=True), "aten", "triton"]
 
 
 def computes(platform: Platform) -> set[str]:

@@ -31,10 +31,12 @@ from opweave.ir.selection import Policy, Rejection, Selection, policy_for, selec
 from opweave.ir.tolerance import Tolerance
 
 from opweave.ir import ops  # isort: skip (declares with the names above)
+from opweave.ir.ops.arguments import HostLengths, host_lengths, note_lengths  # isort: skip
 
 __all__ = [
-    "RESERVED_PROVIDERS", "TRAITS", "CallSite", "Explanation", "IrError", "IrOp", "IrOpImpl",
-    "IrOpInplaceOverload", "IrOpPriorityConfig", "Policy", "Record", "Registry", "Rejection",
-    "Selection", "Source", "Tolerance", "current_registry", "explain", "isolated_registry", "ops",
-    "policy_for", "priority", "record", "register_op", "require", "rules", "select",
+    "RESERVED_PROVIDERS", "TRAITS", "CallSite", "Explanation", "HostLengths", "IrError", "IrOp",
+    "IrOpImpl", "IrOpInplaceOverload", "IrOpPriorityConfig", "Policy", "Record", "Registry",
+    "Rejection", "Selection", "Source", "Tolerance", "current_registry", "explain", "host_lengths",
+    "isolated_registry", "note_lengths", "ops", "policy_for", "priority", "record", "register_op",
+    "require", "rules", "select",
 ]  # fmt: skip

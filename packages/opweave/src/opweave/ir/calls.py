@@ -23,6 +23,7 @@ from torch import Tensor, UntypedStorage, distributed
 from opweave import torch_compat
 from opweave.ir.codegen import functional
 from opweave.ir.op import IrOpImpl
+from opweave.ir.ops.arguments import with_noted_lengths
 from opweave.ir.registry import IrOp
 from opweave.ir.scope import require
 
@@ -218,7 +219,7 @@ class Calls:
 
     def rejection(self, values: Values, *, fake: bool = False) -> str | None:
         """Return why the predicate rejects the arguments, or those without numbers."""
-        return self._impl.rejection(fake_values(values)[1] if fake else values)
+        return self._impl.rejection(fake_values(values)[1] if fake else self._noted(values))
 
     def rejection_seconds(self, values: Values) -> str:
         """Return the shortest time of several calls of the predicate, as text."""
@@ -258,8 +259,11 @@ class Calls:
                 torch.set_num_threads(threads)
             return self._call(values, donating)
 
+    def _noted(self, values: Values) -> Values:
+        return with_noted_lengths(self.op.schema.names, values)
+
     def _call(self, values: Values, donating: bool = False) -> Any:
-        args, kwargs = self.op.schema.split(values)
+        args, kwargs = self.op.schema.split(self._noted(values))
         call: Any = self.op.using(f"{self._provider}!")
         with torch.no_grad():
             return call.maybe_inplace(*args, **kwargs) if donating else call(*args, **kwargs)
@@ -275,6 +279,7 @@ class Calls:
 
     def named(self, args: Values, kwargs: dict[str, Any], *, directly: bool) -> Any:
         """Call the op, or the implementation itself, with keyword arguments."""
+        self._noted(self.op.bind(*args, **kwargs))
         call = functional(self._impl) if directly else self.op.using(f"{self._provider}!")
         with torch.no_grad():
             return call(*args, **kwargs)
@@ -314,7 +319,7 @@ class Calls:
 
     def changes(self, values: Values) -> list[str]:
         """Return the parts of the global state that a call changes."""
-        args, kwargs = self.op.schema.split(values)
+        args, kwargs = self.op.schema.split(self._noted(values))
         call = self.op.using(f"{self._provider}!")
         with torch.no_grad():
             before = GlobalState()  # in here: grad mode is a part of it

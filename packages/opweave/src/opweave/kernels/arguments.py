@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opweave.ir import rules
+from opweave.ir.ops.arguments import host_lengths
 from opweave.ir.ops.linear import scales_tokens, scales_weight
 from opweave.ir.ops.low_bit import GGUF_BLOCKS, groups_rows
 from opweave.ir.rules import Rule, TensorRule
@@ -247,3 +248,27 @@ def attention_fits(
         and (window is None or (causal and window > 0))
         and (soft_cap is None or soft_cap > 0)
     )
+
+
+# Argument rules for paged attention of CUDA libraries that need lengths on the host.
+
+
+POSITIVE_SCALE = rules.custom(lambda scale: scale is None or scale > 0, "scale is not positive")
+"""With another scale, FlashAttention does not subtract the largest scaled score."""
+
+PLANNED = (
+    nvidia("query", 8, 0)
+    & rules.dtype("query", *NARROW_FLOATS)
+    & ATTENDS
+    & rules.same_device("query", "key_cache", "value_cache", "block_tables", "seq_lens")
+    & rules.same_shape("key_cache", "value_cache")
+    & rules.contiguous("query", "key_cache", "value_cache")
+    & aligned("query", "key_cache", "value_cache")
+    & rules.custom(attention_fits, "shapes do not fit, or window or soft_cap is not positive")
+    & POSITIVE_SCALE
+    & rules.custom(
+        lambda seq_lens, cu_seqlens_q: host_lengths(seq_lens, cu_seqlens_q) is not None,
+        "the lengths are not known on the host",
+    )
+)
+"""The rules of ``paged_attention``, besides the sizes of heads and blocks."""

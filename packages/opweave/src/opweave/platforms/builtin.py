@@ -11,7 +11,7 @@ import torch
 
 from opweave.config import EngineConfig
 from opweave.ir.priority import EVERY_OP
-from opweave.packages import installed_version
+from opweave.packages import installed_version, is_installed
 from opweave.platforms import base, probes
 from opweave.plugins import PLATFORM_API, Claim
 
@@ -75,12 +75,15 @@ _CUDA_TORCH_OPS = (
     "varlen_attention",
 )  # fmt: skip
 
-# The torch operators for these gather keys, copy the cache, widen whole weights, or launch a dozen
-# small kernels.
+# The torch operators for these copy the cache, widen whole weights, or launch a dozen small
+# kernels.
 _TRITON_OPS = (
-    "advance_step_flashattn", "linear_q", "linear_w4a16", "linear_w8a8", "paged_attention",
-    "reshape_and_cache",
+    "advance_step_flashattn", "linear_q", "linear_w4a16", "linear_w8a8", "reshape_and_cache",
 )  # fmt: skip
+
+# Libraries of attention over the paged cache; without one, ``aten`` computes long prompts with
+# torch's attention, and leaves other sequences to Triton.
+_PAGED_LIBRARIES = ("flashinfer", "flash_attn")
 
 _INSTINCT = ("gfx908", "gfx90a", "gfx94", "gfx95")  # AMD Instinct, from MI100 on
 
@@ -104,7 +107,10 @@ class _Gpu(base.Platform):
     def get_default_ir_op_priority(
         self, config: EngineConfig | None = None
     ) -> dict[str, list[str]]:
-        return {op: ["aten"] for op in _CUDA_TORCH_OPS} | {op: ["triton"] for op in _TRITON_OPS}
+        own = {op: ["aten"] for op in _CUDA_TORCH_OPS} | {op: ["triton"] for op in _TRITON_OPS}
+        return own | {
+            "paged_attention": [*filter(is_installed, _PAGED_LIBRARIES), "aten", "triton"]
+        }
 
     def graph_recorder(self) -> base.GraphRecorder | None:
         return base.CudaGraphRecorder()

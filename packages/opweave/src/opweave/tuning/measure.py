@@ -21,6 +21,7 @@ from opweave.errors import described
 from opweave.ir import IrOp, IrOpImpl
 from opweave.ir.codegen import functional
 from opweave.ir.op import least_bytes
+from opweave.ir.ops.arguments import with_noted_lengths
 from opweave.ir.priority import NATIVE, without_values
 from opweave.kernels.wrap import Wrapped
 from opweave.packages import PROJECT, folders_of, installed_version
@@ -169,7 +170,7 @@ def refusal(op: IrOp, provider: str, values: Values) -> str:
 
 def default_provider(case: Case) -> str:
     """Return the provider that a call with the arguments of *case* selects."""
-    args, kwargs = case.op.schema.split(case.values)
+    args, kwargs = case.op.schema.split(with_noted_lengths(case.op.schema.names, case.values))
     return case.op.dispatch(*args, **kwargs).provider
 
 
@@ -195,7 +196,7 @@ def timed_call(impl: IrOpImpl, values: Values, op: Any = None) -> Callable[[], o
     """
     from opweave.conformance.snapshot import copied
 
-    args, kwargs = impl.op.schema.split(copied(values))
+    args, kwargs = impl.op.schema.split(with_noted_lengths(impl.op.schema.names, copied(values)))
     advances = impl.inplace and not all(
         values[i].is_floating_point() for i in impl.op.activation_indices
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -89,6 +90,80 @@ def boundaries(lengths: Sequence[int], device: str) -> Tensor:
     """Return cumulative sequence lengths from 0 on, int32, ``(len(lengths) + 1,)``."""
     sums = torch.tensor([0, *lengths], device=device).cumsum(0)
     return sums.to(torch.int32)
+
+
+# Sequence lengths as numbers on the host.
+#
+# Ops take lengths as tensors on the device, and reading those waits for all earlier work. Kernels
+# that plan on the host need the numbers before they run. The program that makes the tensors from
+# numbers notes these with the tensors, and implementations look them up.
+
+
+_NOTE = "_opweave_lengths"  # an attribute of seq_lens: the note ends with the tensor
+
+
+# No eq or repr: generating those takes import time.
+@dataclass(eq=False, repr=False)
+class HostLengths:
+    """The lengths of packed sequences over a paged cache, as numbers.
+
+    Attributes:
+        cu_seqlens_q: the tensor of *starts*.
+        starts: the first query of each sequence, and the end of the last.
+        lengths: the number of keys of each sequence.
+        is_recorded: whether recorded launches read the tensors. Then each sequence has one query
+            and at least one key, and the numbers change in :meth:`update` only.
+        plans: objects that implementations derive once for all layers, by keys of their own. Each
+            has a method ``update``, which takes these lengths.
+    """
+
+    cu_seqlens_q: Tensor
+    starts: Sequence[int]
+    lengths: Sequence[int]
+    is_recorded: bool = False
+    plans: dict[Any, Any] = field(default_factory=dict)
+
+    def update(self, lengths: Sequence[int]) -> None:
+        """Set *lengths* and update every plan, before recorded launches are replayed.
+
+        The lengths and block tables on the device must have been written.
+        """
+        self.lengths = lengths
+        for plan in self.plans.values():
+            plan.update(self)
+
+
+def note_lengths(
+    seq_lens: Tensor, cu_seqlens_q: Tensor, lengths: Sequence[int], starts: Sequence[int],
+    *, is_recorded: bool = False,
+) -> HostLengths:  # fmt: skip
+    """Note the numbers in *seq_lens* and *cu_seqlens_q* for calls with these two tensors.
+
+    Implementations keep plans with the note, so note again after a change of the tensors, or of
+    block tables that were used with them.
+
+    Args:
+        seq_lens, cu_seqlens_q: as in ``paged_attention``.
+        lengths, starts: their numbers.
+        is_recorded: see :class:`HostLengths`.
+    """
+    setattr(seq_lens, _NOTE, noted := HostLengths(cu_seqlens_q, starts, lengths, is_recorded))
+    return noted
+
+
+def host_lengths(seq_lens: Tensor, cu_seqlens_q: Tensor) -> HostLengths | None:
+    """Return the lengths that are noted for these tensors, or None."""
+    noted: HostLengths | None = getattr(seq_lens, _NOTE, None)
+    return noted if noted is not None and noted.cu_seqlens_q is cu_seqlens_q else None
+
+
+def with_noted_lengths(names: Sequence[str], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Read and note the lengths in the arguments of a call, and return these; for tools."""
+    named = dict(zip(names, values, strict=False))  # defaults may be missing
+    lengths, starts = named.get("seq_lens"), named.get("cu_seqlens_q")
+    if isinstance(lengths, Tensor) and isinstance(starts, Tensor):
+        note_lengths(lengths, starts, lengths.tolist(), starts.tolist())
+    return values
 
 
 # Packed sequences with states in slots, as the state-space ops use them.

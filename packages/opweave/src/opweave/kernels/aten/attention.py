@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, starmap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from opweave.ir import ops, rules
+from opweave.ir.ops.arguments import host_lengths
 from opweave.ir.ops.attention import check_attention, check_varlen
 from opweave.kernels.arguments import ATTENDS, attention_fits
 
@@ -153,20 +154,14 @@ def _mask(query: Tensor, k_len: int, scale: float | None, window: int | None) ->
 # Attention over the paged cache, with prompts by ``scaled_dot_product_attention``.
 #
 # Gathering the keys of a long prompt is cheap compared with its attention, for which torch has
-# faster kernels than a paged one. Short sequences share one call of a paged kernel. The lengths
-# are read on the host, which waits for the device, so the implementation cannot be traced or
-# recorded; batches in which every sequence has one query never wait.
+# faster kernels than a paged one. Short sequences share one call of a paged kernel. If the lengths
+# are not noted, reading them waits for the device, and so does the check for infinities, so the
+# implementation cannot be traced or recorded; batches in which every sequence has one query never
+# wait.
 
 
+_Caches = tuple[Tensor, Tensor]
 _SHAPES_REASON = "shapes do not fit, or window is not positive"
-
-
-class _AttentionOptions(NamedTuple):
-    """The options of the op after the tensors."""
-
-    scale: float | None
-    causal: bool
-    window: int | None
 
 
 class _Prompt(NamedTuple):
@@ -210,13 +205,16 @@ def paged_attention(
     Args:
         prompt: the fewest queries of a sequence for which its keys are gathered.
     """
-    caches, options = (key_cache, value_cache), _AttentionOptions(scale, causal, window)
+    caches, options = (key_cache, value_cache), (scale, causal, window)
     tokens, sequences = query.shape[0], block_tables.shape[0]
     if tokens < prompt or tokens <= sequences:
-        return _paged(query, caches, block_tables, seq_lens, cu_seqlens_q, options)
-    numbers: list[int] = torch.cat((cu_seqlens_q, seq_lens)).tolist()
-    starts, lengths = numbers[: sequences + 1], numbers[sequences + 1 :]
-    _check_lengths(lengths, block_tables.shape[1] * key_cache.shape[2])
+        return _paged(query, caches, block_tables, seq_lens, cu_seqlens_q, *options)
+    if (noted := host_lengths(seq_lens, cu_seqlens_q)) is not None:
+        starts, lengths = noted.starts, noted.lengths
+    else:
+        numbers: list[int] = torch.cat((cu_seqlens_q, seq_lens)).tolist()
+        starts, lengths = numbers[: sequences + 1], numbers[sequences + 1 :]
+    check_lengths(lengths, block_tables.shape[1] * key_cache.shape[2])
     out = query.new_zeros(tokens, query.shape[1], value_cache.shape[3])
     prompts, short = [], []
     for i, length in enumerate(lengths):
@@ -229,7 +227,12 @@ def paged_attention(
         keys, values = _gathered(caches, block_tables, sequence)
         out[sequence.queries] = attend(query[None, sequence.queries], keys, values, *options)[0]
     if causal and not out.isfinite().all():
-        _mend(out, query, caches, block_tables, prompts, options)
+        # torch multiplies the values of masked keys by zero, so NaN and infinity spread from them.
+        for sequence in prompts:
+            if not out[sequence.queries].isfinite().all():
+                keys, values = _gathered(caches, block_tables, sequence)
+                packed = query[None, sequence.queries], keys, values
+                out[sequence.queries] = ops.causal_attention.native(*packed, scale, window)[0]
     if short:
         rows = torch.tensor(
             [row for i in short for row in range(starts[i], starts[i + 1])], device=query.device
@@ -237,30 +240,24 @@ def paged_attention(
         chosen = torch.tensor(short, device=query.device)
         counts = cu_seqlens_q.diff()[chosen]
         bounds = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-        out[rows] = _paged(
-            query[rows], caches, block_tables[chosen], seq_lens[chosen], bounds, options
-        )
+        rest = block_tables[chosen], seq_lens[chosen], bounds
+        out[rows] = _paged(query[rows], caches, *rest, *options)
     return out
 
 
-def _paged(
-    query: Tensor,
-    caches: tuple[Tensor, Tensor],
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    options: _AttentionOptions,
-) -> Tensor:
+def _paged(query: Tensor, caches: _Caches, *rest: Any) -> Tensor:
     """Compute attention with a kernel that reads the cache in place."""
-    out: Tensor = ops.paged_attention.using("triton", "opweave_c", "native")(
-        query, *caches, block_tables, seq_lens, cu_seqlens_q, *options
-    )
+    out: Tensor = ops.paged_attention.using("triton", "opweave_c", "native")(query, *caches, *rest)
     return out
 
 
-def _gathered(
-    caches: tuple[Tensor, Tensor], block_tables: Tensor, prompt: _Prompt
-) -> tuple[Tensor, Tensor]:
+def without_library(*arguments: Any) -> Tensor:
+    """Compute attention, given the arguments of the op, with kernels that need no lengths."""
+    out: Tensor = ops.paged_attention.using("aten", "triton", "native")(*arguments)
+    return out
+
+
+def _gathered(caches: _Caches, block_tables: Tensor, prompt: _Prompt) -> tuple[Tensor, Tensor]:
     """Return the keys and values of a sequence, ``(1, length, heads, size)``."""
     blocks = -(-prompt.length // caches[0].shape[2])
     table = block_tables[prompt.number, :blocks]
@@ -272,27 +269,8 @@ def _gathered(
     return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
 
-def _mend(
-    out: Tensor,
-    query: Tensor,
-    caches: tuple[Tensor, Tensor],
-    block_tables: Tensor,
-    prompts: Sequence[_Prompt],
-    options: _AttentionOptions,
-) -> None:
-    """Compute prompts with infinities or NaN by the definition.
-
-    torch multiplies the values of masked keys by zero, so that NaN and infinity spread from them.
-    """
-    for prompt in prompts:
-        if not out[prompt.queries].isfinite().all():
-            keys, values = _gathered(caches, block_tables, prompt)
-            out[prompt.queries] = ops.causal_attention.native(
-                query[None, prompt.queries], keys, values, options.scale, options.window
-            )[0]
-
-
-def _check_lengths(lengths: Sequence[int], most: int) -> None:
+def check_lengths(lengths: Sequence[int], most: int) -> None:
+    """Raise IndexError unless each sequence of a paged cache has 0 to *most* keys."""
     for i, length in enumerate(lengths):
         if not 0 <= length <= most:
             raise IndexError(

@@ -2,22 +2,25 @@
 
 The library is imported at the first call. Packed attention with a causal mask is left out: the
 kernel multiplies the values of masked keys by zero, which makes NaN of infinity, and the op ignores
-them. Attention over the paged cache needs blocks of 256 positions, and is left out too.
+them. Over the paged cache, it computes batches of decodes without a window, in which no key is
+masked, and leaves others to ``aten``. It does not check the numbers of blocks.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from opweave.ir import ops, rules
+from opweave.ir.ops.arguments import host_lengths
 from opweave.ir.rules import Rule
-from opweave.kernels.arguments import NARROW_FLOATS, nvidia
-from opweave.kernels.aten.attention import aligned
-from opweave.kernels.wrap import requires, wrap
+from opweave.kernels.arguments import NARROW_FLOATS, PLANNED, POSITIVE_SCALE, nvidia
+from opweave.kernels.aten.attention import aligned, without_library
+from opweave.kernels.wrap import ModuleFunction, requires, wrap
 from opweave.packages import is_installed
 
 _MAX_HEAD_SIZE = 256
@@ -48,8 +51,7 @@ def _attention(ndim: int) -> Rule:
         & rules.contiguous("query")
         # Heads of other sizes are padded, and the results are not contiguous.
         & rules.last_dim_multiple_of("query", 8)
-        # With a scale of 0 or less, the kernel does not subtract the largest scaled score.
-        & rules.custom(lambda scale: scale is None or scale > 0, "scale is not positive")
+        & POSITIVE_SCALE
         & rules.custom(
             _fits, f"the shapes do not fit, or the heads have more than {_MAX_HEAD_SIZE} elements"
         )
@@ -73,16 +75,6 @@ def _query_boundaries(query: Tensor, cu_seqlens_q: Tensor) -> Tensor:
     return functional.pad(cu_seqlens_q, (0, 1), value=len(query)).int()
 
 
-def _key_boundaries(cu_seqlens_k: Tensor) -> Tensor:
-    return torch.cat((cu_seqlens_k, cu_seqlens_k[-1:])).int()
-
-
-# Reading the longest length would wait for the GPU, so the number of all tokens is the bound.
-# With 1, the kernel expects a token in each sequence.
-def _max_queries(query: Tensor) -> int:
-    return max(len(query), 2)
-
-
 _TENSORS = {
     "q": lambda query: aligned(t=query),
     "k": lambda key: aligned(t=key),
@@ -90,8 +82,43 @@ _TENSORS = {
     "softmax_scale": "scale",
 }
 
+# Attention over the paged cache.
+
+
+_BLOCK_MULTIPLE = 256  # positions of a block
+DECODE = ModuleFunction("flash_attn.flash_attn_interface:flash_attn_with_kvcache")
+_decode = cache(DECODE.load)
+
+
+def _paged_attention(*arguments: Any) -> Tensor:
+    query, *caches, tables, seq_lens, cu_seqlens_q, scale, _, window, soft_cap = arguments
+    noted = host_lengths(seq_lens, cu_seqlens_q)
+    assert noted is not None, "the rule requires lengths"
+    if window is not None or [*noted.starts] != [*range(len(query) + 1)]:
+        return without_library(*arguments)
+    out: Tensor = _decode()(
+        query[:, None], *(cache.transpose(1, 2) for cache in caches), cache_seqlens=seq_lens,
+        block_table=tables, softmax_scale=scale, softcap=_soft_cap(soft_cap),
+    )  # fmt: skip
+    return out[:, 0]
+
+
+def _blocks_fit(key_cache: Tensor) -> bool:
+    return key_cache.shape[2] % _BLOCK_MULTIPLE == 0 and key_cache.shape[3] <= _MAX_HEAD_SIZE
+
+
+_BLOCKS_REASON = f"block_size is not a multiple of {_BLOCK_MULTIPLE}, or heads are too large"
+
 if is_installed("flash_attn"):
     register = partial(wrap, provider="flash_attn", **requires())
+    register(
+        ops.paged_attention,
+        function=_paged_attention,
+        arguments=ops.paged_attention.schema.names,
+        supports_args=PLANNED
+        & rules.last_dim_multiple_of("query", 8)
+        & rules.custom(_blocks_fit, _BLOCKS_REASON),
+    )
     register(
         ops.causal_attention,
         function="flash_attn.flash_attn_interface:flash_attn_func",
@@ -112,8 +139,10 @@ if is_installed("flash_attn"):
         arguments={
             **_TENSORS,
             "cu_seqlens_q": _query_boundaries,
-            "cu_seqlens_k": _key_boundaries,
-            "max_seqlen_q": _max_queries,
+            "cu_seqlens_k": lambda cu_seqlens_k: torch.cat((cu_seqlens_k, cu_seqlens_k[-1:])).int(),
+            # Reading the longest length would wait for the GPU, so the number of all tokens is the
+            # bound. With 1, the kernel expects a token in each sequence.
+            "max_seqlen_q": lambda query: max(len(query), 2),
             "max_seqlen_k": lambda key: key.shape[0],
             "softcap": _soft_cap,
         },

@@ -1,0 +1,91 @@
+"""Attention that plans on the host gets the lengths from the engine, never from the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapters import planned_libraries
+from adapters.planned_libraries import Wrapper
+from engine.test_decode_graphs import FakeRecorder, RecordingPlatform, answers, config, tokens_of
+from models.tiny_checkpoints import Checkpoints
+from opweave import ir
+from opweave.ir import rules
+from opweave.ir.ops import arguments
+from opweave.ir.testing import restored
+from opweave.kernels.libraries import flashinfer
+from opweave.platforms.builtin import CpuPlatform
+
+LAYERS = 2  # of the checkpoint
+calls: list[ir.HostLengths] = []
+
+
+def attend(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Attend by plans of FlashInfer, which would fail if they read lengths from a tensor."""
+    noted = ir.host_lengths(seq_lens, cu_seqlens_q)
+    assert noted is not None
+    calls.append(noted)
+    assert seq_lens.tolist() == noted.lengths
+    assert cu_seqlens_q.tolist() == list(noted.starts)
+    wrong = [torch.full_like(t, -(10**6)) for t in (seq_lens, cu_seqlens_q)]
+    setattr(wrong[0], arguments._NOTE, dataclasses.replace(noted, cu_seqlens_q=wrong[1]))
+    tensors = query, key_cache, value_cache, block_tables, *wrong
+    out: Tensor = flashinfer._paged_attention(*tensors, scale, causal, window, soft_cap)
+    return out
+
+
+@pytest.fixture(autouse=True)
+def _planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(sys.modules, "flashinfer", planned_libraries)
+    monkeypatch.setattr(flashinfer, "_WORKSPACE_BYTES", 16)
+    monkeypatch.setattr(Wrapper, "plans", 0)
+    monkeypatch.setattr(RecordingPlatform, "_recorder", FakeRecorder())
+    flashinfer._workspace.cache_clear()
+    calls.clear()
+    known = rules.custom(
+        lambda seq_lens, cu_seqlens_q: ir.host_lengths(seq_lens, cu_seqlens_q) is not None,
+        "the lengths are not known on the host",
+    )
+    with restored(ir.ops.paged_attention):
+        ir.ops.paged_attention.register_impl("planner", supports_args=known)(attend)
+        yield
+    flashinfer._workspace.cache_clear()
+
+
+def prompts() -> list[list[int]]:
+    choose = random.Random(1)
+    return [[choose.randrange(3, 90) for _ in range(choose.randrange(1, 40))] for _ in range(9)]
+
+
+@pytest.mark.parametrize("platform", [CpuPlatform, RecordingPlatform])
+def test_every_step_is_planned_once(platform: type[CpuPlatform], checkpoint: Checkpoints) -> None:
+    path = checkpoint("llama")[0]
+    expected = answers(path, prompts(), CpuPlatform(), config())
+    assert not calls
+    with ir.priority(paged_attention=["planner!"]):
+        found = answers(path, prompts(), platform(), config())
+    assert tokens_of(found) == tokens_of(expected)
+    layers = Counter(id(noted) for noted in calls if not noted.is_recorded)
+    assert set(layers.values()) == {LAYERS}
+    recorder: Any = RecordingPlatform._recorder
+    assert bool(recorder.replays) == (platform is RecordingPlatform)
+    assert Wrapper.plans == len(layers) + recorder.recordings + recorder.replays
