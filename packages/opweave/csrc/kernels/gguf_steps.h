@@ -140,7 +140,7 @@ inline uint32_t pack_step(float* factors, SliceX<P>* slices, const float* column
     factors[lane] = F::is_offset(lane) ? F::kOffsetFactor * sums[unit] : scales[unit];
   }
   for (int j = 0; j < F::kSlices; ++j) {
-    for (int p = 0; p < kParts<P>; ++p) {
+    for (int p = 0; p < kIntegers<P>; ++p) {
       int32_t* start = slices[j / F::kJoined * F::kJoined].start[p];
       for (int lane = 0; lane < kLanes; ++lane) start[lane] = j % F::kJoined == 0 ? 0 : start[lane];
       for (int run = 0; run < kSliceColumns; run += 16) {

@@ -9,7 +9,7 @@ namespace {
 
 template <int P>
 struct alignas(64) UnitX {
-  int16_t numbers[kParts<P>][kUnit32];
+  int16_t numbers[kIntegers<P>][kUnit32];
 };
 
 // A packed token: whether it is finite, its units, their scales and their sums. The sums of eight

@@ -23,8 +23,8 @@ constexpr int kScaleLanes = P == kInt8 ? 4 : 1;
 // of bytes belong to.
 template <int P>
 struct alignas(64) Chunk {
-  int16_t numbers[kParts<P>][4][2 * kLanes];
-  int32_t start[kParts<P>][kLanes];
+  int16_t numbers[kIntegers<P>][4][2 * kLanes];
+  int32_t start[kIntegers<P>][kLanes];
   float scale[kLanes];
 
   void set(int p, int lane, int i, int16_t number) {
@@ -77,7 +77,7 @@ inline uint32_t pack_lanes(Chunk<P>& chunk, int first, const float* columns, flo
   for (int i = 0; i < kScaleLanes<P>; ++i) {
     const int lane = first + i;
     int32_t of_lane[2] = {};
-    for (int p = 0; p < kParts<P>; ++p) {
+    for (int p = 0; p < kIntegers<P>; ++p) {
       for (int j = 0; j < kLaneColumns; ++j) {
         const int16_t number = packed.numbers[p][i * kLaneColumns + j];
         chunk.set(p, lane, j, number);

@@ -14,9 +14,9 @@ namespace {
 // In place of the number of parts.
 constexpr int kInt8 = 0;
 
-// Integers of 8 bits are one part that fits into a byte.
+// The integers of a number: those of 8 bits are one that fits into a byte.
 template <int P>
-constexpr int kParts = P == kInt8 ? 1 : P;
+constexpr int kIntegers = P == kInt8 ? 1 : P;
 
 constexpr int parts_of(float) { return 2; }
 constexpr int parts_of(BFloat16) { return 1; }
@@ -93,7 +93,7 @@ struct ScaleOf<kInt8> {
 // N numbers with a common scale.
 template <int P, int N>
 struct PackedNumbers {
-  int16_t numbers[kParts<P>][N];
+  int16_t numbers[kIntegers<P>][N];
   int32_t sums[2];  // of the parts
   float scale;
   uint32_t largest;  // the bits of the largest magnitude
