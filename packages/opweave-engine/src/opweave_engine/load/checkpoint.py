@@ -185,8 +185,9 @@ class Checkpoint:
         self.path = checkpoint_path(path)
         self.gguf = read_gguf(self.path) if is_gguf(self.path) else None
         if self.gguf is None and not self.path.is_dir():
+            kind = "GGUF file" if self.path.is_file() else "directory"
             raise CheckpointError(
-                f"{str(path)!r} is not a directory. Give the directory of a checkpoint, with "
+                f"{str(path)!r} is not a {kind}. Give the directory of a checkpoint, with "
                 "config.json, tokenizer.json and safetensors files; or a GGUF file."
             )
 

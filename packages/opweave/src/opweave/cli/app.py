@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UnknownOptionError as error:
         output.fail(_unknown_option(error))
     except CycloptsError as error:
-        output.fail(f"{error} Try: opweave --help")
+        output.fail(_with_help(error))
     except (output.CliError, OpweaveError, torch.OutOfMemoryError) as error:
         output.fail(f"{error}{notes(error)}")
     except KeyboardInterrupt:
@@ -86,7 +86,11 @@ def _unknown_option(error: UnknownOptionError) -> str:
     command = ".".join(error.command_chain or ())
     if (hint := option_hint(command, option)) is not None:
         return f"Unknown option: {option.partition('=')[0]}. {hint}"
-    return f"{error} Try: opweave --help"
+    return _with_help(error)
+
+
+def _with_help(error: CycloptsError) -> str:
+    return f"{error} Try: {' '.join(('opweave', *(error.command_chain or ())))} --help"
 
 
 def _is_of_output(error: OSError) -> bool:
