@@ -240,9 +240,10 @@ class ModelRunner:
         self.progress = None
 
     def _blank(self, size: int) -> list[SequenceStep]:
-        """Return steps with this number of tokens: a sequence in decode, and a prompt."""
-        tables = tuple((0,) for _ in self.groups)
-        counts = (1, size - 1) if size > 1 else (1,)
+        """Return steps with this number of tokens: a sequence in decode, and prompts."""
+        most = self._max_model_len
+        counts = [1, *(min(most, size - first) for first in range(1, size, most))]
+        tables = tuple((0,) * -(-max(counts) // self.config.cache.block_size) for _ in self.groups)
         return [SequenceStep("warm-up", [0] * count, 0, tables, None) for count in counts]
 
     def execute(self, steps: Sequence[SequenceStep]) -> list[Sampled]:

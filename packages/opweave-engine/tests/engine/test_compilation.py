@@ -10,8 +10,10 @@ import torch
 
 import opweave.compile
 from models.tiny_checkpoints import Checkpoints
+from opweave import ir
 from opweave.compile import OptionError
 from opweave.config import (
+    CacheConfig,
     CompilationConfig,
     EngineConfig,
     ParallelConfig,
@@ -174,6 +176,20 @@ def test_every_graph_is_compiled_before_requests_come(
         compilation_config=compiling,
     )
     assert graph_sizes(config) == sizes
+
+
+@pytest.mark.parametrize("provider", ["opweave_c", "aten"])
+def test_graphs_for_more_tokens_than_a_block_or_a_prompt_has(
+    provider: str, checkpoint: Checkpoints
+) -> None:
+    options = {"codegen": False, "compile_ranges": {"1-4": {}, "40-50": {}, "300-400": {}}}
+    config = EngineConfig(
+        compilation_config={"mode": 3, "options": options}, cache=CacheConfig(block_size=16)
+    )
+    assert graph_sizes(config)[-2:] == [300, 401]
+    with ir.priority(paged_attention=[provider]):
+        llm = LLM(checkpoint("llama")[0], config=config)
+        assert tokens(llm) == tokens(LLM(checkpoint("llama")[0]))
 
 
 def test_the_model_is_built_under_the_config(
