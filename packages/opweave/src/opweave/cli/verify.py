@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from itertools import zip_longest
@@ -137,7 +137,7 @@ def verify_command(
         rows = zip(issued["results"], results, strict=True)
         output.print_json({**issued, "results": [{**row, **_as_data(times, r)} for row, r in rows]})
     elif certificate_ != "-":
-        _print(results, times, busy_reason, seed)
+        _print(results, times, busy_reason, _again(import_ or (), seed))
     if certificate_ is not None:
         output.write_json("--certificate", certificate_, issued)
     counts = summary(results)
@@ -197,19 +197,24 @@ def _progress(subjects: list[Subject], action: str = "verifying") -> Iterator[Su
             progress(i + 1, len(subjects), str(subject))
 
 
-def _print(results: list[Result], times: Times, busy_reason: str | None, seed: int) -> None:
+def _again(modules: Sequence[str], seed: int) -> str:
+    """Return the options of the command that find the same problem again."""
+    return " ".join([*(f"--import {module}" for module in modules), f"--seed {seed}"])
+
+
+def _print(results: list[Result], times: Times, busy_reason: str | None, options: str) -> None:
     out.print(_table(results, times))
     if times and busy_reason is not None:
         out.print(f"{busy_reason}: do not compare the times", markup=False)
     for result in results:
-        _print_findings(result, seed)
+        _print_findings(result, options)
     for line in _excluded(times):
         out.print(f"[bold red]✗[/] {escape(line)}")
     counts = summary(results)
     out.print(", ".join(f"{count} {status}" for status, count in counts.items() if count))
 
 
-def _print_findings(result: Result, seed: int) -> None:
+def _print_findings(result: Result, options: str) -> None:
     """Print the first findings, one per check first: one mistake often causes many."""
     failed = [outcome for outcome in result.outcomes if outcome.problems]
     columns = ([(outcome.check, problem) for problem in outcome.problems] for outcome in failed)
@@ -218,9 +223,8 @@ def _print_findings(result: Result, seed: int) -> None:
         out.print(f"[bold red]✗[/] {escape(f'{result.subject} {check}')}: {escape(problem)}")
     if findings:
         name = f"--op {result.subject.op.name} --provider {result.subject.provider}"
-        out.print(
-            f"  again: opweave verify {name} --check {findings[0][0]} --seed {seed}", markup=False
-        )
+        check = f"--check {findings[0][0]}"
+        out.print(f"  again: opweave verify {name} {check} {options}", markup=False)
     more = len(findings) - _MAX_FINDINGS
     if more > 0:
         out.print(f"  … {more} more findings for {escape(str(result.subject))}: see --json")
