@@ -11,10 +11,10 @@ from libcst.helpers import get_full_name_for_node
 
 from opweave import layers as own_layers
 from opweave_vllm.migrate import trees
-from opweave_vllm.migrate.declare import PLATFORM_METHODS, OpPlan
+from opweave_vllm.migrate.declare import PLATFORM_METHODS, OpPlan, Rewritten
 from opweave_vllm.migrate.plan import LayerPlan, own_class
 from opweave_vllm.migrate.registrations import unregister
-from opweave_vllm.migrate.source import KINDS, NATIVE, LayerClass, SourceModule
+from opweave_vllm.migrate.source import NATIVE, LayerClass, SourceModule
 from opweave_vllm.migrate.trees import Statement
 
 # Functions made from methods: ops, implementations and helpers.
@@ -45,7 +45,7 @@ def functions(
             yield _helper(name, methods[rewritten.helpers[name].name], indent)
     if op.native:
         decorator = f'@{ir}.register_op(name="{op.name}")'
-        body = _body(methods[op.native.method], op.native.replacements, indent)
+        body = _body(methods[op.native.method], op.native, indent)
         yield _function(decorator, f"_{op.name}", op, methods[op.native.method], body)
     for impl in plan.impls:
         tensors = [a.name for a in op.arguments if "Tensor" in a.annotation]
@@ -57,7 +57,7 @@ def functions(
             f'"{impl.provider}", supports_args=rules.{rule}({quoted}))'
         )
         method = methods[impl.body.method]
-        yield _function(decorator, "_", op, method, _body(method, impl.body.replacements, indent))
+        yield _function(decorator, "_", op, method, _body(method, impl.body, indent))
 
 
 def documented(function: cst.FunctionDef, node: cst.ClassDef) -> cst.FunctionDef:
@@ -91,21 +91,22 @@ def _helper(name: str, method: cst.FunctionDef, indent: str) -> cst.FunctionDef:
     decorators = [
         d for d in method.decorators if not m.matches(d.decorator, m.Name("staticmethod"))
     ]
-    body = _body(method, {}, indent)
+    body = _body(method, Rewritten(name), indent)
     helper = method.with_changes(name=cst.Name(name), decorators=decorators, body=body)
     return trees.spaced(helper, 2)
 
 
-def _body(method: cst.FunctionDef, replacements: Mapping[str, str], indent: str) -> cst.BaseSuite:
+def _body(method: cst.FunctionDef, rewritten: Rewritten, indent: str) -> cst.BaseSuite:
     """Return the body of a method for a function at the top level."""
-    body = cast(cst.BaseSuite, method.body.visit(_SelfReplacer(replacements)))
+    body = cast(cst.BaseSuite, method.body.visit(_SelfReplacer(rewritten.replacements)))
     docstring = _docstring(body)
+    prelude = map(trees.statement, rewritten.prelude)
     if docstring is None or not isinstance(body, cst.IndentedBlock):
-        return body
+        return body.with_changes(body=[*prelude, *body.body]) if rewritten.prelude else body
     text = cst.ensure_type(cst.ensure_type(docstring.body[0], cst.Expr).value, cst.SimpleString)
     value = text.value.replace(f"\n{indent}", "\n")
     docstring = docstring.with_deep_changes(text, value=value)
-    return body.with_changes(body=[docstring, *body.body[1:]])
+    return body.with_changes(body=[docstring, *prelude, *body.body[1:]])
 
 
 def _docstring(body: cst.BaseSuite) -> cst.SimpleStatementLine | None:
@@ -130,7 +131,11 @@ class _SelfReplacer(cst.CSTTransformer):
         if name not in self.replacements or not m.matches(updated_node.value, m.Name("self")):
             return updated_node
         replacement = cst.parse_expression(self.replacements[name])
-        return replacement.with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)
+        lpar, rpar = (
+            [*updated_node.lpar, *replacement.lpar],
+            [*replacement.rpar, *updated_node.rpar],
+        )
+        return replacement.with_changes(lpar=lpar, rpar=rpar)
 
 
 # The remaining class of a layer: parameters, and methods that call its op.
@@ -149,9 +154,10 @@ def thin_layer(plan: LayerPlan, node: cst.ClassDef, ir: str) -> cst.ClassDef:
         ir: the name of ``opweave.ir`` in the module.
     """
     op = plan.op
-    if op is None or op.native is None:
+    if op is None or not plan.calls_op:
         return node
-    functions = {method.name: name for name, method in op.native.helpers.items()}
+    helpers = op.native.helpers if op.native else {}
+    functions = {method.name: name for name, method in helpers.items()}
     replaced = PLATFORM_METHODS.keys() - plan.unchanged
     body: list[Statement] = []
     for part in node.body.body:
@@ -179,10 +185,11 @@ def thin_layer(plan: LayerPlan, node: cst.ClassDef, ir: str) -> cst.ClassDef:
 
 
 def _methods(plan: LayerPlan, op: OpPlan, native: cst.FunctionDef, ir: str) -> Iterator[Statement]:
-    arguments = ", ".join(f"self.{a.attribute}" if a.attribute else a.name for a in op.arguments)
+    arguments = op.call("self.")
     native = trees.spaced(native, 1, [])
     yield native.with_changes(body=_block(f"return {ir}.ops.{op.name}.native({arguments})"))
-    callers = [name for name in _CALLERS if name not in plan.unchanged]
+    methods = {*plan.layer.methods, *plan.layer.aliases, *vars(own_layers.CustomOp)}
+    callers = [name for name in _CALLERS if name not in plan.unchanged and name in methods]
     if "forward_cuda" in plan.unchanged and "forward_hip" not in plan.unchanged:
         methods = {*plan.layer.methods, *plan.layer.aliases}
         callers += ["forward_hip"] if "forward_hip" in methods else []
@@ -205,7 +212,7 @@ def _needless_kernels(layer: LayerClass, node: cst.ClassDef) -> set[str]:
         for part in ast.walk(ast.parse(cst.Module([node]).code))
         if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Load)
     }
-    return {name for name in layer.attributes if layer.kernel(name) is not None} - read
+    return set(filter(layer.is_kernel, layer.attributes)) - read
 
 
 def _without_aliases(node: Any, replaced: Set[str]) -> Any:
@@ -231,7 +238,7 @@ _IMPORTS = (cst.Import, cst.ImportFrom)
 def migrated(source: SourceModule, plans: Sequence[LayerPlan]) -> str:
     """Return the text of the module with its layers migrated; all else stays as it is."""
     by_name = {plan.layer.name: plan for plan in plans}
-    ir = "ir" if source.imports.get("ir", "opweave.ir") == "opweave.ir" else "opweave_ir"
+    ir = source.ir
     gone = {plan.layer.name for plan in plans if not plan.stays and plan.layer.replaces}
     tree = unregister(source.tree, source.module, source.registrations, gone)
     helpers: set[str] = set()
@@ -322,7 +329,8 @@ def _new_imports(
         imports.append("from opweave import ir" + (f" as {ir}" if ir != "ir" else ""))
     if any(plan.impls for plan in plans):
         imports.append("from opweave.ir import rules")
-    kinds = [kind for kind in KINDS if kind in used and kind not in source.imports]
+    bases = dict.fromkeys(trees.BASES.values())
+    kinds = [kind for kind in bases if kind in used and kind not in source.imports]
     if kinds:
         imports.append(f"from opweave.layers import {', '.join(kinds)}")
     for plan in plans:

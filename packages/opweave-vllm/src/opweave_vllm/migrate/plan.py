@@ -3,6 +3,7 @@
 import ast
 from collections import Counter
 from collections.abc import Set
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 from opweave import layers as own_layers
@@ -24,7 +25,10 @@ from opweave_vllm.migrate.trees import Function
 
 
 _DEVICES = {"torch_npu": "npu", "torch_xla": "xla", "torch_musa": "musa"}
-_NO_PROVIDER = {"torch", "typing", "math", "vllm", "os", "functools", "collections", "opweave"}
+_NO_PROVIDER = {
+    *("torch", "typing", "math", "os", "functools", "collections", "opweave"),
+    *("vllm", "aphrodite", "sglang"),
+}
 
 
 def guess_provider(
@@ -39,7 +43,7 @@ def guess_provider(
 
     The name is the package or the torch op namespace that the method uses, else the module.
     """
-    packages = [*_packages(function, source), *_namespaces(function, body)]
+    packages = [*_packages(function, body, source), *_namespaces(function, body)]
     provider = provider_name(next(iter(packages), source.path.stem))
     kind = device or next((_DEVICES[p] for p in packages if p in _DEVICES), "privateuseone")
     if provider in taken:
@@ -47,15 +51,16 @@ def guess_provider(
     return provider, kind
 
 
-def _packages(function: Function, source: SourceModule) -> list[str]:
-    used = set(trees.names_in(function))
+def _packages(function: Function, body: Rewritten, source: SourceModule) -> list[str]:
+    kernels = [ast.parse(text) for text in body.replacements.values()]
+    used = set(trees.names_in(function, *kernels))
     imports = source.imports | trees.imports_of(function)
     providers = dict.fromkeys(_provider_of(full) for name, full in imports.items() if name in used)
     return [name for name in providers if name and name not in _NO_PROVIDER]
 
 
 def _provider_of(module: str) -> str:
-    if module.startswith("vllm.") and "._" in module:  # vllm._custom_ops, vllm._ipex_ops
+    if trees.is_engine(module) and "._" in module:  # vllm._custom_ops, vllm._ipex_ops
         kind = module.split("._")[1].partition("_ops")[0]
         return "vllm_c" if kind == "custom" else kind
     return module.lstrip(".").partition(".")[0].lower()
@@ -64,9 +69,9 @@ def _provider_of(module: str) -> str:
 def _namespaces(function: Function, body: Rewritten) -> list[str]:
     """Return the namespaces of torch's ops that a method calls, itself or through ``self``."""
     namespaces: dict[str, None] = {}
-    for node in ast.walk(function):
-        kernel = body.replacements.get(trees.attribute_of_self(node), "")
-        text = kernel or (trees.dotted(node) if isinstance(node, ast.Attribute) else "")
+    kernels = [ast.parse(text) for text in body.replacements.values()]
+    for node in (part for tree in (function, *kernels) for part in ast.walk(tree)):
+        text = trees.dotted(node) if isinstance(node, ast.Attribute) else ""
         if text.startswith("torch.ops.") and text.count(".") == 3:
             namespace = text.split(".")[2]
             namespaces["vllm_c" if namespace == "_C" else namespace.strip("_").lower()] = None
@@ -104,6 +109,16 @@ class LayerPlan:
     unchanged: list[str] = field(default_factory=list)
     is_unregistered: bool = False
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def calls_op(self) -> bool:
+        """Whether the methods of the class become calls of the op."""
+        return self.op is not None and self.layer.replaces is None
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the class became an op, implementations or a layer of opweave."""
+        return not self.stays or bool(self.impls) or bool(self.op and self.op.native)
 
 
 def plan(source: SourceModule) -> list[LayerPlan]:
@@ -186,32 +201,39 @@ def _implementations(plan: LayerPlan, source: SourceModule) -> None:
     """Plan an implementation for each platform method, or note why it cannot be one."""
     layer = plan.layer
     defined = [name for name in PLATFORM_METHODS if name in layer.methods or name in layer.aliases]
-    bodies: dict[str, Rewritten] = {}
+    problems: dict[str, None] = {}
     for method in sorted(defined, key=layer.aliases.__contains__):
         target = layer.target(method)
         function = layer.methods.get(target)
         if function is None or target == NATIVE:
             continue
-        if target not in bodies:
-            bodies[target] = _body(plan, function)
-            if problems := bodies[target].problems:
-                plan.notes.append(f"{target} needs manual work: {'; '.join(problems)}.")
-        device = PLATFORM_METHODS[method]
-        if bodies[target].problems:
+        body, device = _body(plan, function, source, method), PLATFORM_METHODS[method]
+        if body.problems:
+            problems[f"{target} needs manual work: {'; '.join(body.problems)}."] = None
             plan.unchanged.append(method)
         elif method == target or PLATFORM_METHODS.get(target) != device:
-            body, taken = bodies[target], {impl.provider for impl in plan.impls}
+            taken = {impl.provider for impl in plan.impls}
             provider, device = guess_provider(method, function, body, source, device, taken)
             plan.impls.append(ImplPlan(provider, method, device, body))
+    plan.notes += problems
     for name in sorted(layer.assigned & PLATFORM_METHODS.keys()):
         plan.notes.append(f"{name} needs manual work: it is not a method of the class.")
         plan.unchanged.append(name)
 
 
-def _body(plan: LayerPlan, function: Function) -> Rewritten:
-    """Return the body of an implementation of the op, with its problems."""
+def _body(plan: LayerPlan, function: Function, source: SourceModule, method: str) -> Rewritten:
+    """Return the body of the implementation for the platform of *method*, with its problems."""
     assert plan.op is not None
-    body = rewrite(function, plan.layer, {a.attribute or a.name: a.name for a in plan.op.arguments})
+    names = {a.attribute or a.name: a.name for a in plan.op.arguments}
+    native = deepcopy(plan.layer.methods.get(NATIVE))
+    known = {}
+    if native is not None and plan.calls_op:
+        known[NATIVE] = f"{source.ir}.ops.{plan.op.name}.native"
+        if any(argument.attribute for argument in plan.op.arguments):
+            native.args.args = [argument for argument, _ in trees.own_parameters(native)]
+            native.body = ast.parse(f"return {known[NATIVE]}({plan.op.call()})").body
+            known[NATIVE] = ast.unparse(native)
+    body = rewrite(function, plan.layer, names, method, known)
     arguments = {argument.name: argument for argument in plan.op.arguments}
     pairs = trees.own_parameters(function, keywords=True)
     rest = (function.args.vararg, function.args.kwarg)
