@@ -17,7 +17,7 @@ from opweave.conformance.compare import outputs_problem
 from opweave.errors import described
 from opweave.ir import current_registry
 from opweave.ir.errors import InvalidNameError
-from opweave.ir.schema import OWN_PROVIDERS, RESERVED_PROVIDERS, check_op_name
+from opweave.ir.schema import ADAPTERS, OWN_PROVIDERS, RESERVED_PROVIDERS, check_op_name
 from opweave.tuning.cases import generated
 from opweave_vllm.migrate import trees
 from opweave_vllm.migrate.source import NATIVE, LayerClass, SourceModule
@@ -40,10 +40,10 @@ def op_name(text: str) -> str:
         return f"{name}_op"
 
 
-def provider_name(text: str) -> str:
-    """Return *text* as a valid provider name that opweave does not use."""
-    name = _identifier(text)
-    return f"my_{name}" if name in RESERVED_PROVIDERS or name in OWN_PROVIDERS else name
+def provider_name(text: str, *, of_opweave: bool) -> str:
+    """Return *text* as a valid provider name that opweave does not use, at all or for its ops."""
+    name, adapters = _identifier(text), ADAPTERS if of_opweave else ()
+    return f"my_{name}" if name in (*RESERVED_PROVIDERS, *OWN_PROVIDERS, *adapters) else name
 
 
 def _identifier(text: str) -> str:

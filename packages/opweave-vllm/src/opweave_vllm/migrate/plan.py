@@ -2,7 +2,6 @@
 
 import ast
 from collections import Counter
-from collections.abc import Set
 from copy import deepcopy
 from dataclasses import dataclass, field
 
@@ -12,6 +11,7 @@ from opweave_vllm.migrate.declare import (
     PLATFORM_METHODS,
     OpPlan,
     Rewritten,
+    changed_or_returned,
     declare,
     declared,
     provider_name,
@@ -29,26 +29,6 @@ _NO_PROVIDER = {
     *("torch", "typing", "math", "os", "functools", "collections", "opweave"),
     *("vllm", "aphrodite", "sglang"),
 }
-
-
-def guess_provider(
-    method: str,
-    function: Function,
-    body: Rewritten,
-    source: SourceModule,
-    device: str,
-    taken: Set[str],
-) -> tuple[str, str]:
-    """Return a new provider name for the kernel that *function* calls, and its device.
-
-    The name is the package or the torch op namespace that the method uses, else the module.
-    """
-    packages = [*_packages(function, body, source), *_namespaces(function, body)]
-    provider = provider_name(next(iter(packages), source.path.stem))
-    kind = device or next((_DEVICES[p] for p in packages if p in _DEVICES), "privateuseone")
-    if provider in taken:
-        provider = f"{provider}_{method.removeprefix('forward_')}"
-    return provider, kind
 
 
 def _packages(function: Function, body: Rewritten, source: SourceModule) -> list[str]:
@@ -207,18 +187,32 @@ def _implementations(plan: LayerPlan, source: SourceModule) -> None:
         function = layer.methods.get(target)
         if function is None or target == NATIVE:
             continue
-        body, device = _body(plan, function, source, method), PLATFORM_METHODS[method]
+        body = _body(plan, function, source, method)
         if body.problems:
             problems[f"{target} needs manual work: {'; '.join(body.problems)}."] = None
             plan.unchanged.append(method)
-        elif method == target or PLATFORM_METHODS.get(target) != device:
-            taken = {impl.provider for impl in plan.impls}
-            provider, device = guess_provider(method, function, body, source, device, taken)
-            plan.impls.append(ImplPlan(provider, method, device, body))
+        elif method == target or PLATFORM_METHODS.get(target) != PLATFORM_METHODS[method]:
+            plan.impls.append(_impl(plan, method, body, source))
     plan.notes += problems
     for name in sorted(layer.assigned & PLATFORM_METHODS.keys()):
         plan.notes.append(f"{name} needs manual work: it is not a method of the class.")
         plan.unchanged.append(name)
+
+
+def _impl(plan: LayerPlan, method: str, body: Rewritten, source: SourceModule) -> ImplPlan:
+    """Return the implementation with that body, for the kernel that it calls.
+
+    Its provider is the package or the torch op namespace that the method uses, else the module.
+    """
+    function = plan.layer.methods[body.method]
+    packages = [*_packages(function, body, source), *_namespaces(function, body)]
+    of_opweave = plan.op is not None and plan.op.native is None
+    provider = provider_name(next(iter(packages), source.path.stem), of_opweave=of_opweave)
+    if provider in {impl.provider for impl in plan.impls}:
+        provider = f"{provider}_{method.removeprefix('forward_')}"
+    devices = (_DEVICES[package] for package in packages if package in _DEVICES)
+    device = PLATFORM_METHODS[method] or next(devices, "privateuseone")
+    return ImplPlan(provider, method, device, body)
 
 
 def _body(plan: LayerPlan, function: Function, source: SourceModule, method: str) -> Rewritten:
@@ -234,6 +228,8 @@ def _body(plan: LayerPlan, function: Function, source: SourceModule, method: str
             native.body = ast.parse(f"return {known[NATIVE]}({plan.op.call()})").body
             known[NATIVE] = ast.unparse(native)
     body = rewrite(function, plan.layer, names, method, known)
+    if (written := changed_or_returned(function)) is not None:
+        body.problems.append(f"it writes to its argument {written}, or returns it")
     arguments = {argument.name: argument for argument in plan.op.arguments}
     pairs = trees.own_parameters(function, keywords=True)
     rest = (function.args.vararg, function.args.kwarg)
