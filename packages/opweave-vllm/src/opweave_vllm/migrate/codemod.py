@@ -24,25 +24,19 @@ _WIDTH = 88  # longer signatures get a line per parameter
 
 
 def functions(
-    plan: LayerPlan, node: cst.ClassDef, helpers: set[str], ir: str, indent: str
+    plan: LayerPlan, node: cst.ClassDef, ir: str, indent: str
 ) -> Iterator[cst.FunctionDef]:
     """Yield the functions made from the methods of a class.
 
     Args:
         plan: the plan of the class.
         node: the class.
-        helpers: names of the helpers that exist already; new ones are added.
         ir: the name of ``opweave.ir`` in the module.
         indent: the indentation of one level.
     """
     op, methods = plan.op, trees.methods_of(node)
     if op is None:
         return
-    native = [op.native] if op.native else []
-    for rewritten in [*native, *(impl.body for impl in plan.impls)]:
-        for name in rewritten.helpers.keys() - helpers:
-            helpers.add(name)
-            yield _helper(name, methods[rewritten.helpers[name].name], indent)
     if op.native:
         decorator = f'@{ir}.register_op(name="{op.name}")'
         body = _body(methods[op.native.method], op.native, indent)
@@ -87,15 +81,6 @@ def _function(
     return trees.spaced(node.with_changes(body=body), 2, method.leading_lines)
 
 
-def _helper(name: str, method: cst.FunctionDef, indent: str) -> cst.FunctionDef:
-    decorators = [
-        d for d in method.decorators if not m.matches(d.decorator, m.Name("staticmethod"))
-    ]
-    body = _body(method, Rewritten(name), indent)
-    helper = method.with_changes(name=cst.Name(name), decorators=decorators, body=body)
-    return trees.spaced(helper, 2)
-
-
 def _body(method: cst.FunctionDef, rewritten: Rewritten, indent: str) -> cst.BaseSuite:
     """Return the body of a method for a function at the top level."""
     body = cast(cst.BaseSuite, method.body.visit(_SelfReplacer(rewritten.replacements)))
@@ -131,11 +116,8 @@ class _SelfReplacer(cst.CSTTransformer):
         if name not in self.replacements or not m.matches(updated_node.value, m.Name("self")):
             return updated_node
         replacement = cst.parse_expression(self.replacements[name])
-        lpar, rpar = (
-            [*updated_node.lpar, *replacement.lpar],
-            [*replacement.rpar, *updated_node.rpar],
-        )
-        return replacement.with_changes(lpar=lpar, rpar=rpar)
+        own, new = updated_node, replacement
+        return new.with_changes(lpar=own.lpar or new.lpar, rpar=own.rpar or new.rpar)
 
 
 # The remaining class of a layer: parameters, and methods that call its op.
@@ -156,8 +138,6 @@ def thin_layer(plan: LayerPlan, node: cst.ClassDef, ir: str) -> cst.ClassDef:
     op = plan.op
     if op is None or not plan.calls_op:
         return node
-    helpers = op.native.helpers if op.native else {}
-    functions = {method.name: name for name, method in helpers.items()}
     replaced = PLATFORM_METHODS.keys() - plan.unchanged
     body: list[Statement] = []
     for part in node.body.body:
@@ -165,10 +145,6 @@ def thin_layer(plan: LayerPlan, node: cst.ClassDef, ir: str) -> cst.ClassDef:
             name = part.name.value
             if name == NATIVE:
                 body += _methods(plan, op, part, ir)
-            elif name in functions:
-                body.append(
-                    trees.spaced(trees.statement(f"{name} = staticmethod({functions[name]})"), 1)
-                )
             elif name not in replaced:
                 body.append(part)
         elif (remaining := _without_aliases(part, replaced)) is not None:
@@ -241,12 +217,11 @@ def migrated(source: SourceModule, plans: Sequence[LayerPlan]) -> str:
     ir = source.ir
     gone = {plan.layer.name for plan in plans if not plan.stays and plan.layer.replaces}
     tree = unregister(source.tree, source.module, source.registrations, gone)
-    helpers: set[str] = set()
     body: list[Statement] = []
     for node in tree.body:
         if isinstance(node, cst.ClassDef) and node.name.value in by_name:
             plan = by_name[node.name.value]
-            body += _migrated_class(plan, node, helpers, ir, tree.default_indent)
+            body += _migrated_class(plan, node, ir, tree.default_indent)
         else:
             body.append(node)
     used = _used_names([node for node in body if not _is_import(node)])
@@ -262,9 +237,9 @@ def migrated(source: SourceModule, plans: Sequence[LayerPlan]) -> str:
 
 
 def _migrated_class(
-    plan: LayerPlan, node: cst.ClassDef, helpers: set[str], ir: str, indent: str
+    plan: LayerPlan, node: cst.ClassDef, ir: str, indent: str
 ) -> Iterator[Statement]:
-    parts = list(functions(plan, node, helpers, ir, indent))
+    parts = list(functions(plan, node, ir, indent))
     if plan.is_unregistered:
         node = node.with_changes(decorators=[d for d in node.decorators if not _registers(d)])
     if plan.stays:

@@ -372,14 +372,12 @@ class Rewritten:
         method: its name.
         replacements: the source text to write for attributes of ``self``, by attribute.
         prelude: statements to write first: imports of ``__init__``, and methods as functions.
-        helpers: the static methods that it calls, by the names of the functions they become.
         problems: why it cannot become a function.
     """
 
     method: str
     replacements: dict[str, str] = field(default_factory=dict)
     prelude: dict[str, None] = field(default_factory=dict)
-    helpers: dict[str, Function] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -408,6 +406,12 @@ def rewrite(
     ]
     rewritten.problems = list(dict.fromkeys(rewritten.problems))
     return rewritten
+
+
+def statics(layer: LayerClass) -> dict[str, str]:
+    """Return how functions call the static methods of a class that stays."""
+    methods = [name for name, method in layer.methods.items() if trees.is_static(method)]
+    return {name: f"{layer.name}.{name}" for name in methods if name not in PLATFORM_METHODS}
 
 
 def used_names(function: Function) -> set[str]:
@@ -455,10 +459,6 @@ class _BodyReader(ast.NodeVisitor):
             imports = trees.imports_of(self.layer.methods["__init__"])
             names = imports.keys() & set(trees.names_in(kernel))
             self.rewritten.prelude |= {trees.import_text(n, imports[n]): None for n in names}
-        elif (method := self.layer.methods.get(name)) and trees.is_static(method):
-            helper = f"_{snake(self.layer.name)}_{name.lstrip('_')}"
-            self.rewritten.helpers[helper] = self.layer.methods[name]
-            self.rewritten.replacements[name] = helper
         elif (text := self._function(name)).startswith("def "):
             self.rewritten.prelude[text] = None
             self.rewritten.replacements[name] = name
@@ -474,11 +474,13 @@ class _BodyReader(ast.NodeVisitor):
         if method is None or name in self.known or name in PLATFORM_METHODS:
             return self.known.get(name, "")
         body = rewrite(method, self.layer, self.arguments, self.caller, self.known)
-        if body.problems or method.decorator_list or changed_or_returned(method):
+        is_static = trees.is_static(method)
+        is_plain = is_static or not (method.decorator_list or changed_or_returned(method))
+        if body.problems or not is_plain:
             return ""
-        self.rewritten.helpers |= body.helpers
         self.replaced |= set(self.arguments.values()) & set(body.replacements.values())
-        (method.args.posonlyargs or method.args.args).pop(0)
+        if not is_static:
+            (method.args.posonlyargs or method.args.args).pop(0)
         return ast.unparse(_definition(method, body))
 
     def visit_Name(self, node: ast.Name) -> None:
@@ -550,7 +552,8 @@ def declare(layer: LayerClass, source: SourceModule, notes: list[str]) -> OpPlan
         return None
     guesses: list[str] = []
     arguments = _arguments(native, layer, guesses)
-    body = rewrite(native, layer, {a.attribute: a.name for a in arguments if a.attribute})
+    attributes = {a.attribute: a.name for a in arguments if a.attribute}
+    body = rewrite(native, layer, attributes)
     problems = [*_unsupported(arguments), *body.problems]
     if (argument := changed_or_returned(native)) is not None:
         problems.append(f"it writes to its argument {argument}, or returns it")
@@ -581,6 +584,7 @@ def declare(layer: LayerClass, source: SourceModule, notes: list[str]) -> OpPlan
             f"({', '.join(a.name for a in existing.arguments)}): {difference}."
         )
         own.name = op_name(f"{snake(source.path.stem)}_{name}")
+    own.native = rewrite(native, layer, attributes, NATIVE, statics(layer))
     return own
 
 
@@ -611,13 +615,8 @@ def _no_function(native: Function) -> str:
 def _arguments(native: Function, layer: LayerClass, notes: list[str]) -> list[Argument]:
     """Return the op's arguments: the method's, with the attributes after the required ones."""
     parameters = [
-        Argument(
-            arg.arg,
-            annotation_of(arg, default),
-            ast.unparse(default) if default else None,
-            parameter=arg.arg,
-        )
-        for arg, default in trees.own_parameters(native)
+        Argument(arg.arg, annotation_of(arg, d), ast.unparse(d) if d else None, None, arg.arg)
+        for arg, d in trees.own_parameters(native)
     ]
     methods = [layer.methods[name] for name in PLATFORM_METHODS if name in layer.methods]
     names = set().union(*map(used_names, [*_with_helpers(native, layer), *methods]))
@@ -720,9 +719,8 @@ def _compiled(own: OpPlan, layer: LayerClass, module: ast.Module) -> Callable[..
     parameters = [a.name if a.default is None else f"{a.name}={a.default}" for a in own.arguments]
     native = _definition(layer.methods[NATIVE], own.native)
     native.args = cast(Function, ast.parse(f"def f({', '.join(parameters)}): 0").body[0]).args
-    helpers = [_definition(m, Rewritten(name)) for name, m in own.native.helpers.items()]
-    tree = ast.Module([native, *helpers], [])
-    tree.body = [*_needed_by(tree, module), *tree.body]
+    tree = ast.Module([native], [])
+    tree.body = [*_needed_by(tree, module), native]
     namespace: dict[str, Any] = {}
     tree.body.insert(0, *ast.parse("from __future__ import annotations").body)
     exec(compile(ast.fix_missing_locations(tree), "<migrate>", "exec"), namespace)

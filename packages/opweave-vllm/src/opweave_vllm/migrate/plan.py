@@ -16,6 +16,7 @@ from opweave_vllm.migrate.declare import (
     declared,
     provider_name,
     rewrite,
+    statics,
 )
 from opweave_vllm.migrate.registrations import mentions
 from opweave_vllm.migrate.source import NATIVE, OOT, LayerClass, SourceModule, last_part
@@ -32,11 +33,15 @@ _NO_PROVIDER = {
 
 
 def _packages(function: Function, body: Rewritten, source: SourceModule) -> list[str]:
-    kernels = [ast.parse(text) for text in body.replacements.values()]
-    used = set(trees.names_in(function, *kernels))
-    imports = source.imports | trees.imports_of(function)
-    providers = dict.fromkeys(_provider_of(full) for name, full in imports.items() if name in used)
-    return [name for name in providers if name and name not in _NO_PROVIDER]
+    """Return the packages and the namespaces of torch's ops that a method uses."""
+    parts = [function, *(ast.parse(text) for text in body.replacements.values())]
+    imports, used = source.imports | trees.imports_of(function), set(trees.names_in(*parts))
+    names = [_provider_of(full) for name, full in imports.items() if name in used]
+    attributes = [n for part in parts for n in ast.walk(part) if isinstance(n, ast.Attribute)]
+    for op in [path for path in map(trees.dotted, attributes) if path.startswith("torch.ops.")]:
+        namespace = op.split(".")[2]
+        names.append("vllm_c" if namespace == "_C" else namespace.strip("_").lower())
+    return [name for name in dict.fromkeys(names) if name and name not in _NO_PROVIDER]
 
 
 def _provider_of(module: str) -> str:
@@ -44,18 +49,6 @@ def _provider_of(module: str) -> str:
         kind = module.split("._")[1].partition("_ops")[0]
         return "vllm_c" if kind == "custom" else kind
     return module.lstrip(".").partition(".")[0].lower()
-
-
-def _namespaces(function: Function, body: Rewritten) -> list[str]:
-    """Return the namespaces of torch's ops that a method calls, itself or through ``self``."""
-    namespaces: dict[str, None] = {}
-    kernels = [ast.parse(text) for text in body.replacements.values()]
-    for node in (part for tree in (function, *kernels) for part in ast.walk(tree)):
-        text = trees.dotted(node) if isinstance(node, ast.Attribute) else ""
-        if text.startswith("torch.ops.") and text.count(".") == 3:
-            namespace = text.split(".")[2]
-            namespaces["vllm_c" if namespace == "_C" else namespace.strip("_").lower()] = None
-    return list(namespaces)
 
 
 # The plan for each layer of a module: an op, its implementations, and the remaining layer.
@@ -98,7 +91,7 @@ class LayerPlan:
     @property
     def is_converted(self) -> bool:
         """Whether the class became an op, implementations or a layer of opweave."""
-        return not self.stays or bool(self.impls) or bool(self.op and self.op.native)
+        return not self.stays or bool(self.impls) or self.calls_op
 
 
 def plan(source: SourceModule) -> list[LayerPlan]:
@@ -205,7 +198,7 @@ def _impl(plan: LayerPlan, method: str, body: Rewritten, source: SourceModule) -
     Its provider is the package or the torch op namespace that the method uses, else the module.
     """
     function = plan.layer.methods[body.method]
-    packages = [*_packages(function, body, source), *_namespaces(function, body)]
+    packages = _packages(function, body, source)
     of_opweave = plan.op is not None and plan.op.native is None
     provider = provider_name(next(iter(packages), source.path.stem), of_opweave=of_opweave)
     if provider in {impl.provider for impl in plan.impls}:
@@ -220,7 +213,7 @@ def _body(plan: LayerPlan, function: Function, source: SourceModule, method: str
     assert plan.op is not None
     names = {a.attribute or a.name: a.name for a in plan.op.arguments}
     native = deepcopy(plan.layer.methods.get(NATIVE))
-    known = {}
+    known = statics(plan.layer) if plan.op.native else {}
     if native is not None and plan.calls_op:
         known[NATIVE] = f"{source.ir}.ops.{plan.op.name}.native"
         if any(argument.attribute for argument in plan.op.arguments):

@@ -79,13 +79,8 @@ def _defaults(function: Function) -> list[str]:
 
 
 Tests = tuple[tuple[ast.expr, bool], ...]  # the conditions of the blocks around a statement
-_PLATFORMS = {
-    **{name: {name} for name in ("cuda", "hip", "cpu", "xpu", "tpu", "npu", "musa", "hpu")},
-    "cuda_alike": {"cuda", "hip"},
-    "rocm": {"hip"},
-    "out_of_tree": {"oot"},
-}
-_TAGS: Set[str] = set().union(*_PLATFORMS.values())
+_TAGS = {"cuda", "hip", "cpu", "xpu", "tpu", "npu", "musa", "hpu", "oot"}
+_PLATFORMS = {tag: {tag} for tag in _TAGS} | {"cuda_alike": {"cuda", "hip"}, "rocm": {"hip"}}
 
 
 def _attributes(
@@ -178,11 +173,10 @@ class LayerClass:
             states = {_truth(t, platforms, wanted) for t, wanted in self.conditions[value]}
             if False not in states:
                 values = [*(values if None in states else ()), value]
-        if any(map(_is_none, values)):
+        different = list({ast.unparse(value): value for value in values}.values())
+        if not 1 <= len(different) <= 2 or any(map(_is_none, values)):
             return None
-        if len(values) == 2 and ast.dump(values[0]) != ast.dump(values[1]):
-            return self._choice(*values)
-        return values[0] if len({*map(ast.dump, values)}) == 1 else None
+        return self._choice(*different) if len(different) == 2 else different[0]
 
     def _choice(self, first: ast.expr, second: ast.expr) -> ast.expr | None:
         """Return the values of an ``if`` and its ``else`` as one expression, or None."""
