@@ -228,3 +228,26 @@ def test_a_replacement_that_stays_as_it_is_does_not_count(run: Run, tmp_path: Pa
         "    def forward_oot(self, x, extra: int = 0):\n        return x * extra\n"
     )
     assert run("migrate", path).stderr.splitlines()[-1] == "0 of 1 classes converted"
+
+
+def test_a_layer_with_another_default_is_not_replaced(
+    migrate: Migrate, fresh_python: FreshPython
+) -> None:
+    found = migrate(
+        '@CustomOp.register("gelu_and_mul")\nclass GeluAndMul(CustomOp):\n'
+        '    def __init__(self, approximate: str = "tanh"):\n        super().__init__()\n'
+        "        self.approximate = approximate\n"
+        "    def forward_native(self, x: Tensor) -> Tensor:\n        d = x.shape[-1] // 2\n"
+        "        gate = nn.functional.gelu(x[..., :d], approximate=self.approximate)\n"
+        "        return gate * x[..., d:]\n"
+    )
+    assert "does not replace it: it takes another approximate" in notes(found, "GeluAndMul")
+    assert found["kept"] == ["GeluAndMul"]
+    fresh_python(
+        """
+        import torch, my_ops
+        x = torch.randn(3, 8)
+        expected = torch.nn.functional.gelu(x[:, :4], approximate="tanh") * x[:, 4:]
+        torch.testing.assert_close(my_ops.GeluAndMul()(x), expected)
+        """
+    )

@@ -280,7 +280,7 @@ def _with_moved_imports(body: Sequence[Statement], used: Set[str]) -> Iterator[S
 
 def _with_imports(body: Sequence[Statement], lines: Sequence[str]) -> list[Statement]:
     """Return *body* with the new imports *lines* after its first imports."""
-    start = 1 if body and _is_docstring(body[0]) else 0
+    start = 1 if cst.Module(body[:1]).get_docstring() else 0
     end = next((i for i in range(start, len(body)) if not _is_import(body[i])), len(body))
     present = _bindings(cst.Module(body[start:end]).code)
     future, *others = [
@@ -304,8 +304,8 @@ def _new_imports(
         imports.append("from opweave import ir" + (f" as {ir}" if ir != "ir" else ""))
     if any(plan.impls for plan in plans):
         imports.append("from opweave.ir import rules")
-    bases = dict.fromkeys(trees.BASES.values())
-    kinds = [kind for kind in bases if kind in used and kind not in source.imports]
+    bases = sorted({*trees.BASES.values()} & used)
+    kinds = [kind for kind in bases if kind not in source.imports]
     if kinds:
         imports.append(f"from opweave.layers import {', '.join(kinds)}")
     for plan in plans:
@@ -330,7 +330,3 @@ def _is_import(node: Statement) -> bool:
     return isinstance(node, cst.SimpleStatementLine) and all(
         isinstance(each, _IMPORTS) for each in node.body
     )
-
-
-def _is_docstring(node: Statement) -> bool:
-    return bool(cst.Module([node]).get_docstring())

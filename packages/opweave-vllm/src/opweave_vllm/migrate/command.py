@@ -21,7 +21,7 @@ def migrate(
     output: Annotated[str, Parameter(name=("--output", "-o"))] = "-",
     json: Flag = False,
 ) -> int:
-    """Rewrite a module of vLLM-style CustomOp classes as ops, implementations and layers.
+    """Rewrite a module of CustomOp classes as ops, implementations and layers.
 
     Prints the new module, with the comments and the formatting of the old one; the report goes to
     standard error. The module is parsed, never imported. A class with the name of one of opweave's
@@ -30,7 +30,7 @@ def migrate(
     Parameters
     ----------
     file
-        A Python file with classes that derive from CustomOp or PluggableLayer.
+        A Python file with classes that derive from CustomOp, PluggableLayer or MultiPlatformOp.
     json
         Print JSON.
     """

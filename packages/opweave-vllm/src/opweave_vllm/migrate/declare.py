@@ -228,11 +228,6 @@ def source_text(annotation: object) -> str:
     return re.sub(r"(?<![.\w])Tensor\b", TENSOR, text)
 
 
-def attribute_type(name: str, layer: LayerClass) -> str | None:
-    """Return the type of ``self.name`` by its annotation or its values, or None if ambiguous."""
-    return _Values(layer).attribute_type(name)
-
-
 def guessed_type(name: str, layer: LayerClass) -> str:
     """Return a guess for an attribute with an ambiguous type."""
     types = _Values(layer).of_attribute(name)
@@ -456,14 +451,14 @@ class _BodyReader(ast.NodeVisitor):
             self.visit(kernel)
             text = ast.unparse(_ArgumentReplacer(self.arguments).visit(deepcopy(kernel)))
             self.rewritten.replacements[name] = f"({text})" if " " in text else text
-            imports = trees.imports_of(self.layer.methods["__init__"])
-            names = imports.keys() & set(trees.names_in(kernel))
-            self.rewritten.prelude |= {trees.import_text(n, imports[n]): None for n in names}
-        elif (text := self._function(name)).startswith("def "):
-            self.rewritten.prelude[text] = None
-            self.rewritten.replacements[name] = name
-        elif text:
-            self.rewritten.replacements[name] = text
+            for part in ast.walk(self.layer.methods["__init__"]):
+                is_import = isinstance(part, (ast.Import, ast.ImportFrom))
+                if is_import and trees.imports_of(part).keys() & set(trees.names_in(kernel)):
+                    self.rewritten.prelude[ast.unparse(part)] = None
+        elif text := self._function(name):
+            is_name = not text.startswith("def ")
+            self.rewritten.replacements[name] = text if is_name else name
+            self.rewritten.prelude |= {} if is_name else {text: None}
         else:
             is_called = name in self.called or name in self.layer.methods
             self._problem(f"it {'calls' if is_called else 'reads'} self.{name}")
@@ -622,7 +617,7 @@ def _arguments(native: Function, layer: LayerClass, notes: list[str]) -> list[Ar
     names = set().union(*map(used_names, [*_with_helpers(native, layer), *methods]))
     attributes = []
     for name in _used_attributes(native, layer):
-        kind = attribute_type(name, layer)
+        kind = _Values(layer).attribute_type(name)
         if kind is None:
             kind = guessed_type(name, layer)
             notes.append(f"The type of {name} is a guess: {kind}.")
@@ -671,7 +666,7 @@ def _used_attributes(native: Function, layer: LayerClass) -> list[str]:
         for name in read
         if name in layer.attributes
         and not layer.is_kernel(name)
-        and (name not in opened or attribute_type(name, layer) is not None)
+        and (name not in opened or _Values(layer).attribute_type(name) is not None)
     ]
 
 

@@ -4,6 +4,7 @@ import ast
 from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 
 from opweave import layers as own_layers
 from opweave_vllm.migrate import trees
@@ -129,11 +130,15 @@ def _custom_op(plan: LayerPlan, source: SourceModule) -> None:
     plan.op = declare(layer, source, plan.notes)
     if plan.op is not None:
         _implementations(plan, source)
-    if layer.registered in own_layers.op_registry and plan.op and plan.op.native is None:
+    name = layer.registered or ""
+    is_own = name in own_layers.op_registry and plan.op and plan.op.native is None
+    if is_own and (parameter := _other_parameter(layer, name)):
+        plan.notes.append(f"{own_class(name)} does not replace it: it takes another {parameter}.")
+    elif is_own:
         plan.stays = False
         plan.notes.append(
-            f"opweave's layer of this name replaces it: {own_class(layer.registered)}. To change "
-            "that, derive from it and register the class with register_oot."
+            f"opweave's layer of this name replaces it: {own_class(name)}. To change that, "
+            "derive from it and register the class with register_oot."
         )
         if plan.unchanged:
             plan.notes.append(f"Not in the new module: {', '.join(plan.unchanged)}.")
@@ -252,6 +257,18 @@ def own_class(name: str) -> str:
     layer = own_layers.op_registry[name]
     public = layer.__name__ in own_layers.__all__
     return f"{'opweave.layers' if public else layer.__module__}.{layer.__name__}"
+
+
+def _other_parameter(layer: LayerClass, name: str) -> str:
+    """Return a parameter that opweave's layer *name* takes with another default, or ""."""
+    parameters = signature(own_layers.op_registry[name]).parameters
+    init = layer.methods.get("__init__")
+    for parameter, value in trees.own_parameters(init, keywords=True) if init else ():
+        default = ast.unparse(value) if value else repr(Parameter.empty)
+        own = parameters.get(parameter.arg)
+        if (own or value) and (own is None or repr(own.default) != default):
+            return parameter.arg
+    return ""
 
 
 def _only_super(layer: LayerClass, method: str) -> bool:

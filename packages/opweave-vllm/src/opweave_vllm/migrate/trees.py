@@ -234,13 +234,6 @@ def imports_of(node: ast.AST) -> dict[str, str]:
     return full_names
 
 
-def import_text(name: str, full: str) -> str:
-    """Return the import that binds *name* to the object of this full name."""
-    home, _, last = full.rpartition(".")
-    start = f"from {home} import {last}" if home else f"import {last}"
-    return start if last == name else f"{start} as {name}"
-
-
 def full_name(node: ast.expr, imports: Mapping[str, str]) -> str:
     """Return the dotted name *node*, with the full name of its imported first part."""
     first, dot, rest = dotted(node).partition(".")
@@ -271,12 +264,10 @@ def moved(node: cst.BaseSmallStatement, used: Set[str]) -> Sequence[cst.BaseSmal
 
 
 def _renamed(alias: cst.ImportAlias) -> cst.ImportAlias:
-    """Return the import of opweave's base class for that of an engine's."""
-    name = alias.evaluated_name
-    if BASES.get(name, name) == name:
-        return alias
-    as_name = alias.asname or cst.AsName(cst.Name(name))
-    return alias.with_changes(name=cst.Name(BASES[name]), asname=as_name)
+    """Return the import of opweave's base class for that of SGLang's."""
+    as_name = alias.asname or cst.AsName(cst.Name("MultiPlatformOp"))
+    is_other = alias.evaluated_name != "MultiPlatformOp"
+    return alias if is_other else alias.with_changes(name=cst.Name("CustomOp"), asname=as_name)
 
 
 def _from(module: str, names: Sequence[cst.ImportAlias]) -> cst.ImportFrom:
