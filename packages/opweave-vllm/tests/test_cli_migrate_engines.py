@@ -251,3 +251,28 @@ def test_a_layer_with_another_default_is_not_replaced(
         torch.testing.assert_close(my_ops.GeluAndMul()(x), expected)
         """
     )
+
+
+def test_methods_that_another_class_overrides_are_not_written_into_an_op(
+    migrate: Migrate, fresh_python: FreshPython
+) -> None:
+    found = migrate(
+        '@CustomOp.register("plus")\nclass Plus(CustomOp):\n'
+        "    def amount(self):\n        return 1\n"
+        "    def forward_native(self, x: Tensor) -> Tensor:\n        return x + self.amount()\n"
+        "class Two(Plus):\n    def amount(self):\n        return 2\n"
+        '@CustomOp.register("minus")\nclass Minus(CustomOp):\n'
+        "    def forward_native(self, x: Tensor) -> Tensor:\n        return x - 1\n"
+        "    def forward_cuda(self, x: Tensor) -> Tensor:\n        return self.forward_native(x)\n"
+        "class MinusTwo(Minus):\n"
+        "    def forward_native(self, x: Tensor, y: object = 2) -> Tensor:\n        return x - y\n"
+    )
+    assert "it calls self.amount" in notes(found, "Plus")
+    assert "another class of the file overrides it" in notes(found, "Minus")
+    fresh_python(
+        """
+        import torch, my_ops
+        assert my_ops.Two()(torch.zeros(1)).item() == 2
+        assert my_ops.MinusTwo().forward_cuda(torch.zeros(1)).item() == -2
+        """
+    )

@@ -395,18 +395,16 @@ def rewrite(
         reader.visit(statement)
     rewritten.problems += _hidden(function, reader.replaced, set(arguments.values()))
     functions = {n for n, text in rewritten.replacements.items() if text == n} - {*arguments}
-    names = sorted(functions & used_names(function))
-    rewritten.problems += [
-        f"its method {name} would hide the {name} that it reads" for name in names
-    ]
+    rewritten.problems += [f"self.{n} hides another {n}" for n in functions & used_names(function)]
     rewritten.problems = list(dict.fromkeys(rewritten.problems))
     return rewritten
 
 
 def statics(layer: LayerClass) -> dict[str, str]:
     """Return how functions call the static methods of a class that stays."""
-    methods = [name for name, method in layer.methods.items() if trees.is_static(method)]
-    return {name: f"{layer.name}.{name}" for name in methods if name not in PLATFORM_METHODS}
+    names = {name for name, method in layer.methods.items() if trees.is_static(method)}
+    names -= PLATFORM_METHODS.keys() | layer.overridden
+    return {name: f"{layer.name}.{name}" for name in names}
 
 
 def used_names(function: Function) -> set[str]:
@@ -471,7 +469,7 @@ class _BodyReader(ast.NodeVisitor):
         body = rewrite(method, self.layer, self.arguments, self.caller, self.known)
         is_static = trees.is_static(method)
         is_plain = is_static or not (method.decorator_list or changed_or_returned(method))
-        if body.problems or not is_plain:
+        if body.problems or not is_plain or name in self.layer.overridden:
             return ""
         self.replaced |= set(self.arguments.values()) & set(body.replacements.values())
         if not is_static:
@@ -550,6 +548,8 @@ def declare(layer: LayerClass, source: SourceModule, notes: list[str]) -> OpPlan
     attributes = {a.attribute: a.name for a in arguments if a.attribute}
     body = rewrite(native, layer, attributes)
     problems = [*_unsupported(arguments), *body.problems]
+    if NATIVE in layer.overridden:
+        problems.append("another class of the file overrides it")
     if (argument := changed_or_returned(native)) is not None:
         problems.append(f"it writes to its argument {argument}, or returns it")
     if problems:

@@ -50,16 +50,11 @@ def _delegate(function: Function, methods: Mapping[str, Function]) -> str:
     called = trees.attribute_of_self(call.func) if call else ""
     if call is None or not called.startswith("forward_"):
         return ""
-    target = methods.get(called, function)
-    is_forwarding = _call_arguments(call) == _forwarding_arguments(function)
-    defaults = [] if function.args.vararg else _defaults(target)
+    passed = [*map(ast.unparse, call.args)]
+    passed += [ast.unparse(k).removeprefix(f"{k.arg}=") for k in call.keywords]
+    defaults = [] if function.args.vararg else _defaults(methods.get(called, function))
+    is_forwarding = passed == _forwarding_arguments(function)
     return called if is_forwarding and _defaults(function) == defaults else ""
-
-
-def _call_arguments(call: ast.Call) -> list[str]:
-    """Return the arguments of a call, with ``k`` for ``k=k``."""
-    positional = list(map(ast.unparse, call.args))
-    return positional + [ast.unparse(k).removeprefix(f"{k.arg}=") for k in call.keywords]
 
 
 def _forwarding_arguments(function: Function) -> list[str]:
@@ -135,6 +130,7 @@ class LayerClass:
         annotations: the types of attributes that the class or ``__init__`` annotates.
         aliases: names in the class that are aliases of a method, with that method.
         assigned: every other name that the class assigns.
+        overridden: the methods that classes derived from it define.
     """
 
     node: ast.ClassDef
@@ -148,6 +144,7 @@ class LayerClass:
     annotations: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     assigned: set[str] = field(default_factory=set)
+    overridden: set[str] = field(default_factory=set)
     registered_in: str | None = None
 
     @property
@@ -318,6 +315,9 @@ class _ClassReader:
         for name, function in layer.methods.items():
             if called := _delegate(function, layer.methods):
                 layer.aliases[name] = called
+        while parent := self.layers.get(base):
+            parent.overridden |= layer.methods.keys()
+            base = parent.base
         return layer
 
     def _names(self, node: ast.ClassDef) -> tuple[str | None, str | None]:
