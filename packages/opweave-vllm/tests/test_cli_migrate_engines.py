@@ -37,7 +37,10 @@ class SiluAndMul(MultiPlatformOp):
         self.calls += 1
         return self.forward_native(x)
 
-class ShiftedNorm(MultiPlatformOp):
+class Mixin:
+    pass
+
+class ShiftedNorm(Mixin, MultiPlatformOp):
     def __init__(self, size: int, eps: float = 0.5):
         super().__init__()
         self.eps = eps

@@ -164,10 +164,10 @@ def _methods(plan: LayerPlan, op: OpPlan, native: cst.FunctionDef, ir: str) -> I
     arguments = op.call("self.")
     native = trees.spaced(native, 1, [])
     yield native.with_changes(body=_block(f"return {ir}.ops.{op.name}.native({arguments})"))
-    methods = {*plan.layer.methods, *plan.layer.aliases, *vars(own_layers.CustomOp)}
-    callers = [name for name in _CALLERS if name not in plan.unchanged and name in methods]
+    methods = {*plan.layer.methods, *plan.layer.aliases}
+    names = methods | vars(own_layers.CustomOp).keys()
+    callers = [name for name in _CALLERS if name not in plan.unchanged and name in names]
     if "forward_cuda" in plan.unchanged and "forward_hip" not in plan.unchanged:
-        methods = {*plan.layer.methods, *plan.layer.aliases}
         callers += ["forward_hip"] if "forward_hip" in methods else []
     if callers:
         first, *others = callers

@@ -120,7 +120,8 @@ class LayerClass:
     """A class that is a layer, by its bases or decorators.
 
     Attributes:
-        base: its first base: a class of the file, or the full name of an imported one.
+        base: its first base that is a layer, else its first: a class of the file, or the full
+            name of an imported one.
         kind: ``CustomOp`` or ``PluggableLayer``, or None if only the base's module knows.
         registered: the name that it is registered under.
         replaces: the class name or registered name of the layer that it replaces.
@@ -291,7 +292,8 @@ class _ClassReader:
 
     def layer(self, node: ast.ClassDef) -> LayerClass | None:
         """Return the layer that a class defines, or None."""
-        base = next(filter(None, map(self._base, node.bases)), "")
+        bases = list(filter(None, map(self._base, node.bases)))
+        base = next((b for b in bases if b in self.layers or _kind(b)), (*bases, "")[0])
         kind = self.layers[base].kind if base in self.layers else _kind(base)
         registered, replaces = self._names(node)
         is_registered = replaces or any(map(self._is_registration, node.decorator_list))
