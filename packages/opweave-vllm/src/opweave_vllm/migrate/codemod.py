@@ -11,10 +11,10 @@ from libcst.helpers import get_full_name_for_node
 
 from opweave import layers as own_layers
 from opweave_vllm.migrate import trees
-from opweave_vllm.migrate.declare import PLATFORM_METHODS, OpPlan
+from opweave_vllm.migrate.declare import PLATFORM_METHODS, OpPlan, Rewritten
 from opweave_vllm.migrate.plan import LayerPlan, own_class
 from opweave_vllm.migrate.registrations import unregister
-from opweave_vllm.migrate.source import KINDS, NATIVE, LayerClass, SourceModule
+from opweave_vllm.migrate.source import NATIVE, LayerClass, SourceModule
 from opweave_vllm.migrate.trees import Statement
 
 # Functions made from methods: ops, implementations and helpers.
@@ -24,28 +24,22 @@ _WIDTH = 88  # longer signatures get a line per parameter
 
 
 def functions(
-    plan: LayerPlan, node: cst.ClassDef, helpers: set[str], ir: str, indent: str
+    plan: LayerPlan, node: cst.ClassDef, ir: str, indent: str
 ) -> Iterator[cst.FunctionDef]:
     """Yield the functions made from the methods of a class.
 
     Args:
         plan: the plan of the class.
         node: the class.
-        helpers: names of the helpers that exist already; new ones are added.
         ir: the name of ``opweave.ir`` in the module.
         indent: the indentation of one level.
     """
     op, methods = plan.op, trees.methods_of(node)
     if op is None:
         return
-    native = [op.native] if op.native else []
-    for rewritten in [*native, *(impl.body for impl in plan.impls)]:
-        for name in rewritten.helpers.keys() - helpers:
-            helpers.add(name)
-            yield _helper(name, methods[rewritten.helpers[name].name], indent)
     if op.native:
         decorator = f'@{ir}.register_op(name="{op.name}")'
-        body = _body(methods[op.native.method], op.native.replacements, indent)
+        body = _body(methods[op.native.method], op.native, indent)
         yield _function(decorator, f"_{op.name}", op, methods[op.native.method], body)
     for impl in plan.impls:
         tensors = [a.name for a in op.arguments if "Tensor" in a.annotation]
@@ -57,7 +51,7 @@ def functions(
             f'"{impl.provider}", supports_args=rules.{rule}({quoted}))'
         )
         method = methods[impl.body.method]
-        yield _function(decorator, "_", op, method, _body(method, impl.body.replacements, indent))
+        yield _function(decorator, "_", op, method, _body(method, impl.body, indent))
 
 
 def documented(function: cst.FunctionDef, node: cst.ClassDef) -> cst.FunctionDef:
@@ -87,25 +81,17 @@ def _function(
     return trees.spaced(node.with_changes(body=body), 2, method.leading_lines)
 
 
-def _helper(name: str, method: cst.FunctionDef, indent: str) -> cst.FunctionDef:
-    decorators = [
-        d for d in method.decorators if not m.matches(d.decorator, m.Name("staticmethod"))
-    ]
-    body = _body(method, {}, indent)
-    helper = method.with_changes(name=cst.Name(name), decorators=decorators, body=body)
-    return trees.spaced(helper, 2)
-
-
-def _body(method: cst.FunctionDef, replacements: Mapping[str, str], indent: str) -> cst.BaseSuite:
+def _body(method: cst.FunctionDef, rewritten: Rewritten, indent: str) -> cst.BaseSuite:
     """Return the body of a method for a function at the top level."""
-    body = cast(cst.BaseSuite, method.body.visit(_SelfReplacer(replacements)))
+    body = cast(cst.BaseSuite, method.body.visit(_SelfReplacer(rewritten.replacements)))
     docstring = _docstring(body)
+    prelude = map(trees.statement, rewritten.prelude)
     if docstring is None or not isinstance(body, cst.IndentedBlock):
-        return body
+        return body.with_changes(body=[*prelude, *body.body]) if rewritten.prelude else body
     text = cst.ensure_type(cst.ensure_type(docstring.body[0], cst.Expr).value, cst.SimpleString)
     value = text.value.replace(f"\n{indent}", "\n")
     docstring = docstring.with_deep_changes(text, value=value)
-    return body.with_changes(body=[docstring, *body.body[1:]])
+    return body.with_changes(body=[docstring, *prelude, *body.body[1:]])
 
 
 def _docstring(body: cst.BaseSuite) -> cst.SimpleStatementLine | None:
@@ -130,7 +116,8 @@ class _SelfReplacer(cst.CSTTransformer):
         if name not in self.replacements or not m.matches(updated_node.value, m.Name("self")):
             return updated_node
         replacement = cst.parse_expression(self.replacements[name])
-        return replacement.with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)
+        own, new = updated_node, replacement
+        return new.with_changes(lpar=own.lpar or new.lpar, rpar=own.rpar or new.rpar)
 
 
 # The remaining class of a layer: parameters, and methods that call its op.
@@ -149,9 +136,8 @@ def thin_layer(plan: LayerPlan, node: cst.ClassDef, ir: str) -> cst.ClassDef:
         ir: the name of ``opweave.ir`` in the module.
     """
     op = plan.op
-    if op is None or op.native is None:
+    if op is None or not plan.calls_op:
         return node
-    functions = {method.name: name for name, method in op.native.helpers.items()}
     replaced = PLATFORM_METHODS.keys() - plan.unchanged
     body: list[Statement] = []
     for part in node.body.body:
@@ -159,10 +145,6 @@ def thin_layer(plan: LayerPlan, node: cst.ClassDef, ir: str) -> cst.ClassDef:
             name = part.name.value
             if name == NATIVE:
                 body += _methods(plan, op, part, ir)
-            elif name in functions:
-                body.append(
-                    trees.spaced(trees.statement(f"{name} = staticmethod({functions[name]})"), 1)
-                )
             elif name not in replaced:
                 body.append(part)
         elif (remaining := _without_aliases(part, replaced)) is not None:
@@ -179,12 +161,13 @@ def thin_layer(plan: LayerPlan, node: cst.ClassDef, ir: str) -> cst.ClassDef:
 
 
 def _methods(plan: LayerPlan, op: OpPlan, native: cst.FunctionDef, ir: str) -> Iterator[Statement]:
-    arguments = ", ".join(f"self.{a.attribute}" if a.attribute else a.name for a in op.arguments)
+    arguments = op.call("self.")
     native = trees.spaced(native, 1, [])
     yield native.with_changes(body=_block(f"return {ir}.ops.{op.name}.native({arguments})"))
-    callers = [name for name in _CALLERS if name not in plan.unchanged]
+    methods = {*plan.layer.methods, *plan.layer.aliases}
+    names = methods | vars(own_layers.CustomOp).keys()
+    callers = [name for name in _CALLERS if name not in plan.unchanged and name in names]
     if "forward_cuda" in plan.unchanged and "forward_hip" not in plan.unchanged:
-        methods = {*plan.layer.methods, *plan.layer.aliases}
         callers += ["forward_hip"] if "forward_hip" in methods else []
     if callers:
         first, *others = callers
@@ -205,7 +188,7 @@ def _needless_kernels(layer: LayerClass, node: cst.ClassDef) -> set[str]:
         for part in ast.walk(ast.parse(cst.Module([node]).code))
         if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Load)
     }
-    return {name for name in layer.attributes if layer.kernel(name) is not None} - read
+    return set(filter(layer.is_kernel, layer.attributes)) - read
 
 
 def _without_aliases(node: Any, replaced: Set[str]) -> Any:
@@ -231,15 +214,14 @@ _IMPORTS = (cst.Import, cst.ImportFrom)
 def migrated(source: SourceModule, plans: Sequence[LayerPlan]) -> str:
     """Return the text of the module with its layers migrated; all else stays as it is."""
     by_name = {plan.layer.name: plan for plan in plans}
-    ir = "ir" if source.imports.get("ir", "opweave.ir") == "opweave.ir" else "opweave_ir"
+    ir = source.ir
     gone = {plan.layer.name for plan in plans if not plan.stays and plan.layer.replaces}
     tree = unregister(source.tree, source.module, source.registrations, gone)
-    helpers: set[str] = set()
     body: list[Statement] = []
     for node in tree.body:
         if isinstance(node, cst.ClassDef) and node.name.value in by_name:
             plan = by_name[node.name.value]
-            body += _migrated_class(plan, node, helpers, ir, tree.default_indent)
+            body += _migrated_class(plan, node, ir, tree.default_indent)
         else:
             body.append(node)
     used = _used_names([node for node in body if not _is_import(node)])
@@ -255,9 +237,9 @@ def migrated(source: SourceModule, plans: Sequence[LayerPlan]) -> str:
 
 
 def _migrated_class(
-    plan: LayerPlan, node: cst.ClassDef, helpers: set[str], ir: str, indent: str
+    plan: LayerPlan, node: cst.ClassDef, ir: str, indent: str
 ) -> Iterator[Statement]:
-    parts = list(functions(plan, node, helpers, ir, indent))
+    parts = list(functions(plan, node, ir, indent))
     if plan.is_unregistered:
         node = node.with_changes(decorators=[d for d in node.decorators if not _registers(d)])
     if plan.stays:
@@ -298,7 +280,7 @@ def _with_moved_imports(body: Sequence[Statement], used: Set[str]) -> Iterator[S
 
 def _with_imports(body: Sequence[Statement], lines: Sequence[str]) -> list[Statement]:
     """Return *body* with the new imports *lines* after its first imports."""
-    start = 1 if body and _is_docstring(body[0]) else 0
+    start = 1 if cst.Module(body[:1]).get_docstring() else 0
     end = next((i for i in range(start, len(body)) if not _is_import(body[i])), len(body))
     present = _bindings(cst.Module(body[start:end]).code)
     future, *others = [
@@ -322,7 +304,8 @@ def _new_imports(
         imports.append("from opweave import ir" + (f" as {ir}" if ir != "ir" else ""))
     if any(plan.impls for plan in plans):
         imports.append("from opweave.ir import rules")
-    kinds = [kind for kind in KINDS if kind in used and kind not in source.imports]
+    bases = sorted({*trees.BASES.values()} & used)
+    kinds = [kind for kind in bases if kind not in source.imports]
     if kinds:
         imports.append(f"from opweave.layers import {', '.join(kinds)}")
     for plan in plans:
@@ -347,7 +330,3 @@ def _is_import(node: Statement) -> bool:
     return isinstance(node, cst.SimpleStatementLine) and all(
         isinstance(each, _IMPORTS) for each in node.body
     )
-
-
-def _is_docstring(node: Statement) -> bool:
-    return bool(cst.Module([node]).get_docstring())

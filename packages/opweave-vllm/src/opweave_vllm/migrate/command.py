@@ -21,7 +21,7 @@ def migrate(
     output: Annotated[str, Parameter(name=("--output", "-o"))] = "-",
     json: Flag = False,
 ) -> int:
-    """Rewrite a module of vLLM-style CustomOp classes as ops, implementations and layers.
+    """Rewrite a module of CustomOp classes as ops, implementations and layers.
 
     Prints the new module, with the comments and the formatting of the old one; the report goes to
     standard error. The module is parsed, never imported. A class with the name of one of opweave's
@@ -30,7 +30,7 @@ def migrate(
     Parameters
     ----------
     file
-        A Python file with classes that derive from CustomOp or PluggableLayer.
+        A Python file with classes that derive from CustomOp, PluggableLayer or MultiPlatformOp.
     json
         Print JSON.
     """
@@ -75,7 +75,7 @@ def migrate(
     for note in source.notes:
         err.print(f"note: {note}", markup=False)
     write("--output", output, text)
-    converted = sum(not each.stays or each.op is not None for each in plans)
+    converted = sum(each.is_converted for each in plans)
     imports = f"; still imports {', '.join(left)}" if left else ""
     others = f"; not the same as opweave's layers: {', '.join(kept)}" if kept else ""
     err.print(f"{converted} of {len(plans)} classes converted{others}{imports}", markup=False)
@@ -93,7 +93,7 @@ def _describe(plan: LayerPlan) -> dict[str, Any]:
             becomes.append(("register_impl", impl.provider, why))
     if plan.stays:
         name = layer.registered or layer.replaces or layer.name
-        why = "its methods call the op" if op is not None and op.native else "as it is"
+        why = "its methods call the op" if plan.calls_op else "as it is"
         becomes.append(("replacement" if layer.replaces else "layer", name, why))
     return {
         "class": layer.name,

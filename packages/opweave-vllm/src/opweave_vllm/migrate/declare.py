@@ -7,7 +7,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from opweave.conformance.compare import outputs_problem
 from opweave.errors import described
 from opweave.ir import current_registry
 from opweave.ir.errors import InvalidNameError
-from opweave.ir.schema import OWN_PROVIDERS, RESERVED_PROVIDERS, check_op_name
+from opweave.ir.schema import ADAPTERS, OWN_PROVIDERS, RESERVED_PROVIDERS, check_op_name
 from opweave.tuning.cases import generated
 from opweave_vllm.migrate import trees
 from opweave_vllm.migrate.source import NATIVE, LayerClass, SourceModule
@@ -26,8 +27,8 @@ from opweave_vllm.migrate.trees import Function
 
 
 def snake(name: str) -> str:
-    """Return ``my_op`` for ``MyOp``."""
-    return "".join(f"_{c}" if c.isupper() and i else c for i, c in enumerate(name)).lower()
+    """Return ``my_op`` for ``MyOp``, and ``rms_norm`` for ``RMSNorm``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def op_name(text: str) -> str:
@@ -39,10 +40,10 @@ def op_name(text: str) -> str:
         return f"{name}_op"
 
 
-def provider_name(text: str) -> str:
-    """Return *text* as a valid provider name that opweave does not use."""
-    name = _identifier(text)
-    return f"my_{name}" if name in RESERVED_PROVIDERS or name in OWN_PROVIDERS else name
+def provider_name(text: str, *, of_opweave: bool) -> str:
+    """Return *text* as a valid provider name that opweave does not use, at all or for its ops."""
+    name, adapters = _identifier(text), ADAPTERS if of_opweave else ()
+    return f"my_{name}" if name in (*RESERVED_PROVIDERS, *OWN_PROVIDERS, *adapters) else name
 
 
 def _identifier(text: str) -> str:
@@ -200,12 +201,14 @@ class Argument:
     Attributes:
         default: as source text, or None.
         attribute: the attribute of the layer that is passed for it.
+        parameter: the parameter of ``forward_native`` that is passed for it.
     """
 
     name: str
     annotation: str
     default: str | None
     attribute: str | None = None
+    parameter: str | None = None
 
 
 def annotation_of(argument: ast.arg, default: ast.expr | None) -> str:
@@ -223,11 +226,6 @@ def source_text(annotation: object) -> str:
     """Return the source of an annotation, with ``torch.Tensor`` for ``Tensor``."""
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     return re.sub(r"(?<![.\w])Tensor\b", TENSOR, text)
-
-
-def attribute_type(name: str, layer: LayerClass) -> str | None:
-    """Return the type of ``self.name`` by its annotation or its values, or None if ambiguous."""
-    return _Values(layer).attribute_type(name)
 
 
 def guessed_type(name: str, layer: LayerClass) -> str:
@@ -315,7 +313,7 @@ class _Values:
 
     def _returned(self, value: ast.Call) -> str | None:
         called = trees.last_name(value.func)
-        if called in _TENSOR_MAKERS or trees.is_torch_op(value.func):
+        if called in _TENSOR_MAKERS or trees.is_op(value.func):
             return TENSOR
         if called in ("max", "min", "abs") and isinstance(value.func, ast.Name):
             return _joined({self.type(argument) for argument in value.args})
@@ -368,62 +366,74 @@ class Rewritten:
     Attributes:
         method: its name.
         replacements: the source text to write for attributes of ``self``, by attribute.
-        helpers: the static methods that it calls, by the names of the functions they become.
+        prelude: statements to write first: imports of ``__init__``, and methods as functions.
         problems: why it cannot become a function.
     """
 
     method: str
     replacements: dict[str, str] = field(default_factory=dict)
-    helpers: dict[str, Function] = field(default_factory=dict)
+    prelude: dict[str, None] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
-def rewrite(function: Function, layer: LayerClass, arguments: Mapping[str, str]) -> Rewritten:
-    """Return how *function* reads with *arguments* instead of the attributes of ``self``."""
+def rewrite(
+    function: Function,
+    layer: LayerClass,
+    arguments: Mapping[str, str],
+    caller: str = NATIVE,
+    known: Mapping[str, str] = MappingProxyType({}),
+) -> Rewritten:
+    """Return how *function* reads with *arguments* instead of the attributes of ``self``.
+
+    Args:
+        caller: the method whose platform it runs on.
+        known: the functions that replace methods, by definition or name; "" for none.
+    """
     rewritten = Rewritten(function.name)
-    reader = _BodyReader(layer, arguments, rewritten)
+    reader = _BodyReader(layer, arguments, rewritten, caller, {**known, function.name: ""})
     for statement in function.body:
         reader.visit(statement)
     rewritten.problems += _hidden(function, reader.replaced, set(arguments.values()))
+    functions = {n for n, text in rewritten.replacements.items() if text == n} - {*arguments}
+    rewritten.problems += [f"self.{n} hides another {n}" for n in functions & used_names(function)]
     rewritten.problems = list(dict.fromkeys(rewritten.problems))
     return rewritten
+
+
+def statics(layer: LayerClass) -> dict[str, str]:
+    """Return how functions call the static methods of a class that stays."""
+    names = {name for name, method in layer.methods.items() if trees.is_static(method)}
+    names -= PLATFORM_METHODS.keys() | layer.overridden
+    return {name: f"{layer.name}.{name}" for name in names}
 
 
 def used_names(function: Function) -> set[str]:
     """Return the names that *function*, or a function in it, reads or binds."""
     names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-    return names | _bound(function)
+    return names | trees.bound(function)
 
 
 def _hidden(function: Function, replaced: set[str], arguments: set[str]) -> list[str]:
     """Return the names that would change their meaning in a function of these arguments."""
-    bound = _bound(function)
+    bound = trees.bound(function)
     globals_ = (used_names(function) - bound) & arguments
     return [f"its own {name} would hide an argument" for name in sorted(replaced & bound)] + [
         f"an argument would hide the {name} that it reads" for name in sorted(globals_)
     ]
 
 
-def _bound(function: Function) -> set[str]:
-    return {
-        node.id if isinstance(node, ast.Name) else node.arg
-        for node in ast.walk(function)
-        if isinstance(node, ast.arg)
-        or (isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load))
-    }
-
-
+@dataclass
 class _BodyReader(ast.NodeVisitor):
-    def __init__(
-        self, layer: LayerClass, arguments: Mapping[str, str], rewritten: Rewritten
-    ) -> None:
-        self.layer, self.arguments, self.rewritten = layer, arguments, rewritten
-        self.replaced: set[str] = set()  # the arguments that are used
+    layer: LayerClass
+    arguments: Mapping[str, str]
+    rewritten: Rewritten
+    caller: str
+    known: Mapping[str, str]
+    replaced: set[str] = field(default_factory=set)  # the arguments that are used
+    called: set[str] = field(default_factory=set)
 
     def visit_Call(self, node: ast.Call) -> None:
-        name = trees.attribute_of_self(node.func)
-        if name and not self._is_function(name):
-            self._problem(f"it calls self.{name}")
+        self.called.add(trees.attribute_of_self(node.func))
         self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
@@ -435,25 +445,40 @@ class _BodyReader(ast.NodeVisitor):
         elif name in self.arguments:
             self.replaced.add(self.arguments[name])
             self.rewritten.replacements[name] = self.arguments[name]
-        elif (kernel := self.layer.kernel(name)) is not None:
-            self.rewritten.replacements[name] = ast.unparse(kernel)
-        elif self._is_function(name):
-            helper = f"_{snake(self.layer.name)}_{name.lstrip('_')}"
-            self.rewritten.helpers[helper] = self.layer.methods[name]
-            self.rewritten.replacements[name] = helper
-        elif f"it calls self.{name}" not in self.rewritten.problems:
-            self._problem(f"it {'calls' if name in self.layer.methods else 'reads'} self.{name}")
+        elif (kernel := self.layer.kernel(name, self.caller)) is not None:
+            self.visit(kernel)
+            text = ast.unparse(_ArgumentReplacer(self.arguments).visit(deepcopy(kernel)))
+            self.rewritten.replacements[name] = f"({text})" if " " in text else text
+            for part in ast.walk(self.layer.methods["__init__"]):
+                is_import = isinstance(part, (ast.Import, ast.ImportFrom))
+                if is_import and trees.imports_of(part).keys() & set(trees.names_in(kernel)):
+                    self.rewritten.prelude[ast.unparse(part)] = None
+        elif text := self._function(name):
+            is_name = not text.startswith("def ")
+            self.rewritten.replacements[name] = text if is_name else name
+            self.rewritten.prelude |= {} if is_name else {text: None}
+        else:
+            is_called = name in self.called or name in self.layer.methods
+            self._problem(f"it {'calls' if is_called else 'reads'} self.{name}")
+
+    def _function(self, name: str) -> str:
+        """Return a function for a method, by its definition or name; "" for an attribute."""
+        method = deepcopy(self.layer.methods.get(name))
+        if method is None or name in self.known or name in PLATFORM_METHODS:
+            return self.known.get(name, "")
+        body = rewrite(method, self.layer, self.arguments, self.caller, self.known)
+        is_static = trees.is_static(method)
+        is_plain = is_static or not (method.decorator_list or changed_or_returned(method))
+        if body.problems or not is_plain or name in self.layer.overridden:
+            return ""
+        self.replaced |= set(self.arguments.values()) & set(body.replacements.values())
+        if not is_static:
+            (method.args.posonlyargs or method.args.args).pop(0)
+        return ast.unparse(_definition(method, body))
 
     def visit_Name(self, node: ast.Name) -> None:
         if node.id in ("self", "super"):
             self._problem(f"it uses {node.id} as a whole")
-
-    def _is_function(self, name: str) -> bool:
-        """Return whether an attribute can be called without the object."""
-        method = self.layer.methods.get(name)
-        return self.layer.kernel(name) is not None or (
-            method is not None and trees.is_static(method)
-        )
 
     def _problem(self, text: str) -> None:
         self.rewritten.problems.append(text)
@@ -468,6 +493,9 @@ PLATFORM_METHODS = {
     "forward_cpu": "cpu",
     "forward_xpu": "xpu",
     "forward_tpu": "xla",
+    "forward_npu": "npu",
+    "forward_musa": "musa",
+    "forward_hpu": "hpu",
     "forward_oot": "",
 }
 
@@ -486,6 +514,16 @@ class OpPlan:
     arguments: list[Argument]
     returns: str
     native: Rewritten | None
+
+    def call(self, owner: str = "") -> str:
+        """Return the arguments of a call, with the attributes of *owner* or as arguments."""
+        texts: list[str] = []
+        for argument in self.arguments:
+            attribute = f"{owner}{argument.attribute}" if owner else argument.name
+            value = attribute if argument.attribute else argument.parameter
+            is_keyword = len(texts) < self.arguments.index(argument)
+            texts += [f"{argument.name}={value}" if is_keyword else value] if value else []
+        return ", ".join(texts)
 
 
 def declare(layer: LayerClass, source: SourceModule, notes: list[str]) -> OpPlan | None:
@@ -507,8 +545,11 @@ def declare(layer: LayerClass, source: SourceModule, notes: list[str]) -> OpPlan
         return None
     guesses: list[str] = []
     arguments = _arguments(native, layer, guesses)
-    body = rewrite(native, layer, {a.attribute: a.name for a in arguments if a.attribute})
+    attributes = {a.attribute: a.name for a in arguments if a.attribute}
+    body = rewrite(native, layer, attributes)
     problems = [*_unsupported(arguments), *body.problems]
+    if NATIVE in layer.overridden:
+        problems.append("another class of the file overrides it")
     if (argument := changed_or_returned(native)) is not None:
         problems.append(f"it writes to its argument {argument}, or returns it")
     if problems:
@@ -527,9 +568,10 @@ def declare(layer: LayerClass, source: SourceModule, notes: list[str]) -> OpPlan
         difference = _difference(own, names, name, layer, source.module)
         if not difference:
             notes.append(f"ir.ops.{name} of opweave computes the same on drawn inputs.")
-            attributes = {names[a.name]: a.attribute for a in arguments}
+            same = {names[a.name]: (a.attribute, a.parameter) for a in arguments}
             existing.arguments = [
-                replace(a, attribute=attributes.get(a.name)) for a in existing.arguments
+                Argument(a.name, a.annotation, a.default, *same.get(a.name, ()))
+                for a in existing.arguments
             ]
             return existing
         notes.append(
@@ -537,6 +579,7 @@ def declare(layer: LayerClass, source: SourceModule, notes: list[str]) -> OpPlan
             f"({', '.join(a.name for a in existing.arguments)}): {difference}."
         )
         own.name = op_name(f"{snake(source.path.stem)}_{name}")
+    own.native = rewrite(native, layer, attributes, NATIVE, statics(layer))
     return own
 
 
@@ -567,14 +610,14 @@ def _no_function(native: Function) -> str:
 def _arguments(native: Function, layer: LayerClass, notes: list[str]) -> list[Argument]:
     """Return the op's arguments: the method's, with the attributes after the required ones."""
     parameters = [
-        Argument(arg.arg, annotation_of(arg, default), ast.unparse(default) if default else None)
-        for arg, default in trees.own_parameters(native)
+        Argument(arg.arg, annotation_of(arg, d), ast.unparse(d) if d else None, None, arg.arg)
+        for arg, d in trees.own_parameters(native)
     ]
     methods = [layer.methods[name] for name in PLATFORM_METHODS if name in layer.methods]
-    names = set().union(*map(used_names, [native, *methods]))
+    names = set().union(*map(used_names, [*_with_helpers(native, layer), *methods]))
     attributes = []
     for name in _used_attributes(native, layer):
-        kind = attribute_type(name, layer)
+        kind = _Values(layer).attribute_type(name)
         if kind is None:
             kind = guessed_type(name, layer)
             notes.append(f"The type of {name} is a guess: {kind}.")
@@ -594,24 +637,36 @@ def _unsupported(arguments: Sequence[Argument]) -> Iterator[str]:
             yield f"the type of {argument.name} is {argument.annotation}"
 
 
+def _with_helpers(function: Function, layer: LayerClass) -> list[Function]:
+    """Return *function* and the methods of the class that it uses, but for those of platforms."""
+    functions = [function]
+    for current in functions:
+        for name in map(trees.attribute_of_self, ast.walk(current)):
+            method = layer.methods.get(name)
+            if method and method not in functions and name not in PLATFORM_METHODS:
+                functions.append(method)
+    return functions
+
+
 def _used_attributes(native: Function, layer: LayerClass) -> list[str]:
     """Return the attributes of ``self`` that a method uses as values.
 
     Attributes that it calls are not values, nor are objects of which it reads a part, except for
     tensors.
     """
+    nodes = [n for function in _with_helpers(native, layer) for n in ast.walk(function)]
     opened = {
         trees.attribute_of_self(node.func if isinstance(node, ast.Call) else node.value)
-        for node in ast.walk(native)
+        for node in nodes
         if isinstance(node, (ast.Call, ast.Attribute, ast.Subscript))
     }
-    read = dict.fromkeys(map(trees.attribute_of_self, ast.walk(native)))
+    read = dict.fromkeys(map(trees.attribute_of_self, nodes))
     return [
         name
         for name in read
         if name in layer.attributes
-        and layer.kernel(name) is None
-        and (name not in opened or attribute_type(name, layer) is not None)
+        and not layer.is_kernel(name)
+        and (name not in opened or _Values(layer).attribute_type(name) is not None)
     ]
 
 
@@ -626,12 +681,11 @@ _SAFE_IMPORTS = frozenset({"torch", *sys.stdlib_module_names})
 
 def _parameters(own: OpPlan, other: OpPlan) -> dict[str, str]:
     """Return the parameter of another op for each argument, by name, else by order; {}: none."""
-    names = [argument.name for argument in own.arguments]
-    rest = [a.name for a in other.arguments if not a.default and a.name not in names]
-    others = [name for name in names if name not in {a.name for a in other.arguments}]
-    if len(rest) != len(others):
-        return {}
-    return {name: name for name in names} | dict(zip(others, rest, strict=True))
+    names = {argument.name: argument.attribute or argument.name for argument in own.arguments}
+    rest = [a.name for a in other.arguments if not a.default and a.name not in names.values()]
+    known = {argument.name for argument in other.arguments}
+    others = [name for name, original in names.items() if original not in known]
+    return names | dict(zip(others, rest, strict=True)) if len(rest) == len(others) else {}
 
 
 def _difference(
@@ -658,14 +712,10 @@ def _compiled(own: OpPlan, layer: LayerClass, module: ast.Module) -> Callable[..
     """Return ``forward_native`` as a function of the arguments of its op."""
     assert own.native is not None
     parameters = [a.name if a.default is None else f"{a.name}={a.default}" for a in own.arguments]
-    headers = {NATIVE: (", ".join(parameters), layer.methods[NATIVE])}
-    headers |= {name: (ast.unparse(m.args), m) for name, m in own.native.helpers.items()}
-    replacer, tree = _ArgumentReplacer(own.native.replacements), ast.Module([], [])
-    for name, (signature, method) in headers.items():
-        function = cast(Function, ast.parse(f"def {name}({signature}): pass").body[0])
-        function.body = [replacer.visit(deepcopy(statement)) for statement in method.body]
-        tree.body.append(function)
-    tree.body = [*_needed_by(tree, module), *tree.body]
+    native = _definition(layer.methods[NATIVE], own.native)
+    native.args = cast(Function, ast.parse(f"def f({', '.join(parameters)}): 0").body[0]).args
+    tree = ast.Module([native], [])
+    tree.body = [*_needed_by(tree, module), native]
     namespace: dict[str, Any] = {}
     tree.body.insert(0, *ast.parse("from __future__ import annotations").body)
     exec(compile(ast.fix_missing_locations(tree), "<migrate>", "exec"), namespace)
@@ -689,6 +739,15 @@ def _binds(statement: ast.stmt) -> set[str]:
     if isinstance(statement, Function):
         return {statement.name}
     return {trees.dotted(target) for target in trees.assignment(statement)[0]}
+
+
+def _definition(method: Function, body: Rewritten) -> Function:
+    """Return a method as a function that captures the arguments in its body."""
+    function, replacer = deepcopy(method), _ArgumentReplacer(body.replacements)
+    prelude = ast.parse("\n".join(body.prelude)).body
+    function.body = [*prelude, *map(replacer.visit, function.body)]
+    function.name, function.decorator_list = body.method, []
+    return function
 
 
 class _ArgumentReplacer(ast.NodeTransformer):

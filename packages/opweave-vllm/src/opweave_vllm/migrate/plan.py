@@ -2,8 +2,9 @@
 
 import ast
 from collections import Counter
-from collections.abc import Set
+from copy import deepcopy
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 
 from opweave import layers as own_layers
 from opweave_vllm.migrate import trees
@@ -11,10 +12,12 @@ from opweave_vllm.migrate.declare import (
     PLATFORM_METHODS,
     OpPlan,
     Rewritten,
+    changed_or_returned,
     declare,
     declared,
     provider_name,
     rewrite,
+    statics,
 )
 from opweave_vllm.migrate.registrations import mentions
 from opweave_vllm.migrate.source import NATIVE, OOT, LayerClass, SourceModule, last_part
@@ -24,53 +27,29 @@ from opweave_vllm.migrate.trees import Function
 
 
 _DEVICES = {"torch_npu": "npu", "torch_xla": "xla", "torch_musa": "musa"}
-_NO_PROVIDER = {"torch", "typing", "math", "vllm", "os", "functools", "collections", "opweave"}
+_NO_PROVIDER = {
+    *("torch", "typing", "math", "os", "functools", "collections", "opweave"),
+    *("vllm", "aphrodite", "sglang"),
+}
 
 
-def guess_provider(
-    method: str,
-    function: Function,
-    body: Rewritten,
-    source: SourceModule,
-    device: str,
-    taken: Set[str],
-) -> tuple[str, str]:
-    """Return a new provider name for the kernel that *function* calls, and its device.
-
-    The name is the package or the torch op namespace that the method uses, else the module.
-    """
-    packages = [*_packages(function, source), *_namespaces(function, body)]
-    provider = provider_name(next(iter(packages), source.path.stem))
-    kind = device or next((_DEVICES[p] for p in packages if p in _DEVICES), "privateuseone")
-    if provider in taken:
-        provider = f"{provider}_{method.removeprefix('forward_')}"
-    return provider, kind
-
-
-def _packages(function: Function, source: SourceModule) -> list[str]:
-    used = set(trees.names_in(function))
-    imports = source.imports | trees.imports_of(function)
-    providers = dict.fromkeys(_provider_of(full) for name, full in imports.items() if name in used)
-    return [name for name in providers if name and name not in _NO_PROVIDER]
+def _packages(function: Function, body: Rewritten, source: SourceModule) -> list[str]:
+    """Return the packages and the namespaces of torch's ops that a method uses."""
+    parts = [function, *(ast.parse(text) for text in body.replacements.values())]
+    imports, used = source.imports | trees.imports_of(function), set(trees.names_in(*parts))
+    names = [_provider_of(full) for name, full in imports.items() if name in used]
+    attributes = [n for part in parts for n in ast.walk(part) if isinstance(n, ast.Attribute)]
+    for op in [path for path in map(trees.dotted, attributes) if path.startswith("torch.ops.")]:
+        namespace = op.split(".")[2]
+        names.append("vllm_c" if namespace == "_C" else namespace.strip("_").lower())
+    return [name for name in dict.fromkeys(names) if name and name not in _NO_PROVIDER]
 
 
 def _provider_of(module: str) -> str:
-    if module.startswith("vllm.") and "._" in module:  # vllm._custom_ops, vllm._ipex_ops
+    if trees.is_engine(module) and "._" in module:  # vllm._custom_ops, vllm._ipex_ops
         kind = module.split("._")[1].partition("_ops")[0]
         return "vllm_c" if kind == "custom" else kind
     return module.lstrip(".").partition(".")[0].lower()
-
-
-def _namespaces(function: Function, body: Rewritten) -> list[str]:
-    """Return the namespaces of torch's ops that a method calls, itself or through ``self``."""
-    namespaces: dict[str, None] = {}
-    for node in ast.walk(function):
-        kernel = body.replacements.get(trees.attribute_of_self(node), "")
-        text = kernel or (trees.dotted(node) if isinstance(node, ast.Attribute) else "")
-        if text.startswith("torch.ops.") and text.count(".") == 3:
-            namespace = text.split(".")[2]
-            namespaces["vllm_c" if namespace == "_C" else namespace.strip("_").lower()] = None
-    return list(namespaces)
 
 
 # The plan for each layer of a module: an op, its implementations, and the remaining layer.
@@ -104,6 +83,16 @@ class LayerPlan:
     unchanged: list[str] = field(default_factory=list)
     is_unregistered: bool = False
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def calls_op(self) -> bool:
+        """Whether the methods of the class become calls of the op."""
+        return self.op is not None and self.layer.replaces is None
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the class became an op, implementations or a layer of opweave."""
+        return not self.stays or bool(self.impls) or self.calls_op
 
 
 def plan(source: SourceModule) -> list[LayerPlan]:
@@ -141,11 +130,15 @@ def _custom_op(plan: LayerPlan, source: SourceModule) -> None:
     plan.op = declare(layer, source, plan.notes)
     if plan.op is not None:
         _implementations(plan, source)
-    if layer.registered in own_layers.op_registry and plan.op and plan.op.native is None:
+    name = layer.registered or ""
+    is_own = name in own_layers.op_registry and plan.op and plan.op.native is None
+    if is_own and (parameter := _other_parameter(layer, name)):
+        plan.notes.append(f"{own_class(name)} does not replace it: it takes another {parameter}.")
+    elif is_own:
         plan.stays = False
         plan.notes.append(
-            f"opweave's layer of this name replaces it: {own_class(layer.registered)}. To change "
-            "that, derive from it and register the class with register_oot."
+            f"opweave's layer of this name replaces it: {own_class(name)}. To change that, "
+            "derive from it and register the class with register_oot."
         )
         if plan.unchanged:
             plan.notes.append(f"Not in the new module: {', '.join(plan.unchanged)}.")
@@ -186,32 +179,55 @@ def _implementations(plan: LayerPlan, source: SourceModule) -> None:
     """Plan an implementation for each platform method, or note why it cannot be one."""
     layer = plan.layer
     defined = [name for name in PLATFORM_METHODS if name in layer.methods or name in layer.aliases]
-    bodies: dict[str, Rewritten] = {}
+    problems: dict[str, None] = {}
     for method in sorted(defined, key=layer.aliases.__contains__):
         target = layer.target(method)
         function = layer.methods.get(target)
         if function is None or target == NATIVE:
             continue
-        if target not in bodies:
-            bodies[target] = _body(plan, function)
-            if problems := bodies[target].problems:
-                plan.notes.append(f"{target} needs manual work: {'; '.join(problems)}.")
-        device = PLATFORM_METHODS[method]
-        if bodies[target].problems:
+        body = _body(plan, function, source, method)
+        if body.problems:
+            problems[f"{target} needs manual work: {'; '.join(body.problems)}."] = None
             plan.unchanged.append(method)
-        elif method == target or PLATFORM_METHODS.get(target) != device:
-            body, taken = bodies[target], {impl.provider for impl in plan.impls}
-            provider, device = guess_provider(method, function, body, source, device, taken)
-            plan.impls.append(ImplPlan(provider, method, device, body))
+        elif method == target or PLATFORM_METHODS.get(target) != PLATFORM_METHODS[method]:
+            plan.impls.append(_impl(plan, method, body, source))
+    plan.notes += problems
     for name in sorted(layer.assigned & PLATFORM_METHODS.keys()):
         plan.notes.append(f"{name} needs manual work: it is not a method of the class.")
         plan.unchanged.append(name)
 
 
-def _body(plan: LayerPlan, function: Function) -> Rewritten:
-    """Return the body of an implementation of the op, with its problems."""
+def _impl(plan: LayerPlan, method: str, body: Rewritten, source: SourceModule) -> ImplPlan:
+    """Return the implementation with that body, for the kernel that it calls.
+
+    Its provider is the package or the torch op namespace that the method uses, else the module.
+    """
+    function = plan.layer.methods[body.method]
+    packages = _packages(function, body, source)
+    of_opweave = plan.op is not None and plan.op.native is None
+    provider = provider_name(next(iter(packages), source.path.stem), of_opweave=of_opweave)
+    if provider in {impl.provider for impl in plan.impls}:
+        provider = f"{provider}_{method.removeprefix('forward_')}"
+    devices = (_DEVICES[package] for package in packages if package in _DEVICES)
+    device = PLATFORM_METHODS[method] or next(devices, "privateuseone")
+    return ImplPlan(provider, method, device, body)
+
+
+def _body(plan: LayerPlan, function: Function, source: SourceModule, method: str) -> Rewritten:
+    """Return the body of the implementation for the platform of *method*, with its problems."""
     assert plan.op is not None
-    body = rewrite(function, plan.layer, {a.attribute or a.name: a.name for a in plan.op.arguments})
+    names = {a.attribute or a.name: a.name for a in plan.op.arguments}
+    native = deepcopy(plan.layer.methods.get(NATIVE))
+    known = statics(plan.layer) if plan.op.native else {}
+    if native is not None and plan.calls_op:
+        known[NATIVE] = f"{source.ir}.ops.{plan.op.name}.native"
+        if any(argument.attribute for argument in plan.op.arguments):
+            native.args.args = [argument for argument, _ in trees.own_parameters(native)]
+            native.body = ast.parse(f"return {known[NATIVE]}({plan.op.call()})").body
+            known[NATIVE] = ast.unparse(native)
+    body = rewrite(function, plan.layer, names, method, known)
+    if (written := changed_or_returned(function)) is not None:
+        body.problems.append(f"it writes to its argument {written}, or returns it")
     arguments = {argument.name: argument for argument in plan.op.arguments}
     pairs = trees.own_parameters(function, keywords=True)
     rest = (function.args.vararg, function.args.kwarg)
@@ -241,6 +257,18 @@ def own_class(name: str) -> str:
     layer = own_layers.op_registry[name]
     public = layer.__name__ in own_layers.__all__
     return f"{'opweave.layers' if public else layer.__module__}.{layer.__name__}"
+
+
+def _other_parameter(layer: LayerClass, name: str) -> str:
+    """Return a parameter that opweave's layer *name* takes with another default, or ""."""
+    parameters = signature(own_layers.op_registry[name]).parameters
+    init = layer.methods.get("__init__")
+    for parameter, value in trees.own_parameters(init, keywords=True) if init else ():
+        default = ast.unparse(value) if value else repr(Parameter.empty)
+        own = parameters.get(parameter.arg)
+        if (own or value) and (own is None or repr(own.default) != default):
+            return parameter.arg
+    return ""
 
 
 def _only_super(layer: LayerClass, method: str) -> bool:

@@ -1,8 +1,10 @@
 """Reads the layers of a module from its syntax tree, without importing it."""
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
+from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import filterfalse
 from pathlib import Path
 
 import libcst as cst
@@ -48,15 +50,11 @@ def _delegate(function: Function, methods: Mapping[str, Function]) -> str:
     called = trees.attribute_of_self(call.func) if call else ""
     if call is None or not called.startswith("forward_"):
         return ""
-    target = methods.get(called, function)
-    is_forwarding = _call_arguments(call) == _forwarding_arguments(function)
-    return called if is_forwarding and _defaults(function) == _defaults(target) else ""
-
-
-def _call_arguments(call: ast.Call) -> list[str]:
-    """Return the arguments of a call, with ``k`` for ``k=k``."""
-    positional = list(map(ast.unparse, call.args))
-    return positional + [ast.unparse(k).removeprefix(f"{k.arg}=") for k in call.keywords]
+    passed = [*map(ast.unparse, call.args)]
+    passed += [ast.unparse(k).removeprefix(f"{k.arg}=") for k in call.keywords]
+    defaults = [] if function.args.vararg else _defaults(methods.get(called, function))
+    is_forwarding = passed == _forwarding_arguments(function)
+    return called if is_forwarding and _defaults(function) == defaults else ""
 
 
 def _forwarding_arguments(function: Function) -> list[str]:
@@ -72,10 +70,48 @@ def _defaults(function: Function) -> list[str]:
     return list(map(ast.unparse, function.args.defaults))
 
 
+# The values of attributes, which can depend on the platform.
+
+
+Tests = tuple[tuple[ast.expr, bool], ...]  # the conditions of the blocks around a statement
+_TAGS = {"cuda", "hip", "cpu", "xpu", "tpu", "npu", "musa", "hpu", "oot"}
+_PLATFORMS = {tag: {tag} for tag in _TAGS} | {"cuda_alike": {"cuda", "hip"}, "rocm": {"hip"}}
+
+
+def _attributes(
+    nodes: Iterable[ast.AST], tests: Tests = ()
+) -> Iterator[tuple[str, ast.expr, Tests]]:
+    """Yield the attributes that statements assign, with the value and its conditions."""
+    for node in nodes:
+        targets, value = trees.assignment(node)
+        if value is not None:
+            yield from ((n, value, tests) for n in map(trees.attribute_of_self, targets) if n)
+        if isinstance(node, ast.If):
+            yield from _attributes(node.body, (*tests, (node.test, True)))
+            yield from _attributes(node.orelse, (*tests, (node.test, False)))
+        else:
+            yield from _attributes(ast.iter_child_nodes(node), tests)
+
+
+def _truth(test: ast.expr, platforms: Set[str], wanted: bool = True) -> bool | None:
+    """Return whether a condition on the platform is as *wanted*, or None if that is unknown."""
+    match test:
+        case ast.BoolOp(op=operator, values=values):
+            decisive = isinstance(operator, ast.Or) is wanted
+            states = {_truth(value, platforms, wanted) for value in values}
+            return decisive if decisive in states else None if None in states else not decisive
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return _truth(operand, platforms, not wanted)
+        case ast.Call(func=called, args=[]) | (ast.Name() as called):
+            others = _PLATFORMS.get(trees.last_name(called).lstrip("_").removeprefix("is_"), _TAGS)
+            if platforms <= others or not platforms & others:
+                return None if others is _TAGS else bool(platforms & others) is wanted
+    return None
+
+
 # The layers of a module.
 
 
-KINDS = ("CustomOp", "PluggableLayer")
 NATIVE, OOT = "forward_native", "forward_oot"
 
 
@@ -84,15 +120,18 @@ class LayerClass:
     """A class that is a layer, by its bases or decorators.
 
     Attributes:
-        base: its first base: a class of the file, or the full name of an imported one.
+        base: its first base that is a layer, else its first: a class of the file, or the full
+            name of an imported one.
         kind: ``CustomOp`` or ``PluggableLayer``, or None if only the base's module knows.
         registered: the name that it is registered under.
         replaces: the class name or registered name of the layer that it replaces.
         registered_in: the other file that registers it as a replacement, if any.
         attributes: everything that ``__init__`` assigns to ``self``, by name.
+        conditions: the conditions of those values.
         annotations: the types of attributes that the class or ``__init__`` annotates.
         aliases: names in the class that are aliases of a method, with that method.
         assigned: every other name that the class assigns.
+        overridden: the methods that classes derived from it define.
     """
 
     node: ast.ClassDef
@@ -102,21 +141,56 @@ class LayerClass:
     replaces: str | None
     methods: dict[str, Function] = field(default_factory=dict)
     attributes: dict[str, list[ast.expr]] = field(default_factory=dict)
+    conditions: dict[ast.expr, Tests] = field(default_factory=dict)
     annotations: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     assigned: set[str] = field(default_factory=set)
+    overridden: set[str] = field(default_factory=set)
     registered_in: str | None = None
 
     @property
     def name(self) -> str:
         return self.node.name
 
-    def kernel(self, attribute: str) -> ast.expr | None:
-        """Return the torch op that an attribute always holds, or None."""
-        values = self.attributes.get(attribute, ())
-        ops = [v for v in values if not (isinstance(v, ast.Constant) and v.value is None)]
-        names = set(map(trees.dotted, ops))
-        return ops[0] if len(names) == 1 and trees.is_torch_op(ops[0]) else None
+    def is_kernel(self, attribute: str) -> bool:
+        """Return whether an attribute only holds ops, such as ``torch.ops._C.f``, or None."""
+        values = self.attributes.get(attribute, [])
+        targets = [target for n in ast.walk(self.node) for target in trees.assignment(n)[0]]
+        if not values or list(map(trees.attribute_of_self, targets)).count(attribute) > len(values):
+            return False  # other methods assign it
+        ops, bound = list(filterfalse(_is_none, values)), trees.bound(self.methods["__init__"])
+        return bool(ops) and all(trees.is_op(v) and not bound & {*trees.names_in(v)} for v in ops)
+
+    def kernel(self, attribute: str, method: str) -> ast.expr | None:
+        """Return the op that an attribute holds where *method* runs, or None."""
+        platforms = {method.removeprefix("forward_")} & _TAGS or _TAGS
+        if method == "forward_cuda" and "forward_hip" not in {*self.methods, *self.aliases}:
+            platforms |= {"hip"}
+        values: list[ast.expr] = []
+        for value in self.attributes[attribute] if self.is_kernel(attribute) else ():
+            states = {_truth(t, platforms, wanted) for t, wanted in self.conditions[value]}
+            if False not in states:
+                values = [*(values if None in states else ()), value]
+        different = list({ast.unparse(value): value for value in values}.values())
+        if not 1 <= len(different) <= 2 or any(map(_is_none, values)):
+            return None
+        return self._choice(*different) if len(different) == 2 else different[0]
+
+    def _choice(self, first: ast.expr, second: ast.expr) -> ast.expr | None:
+        """Return the values of an ``if`` and its ``else`` as one expression, or None."""
+        (test, wanted) = ((first, True), *self.conditions[first])[-1]
+        if (test, not wanted) not in self.conditions[second]:
+            return None
+        init, test = self.methods["__init__"], deepcopy(test)
+        targets = {trees.dotted(t) for n in ast.walk(init) for t in trees.assignment(n)[0]}
+        for node in ast.walk(test):
+            if isinstance(node, ast.Name) and node.id in trees.bound(init):
+                stored = list(map(trees.dotted, self.attributes.get(node.id, ())))
+                if stored != [node.id] or node.id in targets:
+                    return None
+                node.id = f"self.{node.id}"
+        parts = map(ast.unparse, (first, test, second) if wanted else (second, test, first))
+        return ast.parse("{} if {} else {}".format(*parts), mode="eval").body
 
     def target(self, method: str) -> str:
         """Return the method that runs when *method* is called, following aliases."""
@@ -145,6 +219,11 @@ class SourceModule:
     registrations: list[Registration]
     notes: list[str]
 
+    @property
+    def ir(self) -> str:
+        """The name of ``opweave.ir`` in the new module."""
+        return "ir" if self.imports.get("ir", "opweave.ir") == "opweave.ir" else "opweave_ir"
+
 
 def read(path: Path) -> SourceModule:
     """Read the module in file *path*.
@@ -169,8 +248,8 @@ def read(path: Path) -> SourceModule:
     layers = reader.layers
     if not layers:
         raise CliError(
-            f"{str(path)!r} defines no layer: no class at its top level derives from CustomOp, "
-            "PluggableLayer or a layer that opweave has, or is registered."
+            f"{str(path)!r} defines no layer: no class at its top level derives from "
+            f"{', '.join(trees.BASES)} or a layer that opweave has, or is registered."
         )
     notes = [*_strangers(registrations, layers), *_nested(module, reader)]
     return SourceModule(path, module, tree, layers, imports, registrations, notes)
@@ -213,7 +292,8 @@ class _ClassReader:
 
     def layer(self, node: ast.ClassDef) -> LayerClass | None:
         """Return the layer that a class defines, or None."""
-        base = next(filter(None, map(self._base, node.bases)), "")
+        bases = list(filter(None, map(self._base, node.bases)))
+        base = next((b for b in bases if b in self.layers or _kind(b)), (*bases, "")[0])
         kind = self.layers[base].kind if base in self.layers else _kind(base)
         registered, replaces = self._names(node)
         is_registered = replaces or any(map(self._is_registration, node.decorator_list))
@@ -225,8 +305,9 @@ class _ClassReader:
             layer.registered_in = self.elsewhere[node.name].file
         elif not is_registered and base not in self.layers and _only_computes(layer):
             layer.replaces = last_part(base)
-        for name, value in _attributes(layer.methods.get("__init__")):
+        for name, value, tests in _attributes(filter(None, [layer.methods.get("__init__")])):
             layer.attributes.setdefault(name, []).append(value)
+            layer.conditions[value] = tests
         layer.annotations = dict(annotated_attributes(node, layer.methods.get("__init__")))
         for assigned, method in assigned_names(node):
             if method in layer.methods:
@@ -236,6 +317,9 @@ class _ClassReader:
         for name, function in layer.methods.items():
             if called := _delegate(function, layer.methods):
                 layer.aliases[name] = called
+        while parent := self.layers.get(base):
+            parent.overridden |= layer.methods.keys()
+            base = parent.base
         return layer
 
     def _names(self, node: ast.ClassDef) -> tuple[str | None, str | None]:
@@ -275,9 +359,9 @@ class _ClassReader:
 def _kind(base: str) -> str | None:
     """Return the kind of a class by its base."""
     home, _, name = base.rpartition(".")
-    if name in KINDS:
-        return name
-    if not f"{home}.".startswith(("vllm.model_executor.", "opweave.layers.")):
+    if name in trees.BASES:
+        return trees.BASES[name]
+    if not f"{home}.".startswith(trees.LAYER_HOMES):
         return None  # another class of that name
     for layer in own_layers.op_registry.values():
         if layer.__name__ == name:
@@ -288,7 +372,7 @@ def _kind(base: str) -> str | None:
 def _only_computes(layer: LayerClass) -> bool:
     """Return whether a class derives from a known layer and only changes how it computes."""
     names = layer.methods.keys() | layer.aliases.keys() | layer.assigned
-    return layer.kind == "CustomOp" and last_part(layer.base) not in KINDS and names == {OOT}
+    return layer.kind == "CustomOp" and last_part(layer.base) not in trees.BASES and names == {OOT}
 
 
 def last_part(name: str) -> str:
@@ -304,11 +388,8 @@ def _strings(module: ast.Module) -> Iterator[tuple[str, str]]:
             yield from ((t.id, text) for t in targets if isinstance(t, ast.Name))
 
 
-def _attributes(init: Function | None) -> Iterator[tuple[str, ast.expr]]:
-    for node in ast.walk(init) if init else ():
-        targets, value = trees.assignment(node)
-        if value is not None:
-            yield from ((name, value) for name in map(trees.attribute_of_self, targets) if name)
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None
 
 
 def _strangers(

@@ -41,9 +41,16 @@ def attribute_of_self(node: ast.AST) -> str:
     return ""
 
 
-def is_torch_op(value: ast.expr) -> bool:
-    """Return whether *value* names a torch op."""
-    return dotted(value).startswith("torch.ops.")
+def is_op(value: ast.expr) -> bool:
+    """Return whether *value* names an op, such as ``torch.ops._C.f`` or ``ipex_ops.f``."""
+    return any(part.endswith("ops") for part in dotted(value).split(".")[:-1])
+
+
+def bound(function: Function) -> set[str]:
+    """Return the names that a function binds."""
+    parts = list(ast.walk(function))
+    stored = {n.id for n in parts if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    return stored | {part.arg for part in parts if isinstance(part, ast.arg)}
 
 
 def annotation_text(annotation: ast.expr) -> str:
@@ -203,6 +210,13 @@ def _is_empty(node: object) -> bool:
 
 
 _VLLM_API = "opweave_vllm.vllm_api"
+_ENGINES = ("vllm", "aphrodite", "sglang")  # aphrodite has vLLM's modules under its own name
+LAYER_HOMES = (
+    *("vllm.model_executor.", "aphrodite.model_executor.", "opweave.layers."),
+    *("sglang.srt.layers.", "sglang.multimodal_gen.runtime.layers."),
+)
+# The base classes of layers, by their names in the engines.
+BASES = {"CustomOp": "CustomOp", "PluggableLayer": "PluggableLayer", "MultiPlatformOp": "CustomOp"}
 
 
 def imports_of(node: ast.AST) -> dict[str, str]:
@@ -234,17 +248,26 @@ def moved(node: cst.BaseSmallStatement, used: Set[str]) -> Sequence[cst.BaseSmal
     if not isinstance(node, cst.ImportFrom):
         return [node]
     module = get_full_name_for_node(node.module) or "" if node.module else ""
-    if node.relative or not _is_vllm(module):
+    if node.relative or not is_engine(module):
         return [node]
     if isinstance(node.names, cst.ImportStar):
         return [node.with_changes(module=cst.parse_expression(_home(module, "*")))]
     homes: dict[str, list[cst.ImportAlias]] = {}
     for alias in node.names:
         if (alias.evaluated_alias or alias.evaluated_name) in used:
-            homes.setdefault(_home(module, alias.evaluated_name), []).append(alias)
+            home = _home(module, alias.evaluated_name)
+            homes.setdefault(home, []).append(_renamed(alias) if home != module else alias)
     if len(node.names) == sum(map(len, homes.values())) and len(homes) == 1:
-        return [node.with_changes(module=cst.parse_expression(next(iter(homes))))]
+        ((home, names),) = homes.items()
+        return [node.with_changes(module=cst.parse_expression(home), names=names)]
     return [_from(home, names) for home, names in homes.items()]
+
+
+def _renamed(alias: cst.ImportAlias) -> cst.ImportAlias:
+    """Return the import of opweave's base class for that of SGLang's."""
+    as_name = alias.asname or cst.AsName(cst.Name("MultiPlatformOp"))
+    is_other = alias.evaluated_name != "MultiPlatformOp"
+    return alias if is_other else alias.with_changes(name=cst.Name("CustomOp"), asname=as_name)
 
 
 def _from(module: str, names: Sequence[cst.ImportAlias]) -> cst.ImportFrom:
@@ -260,34 +283,40 @@ def _moved_module(alias: cst.ImportAlias) -> cst.ImportAlias:
 
 
 def remaining_imports(text: str) -> list[str]:
-    """Return vLLM's modules that the new text still imports."""
+    """Return the engine's modules that the new text still imports."""
     modules: list[str] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and not node.level:
             modules.append(node.module or "")
         elif isinstance(node, ast.Import):
             modules += [alias.name for alias in node.names]
-    return sorted(set(filter(_is_vllm, modules)))
+    return sorted(set(filter(is_engine, modules)))
 
 
 def _home(module: str, name: str) -> str:
-    """Return opweave's module that provides *name* of vLLM's *module*, else *module*."""
-    if f"{module}.".startswith("vllm.model_executor.") and name in own_layers.__all__:
+    """Return opweave's module that provides *name* of an engine's *module*, else *module*.
+
+    Kernels stay the engine's: opweave's functions of these names call the ops.
+    """
+    is_layer = f"{module}.".startswith(LAYER_HOMES[:2]) and name in own_layers.__all__
+    if is_layer or name in BASES:
         return "opweave.layers"
-    ours = _in_vllm_api(module)
+    ours = None if name == "_custom_ops" else _in_vllm_api(module)
     return ours if ours and name in getattr(import_module(ours), "__all__", ()) else module
 
 
 def _in_vllm_api(module: str) -> str | None:
     """Return opweave's module with the names of vLLM's *module*, or None."""
-    if not _is_vllm(module):
+    engine, dot, rest = module.partition(".")
+    if engine not in _ENGINES[:2] or rest == "_custom_ops":
         return None
-    ours = _VLLM_API + module.removeprefix("vllm")
+    ours = _VLLM_API + dot + rest
     try:
         return ours if find_spec(ours) else None
     except ModuleNotFoundError:  # a parent package is missing
         return None
 
 
-def _is_vllm(module: str) -> bool:
-    return module.partition(".")[0] == "vllm"
+def is_engine(module: str) -> bool:
+    """Return whether a module belongs to one of the engines."""
+    return module.partition(".")[0] in _ENGINES
