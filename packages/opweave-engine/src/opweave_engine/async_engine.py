@@ -79,10 +79,18 @@ class AsyncEngine(StreamingClient):
         self._thread.start()
 
     def generate_deltas(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        streams: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         def prepare() -> Callable[[], None]:
-            request = self._core.prepare(request_id, prompt, params, priority=priority, deltas=True)
+            request = self._core.prepare(
+                request_id, prompt, params, priority=priority, streams=streams, deltas=True
+            )
             return partial(self._commands.put, partial(self._add, request))
 
         form = params.structured_outputs if isinstance(params, SamplingParams) else None
@@ -139,7 +147,8 @@ class AsyncEngine(StreamingClient):
                     self._abort(*self._core.unfinished)
                     return
                 command()
-            self._call_in_loop(partial(self._receive, self._core.step()))
+            if outputs := self._core.step():
+                self._call_in_loop(partial(self._receive, outputs))
 
     def _add(self, request: ActiveRequest) -> None:
         try:
@@ -199,7 +208,13 @@ class AsyncEmbedder(AsyncClient):
         self._counter = StatCounter()
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        streams: bool = True,
     ) -> AsyncIterator[RequestOutput]:
         makes = "scores pairs of texts" if self._embedder.is_cross_encoder else "makes embeddings"
         raise InvalidArgumentError(

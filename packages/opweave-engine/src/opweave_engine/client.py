@@ -141,13 +141,20 @@ class EngineClient(Protocol):
         """
 
     def generate_deltas(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        streams: bool = True,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the output of :meth:`generate` as deltas, with only new text and tokens.
 
         The first delta contains the prompt and all outputs. Later ones contain the outputs that
         changed, with an empty ``prompt_token_ids``. Each finish reason is reported once. A slow
-        reader gets several deltas merged into one.
+        reader gets several deltas merged into one. With *streams* False, there is a single delta,
+        when the request ends.
         """
 
     async def embed(
@@ -295,27 +302,30 @@ class _Stream:
     def __init__(self) -> None:
         self._deltas: list[RequestOutput] = []
         self._error: Exception | None = None
-        self._changed = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None
 
     def put(self, delta: RequestOutput) -> None:
         self._deltas.append(delta)
-        self._changed.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         self._error = error
-        self._changed.set()
+        self._wake()
 
     async def get(self) -> RequestOutput:
         """Return all unread deltas as one; after them, raise the error."""
-        await self._changed.wait()
-        self._changed.clear()
+        if not self._deltas and self._error is None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
         if not self._deltas:
             assert self._error is not None, "put() or fail() was called"
             raise self._error
         deltas, self._deltas = self._deltas, []
-        if self._error is not None:
-            self._changed.set()
         return merge_deltas(deltas)
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
 
 class StreamingClient(AsyncClient, ABC):
@@ -354,7 +364,13 @@ class StreamingClient(AsyncClient, ABC):
 
     @abstractmethod
     def generate_deltas(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        streams: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's outputs; see :meth:`EngineClient.generate_deltas`."""
 
@@ -408,9 +424,12 @@ class StreamingClient(AsyncClient, ABC):
             while not is_finished:
                 output = await stream.get()
                 is_finished = output.finished
-                if output.error is not None:
-                    raise output.error
-                yield output
+                if output.error is None:
+                    yield output
+                    continue
+                if any(out.token_ids for out in output.outputs):  # generated before the error
+                    yield replace(output, finished=False, error=None)
+                raise output.error
         finally:
             # Otherwise, the request belongs to a loop that was closed.
             if self._streams.get(request_id) is stream:

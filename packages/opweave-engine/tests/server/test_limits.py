@@ -340,8 +340,8 @@ def test_a_slow_reader_gets_items_combined() -> None:
 
     async def read() -> list[tuple[int, str]]:
         items = []
-        async for item in merge_streams([texts("a"), texts("b")], "".join):
-            items.append(item)
+        async for batch in merge_streams([texts("a"), texts("b")], "".join):
+            items += batch
             await asyncio.sleep(0.02)
         return items
 

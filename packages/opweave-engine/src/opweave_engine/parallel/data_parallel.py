@@ -392,12 +392,18 @@ class DataParallelEngine(StreamingClient):
         return self._dead_with or (None if self._replicas.able else self._replicas.last_failure)
 
     def generate_deltas(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        streams: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         def prepare() -> Callable[[], None]:
             check_params(params)
             seeded = replace(params, seed=self._seeds.of(params))
-            submission = Submission(request_id, prompt, seeded, priority)
+            submission = Submission(request_id, prompt, seeded, priority, streams)
             _, salt = split_prompt(prompt)
             return partial(self._send, submission, self._tokens(prompt), params.n, salt)
 

@@ -67,12 +67,14 @@ class Submission:
         prompt: a text, token ids, or a dict with one of them.
         params: sampling or pooling parameters.
         priority: the scheduling priority; lower numbers go first.
+        streams: whether a delta is returned after each step, or only at the end.
     """
 
     request_id: str
     prompt: Prompt
     params: SamplingParams | PoolingParams
     priority: int = 0
+    streams: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +261,11 @@ class Replica:
         try:
             if isinstance(params, SamplingParams):
                 outputs = engine.generate_deltas(
-                    submission.prompt, params, request_id=name, priority=submission.priority
+                    submission.prompt,
+                    params,
+                    request_id=name,
+                    priority=submission.priority,
+                    streams=submission.streams,
                 )
                 async for output in outputs:
                     self._deltas.setdefault(name, []).append(output)
@@ -277,7 +283,6 @@ class Replica:
     def _refuse(self, request_id: str, error: Exception) -> None:
         if not isinstance(error, OpweaveError):
             _log.error("request %s failed", request_id, exc_info=error)
-        self._deltas.pop(request_id, None)
         self._others.append(RequestFailure(request_id, portable(error)))
         self._news.set()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -298,9 +299,15 @@ class RequestSeeds:
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
+        self._seeds: list[int] = []
 
     def of(self, params: SamplingParams) -> int:
         """Return the seed of a request: its own, or the next one."""
         if params.seed is not None:
             return params.seed % 2**64
-        return int(torch.randint(2**63 - 1, (), generator=self._generator))
+        with suppress(IndexError):
+            return self._seeds.pop()
+        # torch may release the GIL, for which the thread of a server then waits.
+        seeds = torch.randint(2**63 - 1, (64,), generator=self._generator).tolist()
+        self._seeds = seeds[:0:-1]
+        return int(seeds[0])

@@ -15,7 +15,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from opweave_engine.server.disconnect import HANG_UP_KEY
+from opweave_engine.server.disconnect import HANG_UP_KEY, WRITE_KEY
 from opweave_engine.server.errors import HANG_UP, ApiError, ServerConfigError, not_arrived
 from opweave_engine.server.middleware import error_response
 from opweave_engine.server.state import ServerConfig
@@ -139,7 +139,7 @@ class Connection(H11Protocol):
         super().handle_events()
         if self._has_request:
             self._stop_waiting()
-            self.scope["state"][HANG_UP_KEY] = self.hang_up
+            self.scope["state"] |= {HANG_UP_KEY: self.hang_up, WRITE_KEY: self.write}
 
     def on_response_complete(self) -> None:
         """Wait for the next request, which may have arrived already."""
@@ -156,6 +156,14 @@ class Connection(H11Protocol):
         """Close the connection at once; drop unsent data."""
         self.connections.discard(self)  # so that it does not count until the loop has closed it
         self.transport.abort()
+
+    async def write(self, data: bytes) -> None:
+        """Write a part of a body without a Content-Length, once the client has read enough."""
+        if self.flow.write_paused and not self.cycle.disconnected:
+            await self.flow.drain()
+        if data and not self.cycle.disconnected:  # an empty chunk would end the body
+            is_chunked = self.scope["http_version"] == "1.1"
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
 
     @property
     def _has_request(self) -> bool:

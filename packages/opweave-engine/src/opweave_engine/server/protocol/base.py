@@ -1,5 +1,7 @@
 """Base classes of request and response bodies, and the smaller bodies."""
 
+import json
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -253,6 +255,25 @@ class ResponseBody(pydantic.BaseModel):
         return f"data: {self.model_dump_json(**options)}\n\n"
 
 
+TEXT = uuid.uuid4().hex  # stands for the text of a TextEvent
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
+class TextEvent:
+    """A server-sent event that is encoded once for many texts.
+
+    Args:
+        body: the event, with :data:`TEXT` as its text.
+    """
+
+    def __init__(self, body: ResponseBody) -> None:
+        self._head, self._tail = body.event().split(_encode(TEXT))
+
+    def event(self, text: str) -> str:
+        """Return the event with *text*."""
+        return f"{self._head}{_encode(text)}{self._tail}"
+
+
 class GeneratedBody(ResponseBody):
     """A response, or an event of one, with an id."""
 
@@ -295,8 +316,10 @@ class UsageCounter:
     def add(self, output: RequestOutput, number: int = 0) -> None:
         """Count the tokens of an output or a delta for prompt *number*."""
         self._prompt += len(output.prompt_token_ids)
-        self._completion += sum(len(completion.token_ids) for completion in output.outputs)
-        self._cached[number] = output.num_cached_tokens or self._cached.get(number, 0)
+        for completion in output.outputs:
+            self._completion += len(completion.token_ids)
+        if output.num_cached_tokens:
+            self._cached[number] = output.num_cached_tokens
 
     def usage(self) -> Usage:
         """Return the usage so far."""
