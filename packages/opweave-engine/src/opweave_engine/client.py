@@ -6,9 +6,8 @@ import asyncio
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Lock
@@ -293,6 +292,25 @@ class AsyncClient:
 # Base class for asyncio clients backed by a worker thread.
 
 
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request: a prompt to continue, or to embed.
+
+    Attributes:
+        request_id: the name of the request.
+        prompt: a text, token ids, or a dict with one of them.
+        params: sampling or pooling parameters.
+        priority: the scheduling priority; lower numbers go first.
+        streams: whether a delta is returned after each step, or only at the end.
+    """
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams | PoolingParams
+    priority: int = 0
+    streams: bool = True
+
+
 _ABORT_TIMEOUT_SECONDS = 2.0  # the current step finishes first
 
 
@@ -362,18 +380,6 @@ class StreamingClient(AsyncClient, ABC):
                 total.add(delta)
                 yield total.output()
 
-    @abstractmethod
-    def generate_deltas(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        streams: bool = True,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the request's outputs; see :meth:`EngineClient.generate_deltas`."""
-
     async def abort(self, request_id: str) -> None:
         self._abort_request(request_id)
 
@@ -393,29 +399,27 @@ class StreamingClient(AsyncClient, ABC):
             self._fail(self._unfinished, self._dead_error())
 
     @abstractmethod
+    async def _prepare(self, submission: Submission) -> Callable[[], None]:
+        """Check the request, and return a function that submits it."""
+
+    @abstractmethod
     def _abort_request(self, request_id: str) -> None:
         """Abort the request, if it is known."""
 
     # In the event loop
 
-    async def _outputs(
+    async def generate_deltas(
         self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
         request_id: str,
-        prepare: Callable[[], Callable[[], None]],
-        before: Callable[[], Future[Any]] | None = None,
+        priority: int = 0,
+        streams: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the deltas of a request.
-
-        Args:
-            request_id: its name.
-            prepare: checks the request, and returns a function that submits it.
-            before: starts work in another thread that must finish first.
-        """
-        if before is not None:
-            await asyncio.wrap_future(before())
+        submit = await self._prepare(Submission(request_id, prompt, params, priority, streams))
         self._enter_loop()
         self._check_unused(request_id)
-        submit = prepare()
         self._open(request_id)
         stream, is_finished = _Stream(), False
         self._streams[request_id] = stream

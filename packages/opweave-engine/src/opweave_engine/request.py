@@ -141,12 +141,9 @@ class DetokenizedOutput:
         self._logprobs: list[Mapping[int, Logprob]] | None = None if params.logprobs is None else []
         self._stop_token: int | None = None
         # Workers need only the masks made of these, which may be long.
-        self._sampling = params
-        form, allowed_ids = params.structured_outputs, params.allowed_token_ids
-        if form is not None or allowed_ids is not None or params.bad_words:
-            self._sampling = replace(
-                params, structured_outputs=None, allowed_token_ids=None, bad_words=()
-            )
+        self._sampling = replace(
+            params, structured_outputs=None, allowed_token_ids=None, bad_words=()
+        )
         self._started = time.perf_counter()
         self._scheduled = self._first_token = self._last_token = self._finished = 0.0
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 
 import torch
 
@@ -298,16 +299,13 @@ class RequestSeeds:
     """
 
     def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        self._seeds: list[int] = []
+        generator = torch.Generator().manual_seed(seed)
+        draw = partial(torch.randint, 2**63 - 1, (64,), generator=generator)
+        # Each draw releases the GIL. Iterators of itertools may be shared between threads.
+        self._seeds = chain.from_iterable(iter(lambda: draw().tolist(), None))
 
     def of(self, params: SamplingParams) -> int:
         """Return the seed of a request: its own, or the next one."""
         if params.seed is not None:
             return params.seed % 2**64
-        with suppress(IndexError):
-            return self._seeds.pop()
-        # torch may release the GIL, for which the thread of a server then waits.
-        seeds = torch.randint(2**63 - 1, (64,), generator=self._generator).tolist()
-        self._seeds = seeds[:0:-1]
-        return int(seeds[0])
+        return int(next(self._seeds))

@@ -24,16 +24,9 @@ async def merge_streams(
     """Yield the items of all streams, those that arrive together in one list.
 
     Each has the number of its stream. Streams are read even if the reader is slow, which then gets
-    several items of a stream combined into one; a single stream must do so itself. Ends when all
-    streams have ended. Closes all of them at the end, on an error, and when it is closed.
+    several items of a stream combined into one. Ends when all streams have ended. Closes all of
+    them at the end, on an error, and when it is closed.
     """
-    if len(streams) == 1:
-        try:
-            async for item in streams[0]:
-                yield [(0, item)]
-        finally:
-            await close(streams[0])
-        return
     ready: dict[int, list[T]] = {}
     changed = asyncio.Event()
 
@@ -83,6 +76,7 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that did not wait
 HANG_UP_KEY = "hang_up"  # closes it
 WRITE_KEY = "write"  # writes a part of the body
 Write = Callable[[bytes], Awaitable[None]]
+Events = Callable[[Write], Awaitable[None]]
 
 
 class ClientGoneError(Exception):
@@ -99,24 +93,18 @@ class EventStream(Response):
     """A response of server-sent events. Closes their source as soon as the client disconnects.
 
     Args:
-        send_events: sends the encoded events with the function that it gets, and never raises.
-        source: the source of the events; closed even if *send_events* never started.
+        events: writes the encoded events with the function that it gets, and never raises.
+        source: the source of the events; closed even if *events* never started.
         deadline: the event loop's time at which the response is cut off, even if the client does
             not read.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        send_events: Callable[[Write], Awaitable[None]],
-        source: AsyncIterator[object],
-        *,
-        deadline: float,
-    ) -> None:
+    def __init__(self, events: Events, source: AsyncIterator[object], *, deadline: float) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["Content-Length"]
-        self._send_events, self._source, self._deadline = send_events, source, deadline
+        self._events, self._source, self._deadline = events, source, deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events.
@@ -146,7 +134,7 @@ class EventStream(Response):
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
         # Each of the middlewares and the state machine of HTTP would take longer than the write.
-        await self._send_events(scope["state"].get(WRITE_KEY) or partial(_write, send))
+        await self._events(scope["state"].get(WRITE_KEY) or partial(_write, send))
         await send({"type": "http.response.body"})
 
 

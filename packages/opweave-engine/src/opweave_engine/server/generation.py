@@ -93,9 +93,12 @@ class GenerationJob:
         param = self.call.param if self.params.n == 1 else "n"
         generate = self._generate if len(self.prompts) == 1 else self._isolated
         sources = [generate(index, streams) for index in range(len(self.prompts))]
+        batches: Deltas = ([(0, delta)] async for delta in sources[0])  # merged by the engine
+        if len(sources) > 1:
+            batches = merge_streams(sources, merge_deltas)
         with self.server.admission.places(len(self.prompts) * self.params.n, param=param):
             try:
-                async with aclosing(merge_streams(sources, merge_deltas)) as batches:
+                async with aclosing(batches):
                     async for batch in batches:
                         if self.server.admission.is_closed and _is_aborted(batch):
                             raise shutting_down()
@@ -106,6 +109,8 @@ class GenerationJob:
                 if self.params.structured_outputs is None:
                     raise
                 raise form_error(error, self.form_field) from error
+            finally:
+                await close(sources[0])
 
     async def outputs(self, *, partial: bool = False) -> list[RequestOutput]:
         """Return the complete outputs, in the order of the prompts; raises as :meth:`deltas`.

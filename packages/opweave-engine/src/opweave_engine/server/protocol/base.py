@@ -255,23 +255,26 @@ class ResponseBody(pydantic.BaseModel):
         return f"data: {self.model_dump_json(**options)}\n\n"
 
 
-TEXT = uuid.uuid4().hex  # stands for the text of a TextEvent
+_TEXT = uuid.uuid4().hex  # occurs in no other field
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
-class TextEvent:
-    """A server-sent event that is encoded once for many texts.
+class TextEvents:
+    """Server-sent events that differ only in an index and a text; encoded once per index.
 
     Args:
-        body: the event, with :data:`TEXT` as its text.
+        body: returns the event with an index and a text.
     """
 
-    def __init__(self, body: ResponseBody) -> None:
-        self._head, self._tail = body.event().split(_encode(TEXT))
+    def __init__(self, body: Callable[[int, str], ResponseBody]) -> None:
+        self._body = body
+        self._parts: dict[int, list[str]] = {}  # before and after the text
 
-    def event(self, text: str) -> str:
-        """Return the event with *text*."""
-        return f"{self._head}{_encode(text)}{self._tail}"
+    def event(self, index: int, text: str) -> str:
+        """Return the event."""
+        if index not in self._parts:
+            self._parts[index] = self._body(index, _TEXT).event().split(_encode(_TEXT))
+        return _encode(text).join(self._parts[index])
 
 
 class GeneratedBody(ResponseBody):

@@ -1,7 +1,7 @@
 """``POST /v1/chat/completions``."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -11,7 +11,7 @@ from opweave_engine.server import output_parser
 from opweave_engine.server.generation import AnswerPlan, GenerationJob, chat_generation
 from opweave_engine.server.logprobs import chat_logprobs, prompt_logprobs
 from opweave_engine.server.protocol import chat
-from opweave_engine.server.protocol.base import TEXT, TextEvent, Usage, UsageCounter
+from opweave_engine.server.protocol.base import TextEvents, Usage, UsageCounter
 from opweave_engine.server.state import Server
 from opweave_engine.server.streaming import ERRORS, STREAM, json_response, stream
 
@@ -30,16 +30,17 @@ async def chat_completions(body: chat.ChatRequest, request: Request, server: Ser
     return json_response(writer.response(output))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _ChatWriter:
     """Writes the response to one request."""
 
     generation: GenerationJob
     body: chat.ChatRequest
     plan: AnswerPlan
-    counter: UsageCounter = field(default_factory=UsageCounter)
-    parsed: dict[int, output_parser.AnswerParser] = field(default_factory=dict)
-    text_events: dict[int, TextEvent] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.counter, self.text_events = UsageCounter(), TextEvents(self._text_chunk)
+        self.parsed: dict[int, output_parser.AnswerParser] = {}
 
     def response(self, output: RequestOutput) -> chat.ChatResponse:
         ids = output.prompt_token_ids
@@ -61,7 +62,7 @@ class _ChatWriter:
             if output.index not in self.parsed:
                 is_first, self.parsed[output.index] = not self.parsed, self.plan.parser()
                 begin = {"role": "assistant", "content": ""}
-                chunk = self._chunk([chat.ChatChunkChoice(index=output.index, delta=begin)], usage)
+                chunk = self._chunk(usage, index=output.index, delta=begin)
                 if is_first and self.body.return_token_ids:
                     chunk.prompt_token_ids = delta.prompt_token_ids
                 yield chunk.event()
@@ -69,7 +70,7 @@ class _ChatWriter:
 
     def last_events(self) -> Iterator[str]:
         if self.body.includes_usage:
-            yield self._chunk([], self.counter.usage()).event()
+            yield self._chunk(self.counter.usage()).event()
 
     def _choice(self, answer: CompletionOutput) -> chat.ChatChoice:
         parsed = self.plan.parser()
@@ -110,27 +111,20 @@ class _ChatWriter:
         logprobs = self._logprobs(output)
         for delta in deltas:
             if "content" in delta and usage is None and logprobs is None and ids is None:
-                yield self._text_event(output.index).event(delta["content"])
+                yield self.text_events.event(output.index, delta["content"])
                 continue
-            choice = chat.ChatChunkChoice(
-                index=output.index, delta=delta, logprobs=logprobs, token_ids=ids
-            )
-            yield self._chunk([choice], usage).event()
+            scores = {"logprobs": logprobs, "token_ids": ids}
+            yield self._chunk(usage, index=output.index, delta=delta, **scores).event()
             logprobs = ids = None
-        if output.finish_reason is not None:
-            choice = chat.ChatChunkChoice(
-                index=output.index,
-                delta={},
-                finish_reason=_finish_reason(output.finish_reason, parsed),
-                stop_reason=output.stop_reason,
-            )
-            yield self._chunk([choice], usage).event()
+        if (reason := output.finish_reason) is not None:
+            end = {
+                "finish_reason": _finish_reason(reason, parsed),
+                "stop_reason": output.stop_reason,
+            }
+            yield self._chunk(usage, index=output.index, delta={}, **end).event()
 
-    def _text_event(self, index: int) -> TextEvent:
-        if index not in self.text_events:
-            choice = chat.ChatChunkChoice(index=index, delta={"content": TEXT})
-            self.text_events[index] = TextEvent(self._chunk([choice], None))
-        return self.text_events[index]
+    def _text_chunk(self, index: int, text: str) -> chat.ChatChunk:
+        return self._chunk(None, index=index, delta={"content": text})
 
     def _delta(self, event: output_parser.Event, index: int) -> list[dict[str, Any]]:
         match event:
@@ -153,7 +147,8 @@ class _ChatWriter:
         count, as_ids = self.body.top_logprobs or 0, bool(self.body.return_tokens_as_token_ids)
         return chat_logprobs(output, count, self.generation.server.engine.tokenizer, as_ids=as_ids)
 
-    def _chunk(self, choices: list[chat.ChatChunkChoice], usage: Usage | None) -> chat.ChatChunk:
+    def _chunk(self, usage: Usage | None, **choice: Any) -> chat.ChatChunk:
+        choices = [chat.ChatChunkChoice(**choice)] if choice else []
         return chat.ChatChunk(**self.generation.header, choices=choices, usage=usage)
 
 

@@ -17,7 +17,7 @@ from opweave_engine.server.logprobs import (
     prompt_offsets,
 )
 from opweave_engine.server.prompts import Reading, check_context, read_prompts
-from opweave_engine.server.protocol.base import TEXT, ErrorDetail, TextEvent, Usage, UsageCounter
+from opweave_engine.server.protocol.base import ErrorDetail, TextEvents, Usage, UsageCounter
 from opweave_engine.server.protocol.completions import (
     CompletionChoice,
     CompletionLogprobs,
@@ -59,14 +59,14 @@ class _Choice:
     Attributes:
         first: the first delta of its prompt.
         echo: the prompt's text, if the response repeats it.
-        offsets: finds the text offsets of its tokens, for log-probabilities.
         is_new: whether nothing of it has been written.
+        offsets: finds the text offsets of its tokens, for log-probabilities.
     """
 
     first: RequestOutput
     echo: str
-    offsets: Offsets | None
     is_new: bool = True
+    offsets: Offsets | None = None
 
 
 @dataclass
@@ -80,9 +80,10 @@ class _CompletionsWriter:
     def __post_init__(self) -> None:
         body = self.body
         self.counter = UsageCounter(counts_completion=not body.writes_nothing)
-        has_more = body.return_token_ids or body.writes_nothing or body.repeats_usage
-        self.has_only_text = body.logprobs is None and not has_more
-        self.text_events: dict[int, TextEvent] = {}  # by the index of a choice that has begun
+        self.text_events = TextEvents(self._text_body)
+        has_counts = body.logprobs is not None or body.prompt_logprobs is not None
+        has_ids = body.return_token_ids or body.writes_nothing
+        self.has_only_text = not (has_counts or has_ids or body.echo or body.repeats_usage)
 
     def response(self, outputs: list[RequestOutput]) -> CompletionResponse:
         choices = list[CompletionChoice]()
@@ -95,15 +96,11 @@ class _CompletionsWriter:
         self.counter.add(delta, number)
         usage = self.counter.usage() if self.body.repeats_usage else None
         for output in delta.outputs:
-            text_event = self.text_events.get(self._index(number, output))
-            if text_event is not None and output.finish_reason is None:
+            if self.has_only_text and output.finish_reason is None:
                 if output.text:
-                    yield text_event.event(output.text)
+                    yield self.text_events.event(self._index(number, output), output.text)
             elif (choice := self._choice(number, delta, output)) is not None:
                 yield self._body([choice], usage).event()
-                if self.has_only_text and output.finish_reason is None:
-                    choice = CompletionChoice(index=choice.index, text=TEXT, finish_reason=None)
-                    self.text_events[choice.index] = TextEvent(self._body([choice], None))
 
     def last_events(self) -> Iterator[str]:
         if self.body.includes_usage:
@@ -118,12 +115,8 @@ class _CompletionsWriter:
         """Return the choice for a delta of an output, or None if there is nothing to send."""
         index = self._index(number, output)
         if index not in self.choices:
-            tokenizer, params = self.generation.server.engine.tokenizer, self.generation.params
-            echo, offsets = self._prompt_text(number) if self.body.echo else "", None
-            if self.body.logprobs is not None:
-                decoder = IncrementalDecoder.of(tokenizer, delta.prompt_token_ids, params)
-                offsets = Offsets(decoder, len(echo))
-            self.choices[index] = _Choice(delta, echo, offsets)
+            echo = self._prompt_text(number) if self.body.echo else ""
+            self.choices[index] = _Choice(delta, echo)
         state = self.choices[index]
         ids = output.token_ids if self.body.return_token_ids else None
         has_news = output.text or output.finish_reason or output.logprobs or ids
@@ -156,11 +149,14 @@ class _CompletionsWriter:
             choice.prompt_logprobs = prompt_logprobs(state.first.prompt_logprobs, prompt, count)
 
     def _logprobs(self, output: CompletionOutput, state: _Choice) -> CompletionLogprobs | None:
-        if (count := self.body.logprobs) is None or state.offsets is None:
+        if (count := self.body.logprobs) is None:
             return None
         logprobs = None if self.body.writes_nothing else output.logprobs
-        offsets = state.offsets.add(output.token_ids)
         tokenizer, ids = self.generation.server.engine.tokenizer, state.first.prompt_token_ids
+        if state.offsets is None:
+            decoder = IncrementalDecoder.of(tokenizer, ids, self.generation.params)
+            state.offsets = Offsets(decoder, len(state.echo))
+        offsets = state.offsets.add(output.token_ids)
         as_ids = bool(self.body.return_tokens_as_token_ids)
         generated = completion_logprobs(
             output.token_ids, logprobs, count, offsets, tokenizer, as_ids=as_ids
@@ -179,6 +175,9 @@ class _CompletionsWriter:
         if prompt.text is not None:
             return prompt.text
         return self.generation.server.engine.tokenizer.decode(prompt.ids)
+
+    def _text_body(self, index: int, text: str) -> CompletionResponse:
+        return self._body([CompletionChoice(index=index, text=text, finish_reason=None)], None)
 
     def _body(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionResponse:
         return CompletionResponse(**self.generation.header, choices=choices, usage=usage)
