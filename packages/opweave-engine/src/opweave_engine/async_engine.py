@@ -102,17 +102,9 @@ class AsyncEngine(StreamingClient):
             self._thread.join()
 
     async def _prepare(self, submission: Submission) -> Callable[[], None]:
-        params: Any = submission.params
-        if (form := getattr(params, "structured_outputs", None)) is not None:
+        if (form := getattr(submission.params, "structured_outputs", None)) is not None:
             await asyncio.wrap_future(self._core.grammars.compile(form))
-        request = self._core.prepare(
-            submission.request_id,
-            submission.prompt,
-            params,
-            priority=submission.priority,
-            streams=submission.streams,
-            deltas=True,
-        )
+        request = self._core.prepare(**vars(submission), deltas=True)
         return partial(self._commands.put, partial(self._add, request))
 
     def _abort_request(self, request_id: str) -> None:

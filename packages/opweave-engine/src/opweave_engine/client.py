@@ -292,7 +292,7 @@ class AsyncClient:
 # Base class for asyncio clients backed by a worker thread.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Submission:
     """A request: a prompt to continue, or to embed.
 

@@ -240,14 +240,7 @@ class Replica:
         params, name = submission.params, submission.request_id
         try:
             if isinstance(params, SamplingParams):
-                outputs = engine.generate_deltas(
-                    submission.prompt,
-                    params,
-                    request_id=name,
-                    priority=submission.priority,
-                    streams=submission.streams,
-                )
-                async for output in outputs:
+                async for output in engine.generate_deltas(**vars(submission)):
                     self._deltas.setdefault(name, []).append(output)
                     self._news.set()
             else:

@@ -93,9 +93,9 @@ class GenerationJob:
         param = self.call.param if self.params.n == 1 else "n"
         generate = self._generate if len(self.prompts) == 1 else self._isolated
         sources = [generate(index, streams) for index in range(len(self.prompts))]
-        batches: Deltas = ([(0, delta)] async for delta in sources[0])  # merged by the engine
-        if len(sources) > 1:
-            batches = merge_streams(sources, merge_deltas)
+        batches = merge_streams(sources, merge_deltas)
+        if len(sources) == 1:  # the engine merges its deltas
+            batches = ([(0, delta)] async for delta in sources[0])
         with self.server.admission.places(len(self.prompts) * self.params.n, param=param):
             try:
                 async with aclosing(batches):
@@ -110,7 +110,8 @@ class GenerationJob:
                     raise
                 raise form_error(error, self.form_field) from error
             finally:
-                await close(sources[0])
+                for source in sources:
+                    await close(source)
 
     async def outputs(self, *, partial: bool = False) -> list[RequestOutput]:
         """Return the complete outputs, in the order of the prompts; raises as :meth:`deltas`.

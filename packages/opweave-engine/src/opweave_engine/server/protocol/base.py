@@ -1,11 +1,11 @@
 """Base classes of request and response bodies, and the smaller bodies."""
 
-import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
+from json.encoder import encode_basestring
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 import pydantic
@@ -256,7 +256,6 @@ class ResponseBody(pydantic.BaseModel):
 
 
 _TEXT = uuid.uuid4().hex  # occurs in no other field
-_encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class TextEvents:
@@ -273,8 +272,8 @@ class TextEvents:
     def event(self, index: int, text: str) -> str:
         """Return the event."""
         if index not in self._parts:
-            self._parts[index] = self._body(index, _TEXT).event().split(_encode(_TEXT))
-        return _encode(text).join(self._parts[index])
+            self._parts[index] = self._body(index, _TEXT).event().split(encode_basestring(_TEXT))
+        return encode_basestring(text).join(self._parts[index])
 
 
 class GeneratedBody(ResponseBody):
