@@ -14,12 +14,14 @@ from typing import Any
 
 import openai
 import pytest
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from opweave.config import EngineConfig
 from opweave_engine import ChatTemplate, SamplingParams
 from opweave_engine.daemon_threads import DaemonThreads
 from opweave_engine.prompts import IOProcessor
-from opweave_engine.server import ServerConfig, ServerConfigError, streaming
+from opweave_engine.server import ServerConfig, ServerConfigError, create_app, streaming
 from opweave_engine.server.connection import Connection
 from opweave_engine.server.disconnect import merge_streams
 from server.conftest import Running, Start
@@ -394,6 +396,31 @@ def test_a_step_is_one_write(start: Start, path: str, monkeypatch: pytest.Monkey
     assert server.post(path, body).text.endswith("data: [DONE]\n\n")
     assert len(sizes) <= 6  # the last one is [DONE]
     assert max(sizes) >= 3
+
+
+def test_added_middleware_gets_whole_streams(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Marks:
+        """Marks each part of a body."""
+
+        def __init__(self, app: ASGIApp) -> None:
+            self._app = app
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            async def send_on(message: Message) -> None:
+                marked = message.get("body", b"").replace(b"data: ", b"data:  ")
+                await send({**message, "body": marked} if "body" in message else message)
+
+            await self._app(scope, receive, send_on)
+
+    def marked(*arguments: Any) -> FastAPI:
+        app = create_app(*arguments)
+        app.add_middleware(Marks)
+        return app
+
+    monkeypatch.setattr("server.conftest.create_app", marked)
+    text = start().post(COMPLETIONS, {**BODY, "stream": True}).text
+    assert text.endswith("data:  [DONE]\n\n")
+    assert text.count("data: ") == text.count("data:  ") > 2
 
 
 def test_a_stream_for_http_1_0(start: Start) -> None:

@@ -107,13 +107,14 @@ class Connection(H11Protocol):
         timeout: seconds from the first byte of a request, or from the start of the connection, to
             the end of the head.
         room: the connections without a request.
+        is_direct: whether parts of streams may bypass the middlewares.
     """
 
     def __init__(
-        self, *arguments: Any, timeout: float, room: IdleConnections, **options: Any
+        self, *args: Any, timeout: float, room: IdleConnections, is_direct: bool, **options: Any
     ) -> None:
-        super().__init__(*arguments, **options)
-        self._timeout, self._room = timeout, room
+        super().__init__(*args, **options)
+        self._timeout, self._room, self._is_direct = timeout, room, is_direct
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -139,7 +140,8 @@ class Connection(H11Protocol):
         super().handle_events()
         if self._has_request:
             self._stop_waiting()
-            self.scope["state"] |= {HANG_UP_KEY: self.hang_up, WRITE_KEY: self.write}
+            self.scope["state"][HANG_UP_KEY] = self.hang_up
+            self.scope["state"][WRITE_KEY] = self.write if self._is_direct else None
 
     def on_response_complete(self) -> None:
         """Wait for the next request, which may have arrived already."""
