@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from opweave.config import EngineConfig
-from opweave_engine.client import AsyncClient, StreamingClient, make_core
+from opweave_engine.client import AsyncClient, StreamingClient, Submission, make_core
 from opweave_engine.core import PriorityLists, private_context
 from opweave_engine.embedding import Embedder
 from opweave_engine.errors import InvalidArgumentError, id_in_use
@@ -27,7 +27,6 @@ from opweave_engine.metrics import EngineStats, StatCounter
 from opweave_engine.outputs import EmbeddingOutput, PoolingParams, RequestOutput, RequestTimings
 from opweave_engine.prompts import Prompt
 from opweave_engine.request import ActiveRequest
-from opweave_engine.sampling.params import SamplingParams
 
 # An engine for asyncio, which runs in a thread of its own.
 
@@ -78,17 +77,6 @@ class AsyncEngine(StreamingClient):
         self._thread = threading.Thread(target=self._run, name="opweave-engine", daemon=True)
         self._thread.start()
 
-    def generate_deltas(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
-    ) -> AsyncGenerator[RequestOutput, None]:
-        def prepare() -> Callable[[], None]:
-            request = self._core.prepare(request_id, prompt, params, priority=priority, deltas=True)
-            return partial(self._commands.put, partial(self._add, request))
-
-        form = params.structured_outputs if isinstance(params, SamplingParams) else None
-        compiled = None if form is None else partial(self._core.grammars.compile, form)
-        return self._outputs(request_id, prepare, compiled)
-
     async def embed(
         self, prompt: Prompt, params: PoolingParams | None = None, *, request_id: str
     ) -> EmbeddingOutput:
@@ -112,6 +100,12 @@ class AsyncEngine(StreamingClient):
         if self._thread.is_alive():
             self._core.executor.interrupt()
             self._thread.join()
+
+    async def _prepare(self, submission: Submission) -> Callable[[], None]:
+        if (form := getattr(submission.params, "structured_outputs", None)) is not None:
+            await asyncio.wrap_future(self._core.grammars.compile(form))
+        request = self._core.prepare(**vars(submission), deltas=True)
+        return partial(self._commands.put, partial(self._add, request))
 
     def _abort_request(self, request_id: str) -> None:
         self._commands.put(partial(self._abort, request_id))
@@ -139,7 +133,8 @@ class AsyncEngine(StreamingClient):
                     self._abort(*self._core.unfinished)
                     return
                 command()
-            self._call_in_loop(partial(self._receive, self._core.step()))
+            if outputs := self._core.step():
+                self._call_in_loop(partial(self._receive, outputs))
 
     def _add(self, request: ActiveRequest) -> None:
         try:
@@ -198,9 +193,7 @@ class AsyncEmbedder(AsyncClient):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="opweave-embedder")
         self._counter = StatCounter()
 
-    async def generate(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
-    ) -> AsyncIterator[RequestOutput]:
+    async def generate(self, *_: Any, **__: Any) -> AsyncIterator[RequestOutput]:
         makes = "scores pairs of texts" if self._embedder.is_cross_encoder else "makes embeddings"
         raise InvalidArgumentError(
             f"The model {self.model_name!r} {makes}; it does not generate text."

@@ -6,9 +6,8 @@ import asyncio
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Lock
@@ -141,13 +140,20 @@ class EngineClient(Protocol):
         """
 
     def generate_deltas(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        streams: bool = True,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the output of :meth:`generate` as deltas, with only new text and tokens.
 
         The first delta contains the prompt and all outputs. Later ones contain the outputs that
         changed, with an empty ``prompt_token_ids``. Each finish reason is reported once. A slow
-        reader gets several deltas merged into one.
+        reader gets several deltas merged into one. With *streams* False, there is a single delta,
+        when the request ends.
         """
 
     async def embed(
@@ -286,6 +292,25 @@ class AsyncClient:
 # Base class for asyncio clients backed by a worker thread.
 
 
+@dataclass(frozen=True)
+class Submission:
+    """A request: a prompt to continue, or to embed.
+
+    Attributes:
+        request_id: the name of the request.
+        prompt: a text, token ids, or a dict with one of them.
+        params: sampling or pooling parameters.
+        priority: the scheduling priority; lower numbers go first.
+        streams: whether a delta is returned after each step, or only at the end.
+    """
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams | PoolingParams
+    priority: int = 0
+    streams: bool = True
+
+
 _ABORT_TIMEOUT_SECONDS = 2.0  # the current step finishes first
 
 
@@ -295,27 +320,30 @@ class _Stream:
     def __init__(self) -> None:
         self._deltas: list[RequestOutput] = []
         self._error: Exception | None = None
-        self._changed = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None
 
     def put(self, delta: RequestOutput) -> None:
         self._deltas.append(delta)
-        self._changed.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         self._error = error
-        self._changed.set()
+        self._wake()
 
     async def get(self) -> RequestOutput:
         """Return all unread deltas as one; after them, raise the error."""
-        await self._changed.wait()
-        self._changed.clear()
+        if not self._deltas and self._error is None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
         if not self._deltas:
             assert self._error is not None, "put() or fail() was called"
             raise self._error
         deltas, self._deltas = self._deltas, []
-        if self._error is not None:
-            self._changed.set()
         return merge_deltas(deltas)
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
 
 class StreamingClient(AsyncClient, ABC):
@@ -352,12 +380,6 @@ class StreamingClient(AsyncClient, ABC):
                 total.add(delta)
                 yield total.output()
 
-    @abstractmethod
-    def generate_deltas(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the request's outputs; see :meth:`EngineClient.generate_deltas`."""
-
     async def abort(self, request_id: str) -> None:
         self._abort_request(request_id)
 
@@ -377,29 +399,27 @@ class StreamingClient(AsyncClient, ABC):
             self._fail(self._unfinished, self._dead_error())
 
     @abstractmethod
+    async def _prepare(self, submission: Submission) -> Callable[[], None]:
+        """Check the request, and return a function that submits it."""
+
+    @abstractmethod
     def _abort_request(self, request_id: str) -> None:
         """Abort the request, if it is known."""
 
     # In the event loop
 
-    async def _outputs(
+    async def generate_deltas(
         self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
         request_id: str,
-        prepare: Callable[[], Callable[[], None]],
-        before: Callable[[], Future[Any]] | None = None,
+        priority: int = 0,
+        streams: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the deltas of a request.
-
-        Args:
-            request_id: its name.
-            prepare: checks the request, and returns a function that submits it.
-            before: starts work in another thread that must finish first.
-        """
-        if before is not None:
-            await asyncio.wrap_future(before())
+        submit = await self._prepare(Submission(request_id, prompt, params, priority, streams))
         self._enter_loop()
         self._check_unused(request_id)
-        submit = prepare()
         self._open(request_id)
         stream, is_finished = _Stream(), False
         self._streams[request_id] = stream
@@ -408,9 +428,12 @@ class StreamingClient(AsyncClient, ABC):
             while not is_finished:
                 output = await stream.get()
                 is_finished = output.finished
-                if output.error is not None:
-                    raise output.error
-                yield output
+                if output.error is None:
+                    yield output
+                    continue
+                if any(out.token_ids for out in output.outputs):  # generated before the error
+                    yield replace(output, finished=False, error=None)
+                raise output.error
         finally:
             # Otherwise, the request belongs to a loop that was closed.
             if self._streams.get(request_id) is stream:

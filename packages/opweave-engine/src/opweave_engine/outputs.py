@@ -9,7 +9,7 @@ from typing import Literal
 from opweave_engine.errors import EngineError, SamplingParamsError
 from opweave_engine.sampling.params import check_flag, check_int
 
-# The outputs of requests.
+# The outputs of requests. Those of a step are not frozen, which would take twice as long.
 
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -30,7 +30,7 @@ class Logprob:
     decoded_token: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class CompletionOutput:
     """One generated output of a prompt.
 
@@ -55,7 +55,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestTimings:
     """Timestamps of a request, in seconds since it was added to the engine.
 
@@ -70,7 +70,7 @@ class RequestTimings:
     finished: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestOutput:
     """A prompt and its outputs so far, or a delta of them.
 

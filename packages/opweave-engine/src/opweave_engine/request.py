@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 
 from opweave.platforms import Platform
@@ -253,43 +253,12 @@ class DetokenizedOutput:
 # Adds up the deltas of a request.
 
 
-@dataclass(slots=True)
-class _GrowingOutput:
-    """One output of the request so far; the attributes are those of a CompletionOutput."""
-
-    index: int
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Mapping[int, Logprob]] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-
-    def add(self, delta: CompletionOutput) -> None:
-        self.texts.append(delta.text)
-        self.token_ids += delta.token_ids
-        if delta.logprobs is not None:
-            self.logprobs = self.logprobs or []
-            self.logprobs += delta.logprobs
-        if delta.finish_reason is not None:
-            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-
-    def output(self) -> CompletionOutput:
-        return CompletionOutput(
-            self.index,
-            "".join(self.texts),
-            list(self.token_ids),
-            self.finish_reason,
-            None if self.logprobs is None else list(self.logprobs),
-            self.stop_reason,
-        )
-
-
 class OutputAccumulator:
-    """Accumulates the deltas of one request, each in time proportional to its own size."""
+    """Accumulates the deltas of one request."""
 
     def __init__(self) -> None:
         self._newest: RequestOutput | None = None  # with the prompt of the first delta
-        self._outputs: dict[int, _GrowingOutput] = {}
+        self._outputs: dict[int, CompletionOutput] = {}
 
     def add(self, delta: RequestOutput) -> None:
         """Append a delta."""
@@ -301,12 +270,23 @@ class OutputAccumulator:
             prompt_logprobs=first.prompt_logprobs,
         )
         for output in delta.outputs:
-            self._outputs.setdefault(output.index, _GrowingOutput(output.index)).add(output)
+            empty = CompletionOutput(output.index, "", [], None)
+            total = self._outputs.setdefault(output.index, empty)
+            total.text += output.text
+            total.token_ids += output.token_ids
+            if output.logprobs is not None:
+                total.logprobs = total.logprobs or []
+                total.logprobs += output.logprobs
+            if output.finish_reason is not None:
+                total.finish_reason, total.stop_reason = output.finish_reason, output.stop_reason
 
     def output(self) -> RequestOutput:
         """Return everything that was added, as one output. At least one delta must be added."""
         assert self._newest is not None, "add() comes first"
-        outputs = [self._outputs[index].output() for index in sorted(self._outputs)]
+        outputs = [
+            replace(out, token_ids=[*out.token_ids], logprobs=out.logprobs and [*out.logprobs])
+            for _, out in sorted(self._outputs.items())
+        ]
         return replace(self._newest, outputs=outputs)
 
 

@@ -19,6 +19,7 @@ from opweave_engine import (
     EngineClient,
     EngineDeadError,
     InvalidArgumentError,
+    NonFiniteLogitsError,
     PromptError,
     RequestOutput,
     SamplingParams,
@@ -92,6 +93,70 @@ def test_answers_are_those_of_llm(engine: AsyncEngine, checkpoint: Checkpoints) 
     for output in found:
         assert 0 < output.timings.scheduled <= output.timings.first_token
         assert output.timings.first_token <= output.timings.finished
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_the_loop_wakes_once_per_step(engine: AsyncEngine, streams: bool) -> None:
+    async def read(name: str) -> int:
+        prompt = PROMPTS[int(name)]
+        outputs = engine.generate_deltas(prompt, GREEDY, request_id=name, streams=streams)
+        return len([delta async for delta in outputs])
+
+    async def run() -> list[int]:
+        loop = asyncio.get_running_loop()
+        wake = loop.call_soon_threadsafe
+
+        def count(*arguments: Any, **options: Any) -> Any:
+            wakes.append(arguments)
+            return wake(*arguments, **options)
+
+        loop.call_soon_threadsafe = count  # type: ignore[method-assign]
+        return await asyncio.gather(*map(read, "0123"))
+
+    wakes: list[Any] = []
+    deltas = asyncio.run(run())
+    stats = engine.stats()
+    assert stats.generation_tokens == 48
+    assert len(wakes) <= (stats.steps if streams else 4)
+    assert stats.steps < 40
+    if not streams:
+        assert deltas == [1] * 4
+
+
+def test_one_delta_is_the_whole_output(engine: AsyncEngine, checkpoint: Checkpoints) -> None:
+    params = replace(GREEDY, n=2)
+    (wanted,) = LLM(checkpoint("llama")[0]).generate([PROMPTS[3]], params)
+
+    async def run() -> list[RequestOutput]:
+        outputs = engine.generate_deltas(PROMPTS[3], params, request_id="a", streams=False)
+        return [output async for output in outputs]
+
+    (found,) = asyncio.run(run())
+    assert found.outputs == wanted.outputs
+    assert found.prompt_token_ids == PROMPTS[3]
+
+
+def test_tokens_before_an_error_are_read(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, execute = itertools.count(), engine._core.executor.execute
+
+    def fail(steps: Any) -> Any:
+        if next(calls) == 4:
+            raise NonFiniteLogitsError("no numbers", [0])
+        return execute(steps)
+
+    async def read(found: list[RequestOutput]) -> None:
+        outputs = engine.generate_deltas(PROMPTS[1], LONG, request_id="a", streams=False)
+        async for delta in outputs:
+            found.append(delta)
+
+    monkeypatch.setattr(engine._core.executor, "execute", fail)
+    found: list[RequestOutput] = []
+    with pytest.raises(NonFiniteLogitsError, match="no numbers"):
+        asyncio.run(read(found))
+    assert [len(delta.outputs[0].token_ids) for delta in found] == [4]
+    assert not found[0].finished
 
 
 def test_an_abort_ends_the_answer(engine: AsyncEngine) -> None:

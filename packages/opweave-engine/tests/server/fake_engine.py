@@ -26,11 +26,12 @@ from opweave_engine import (
     SamplingParams,
     Tokenizer,
 )
+from opweave_engine.client import _Stream
 from opweave_engine.detokenizer import Detokenizer
 from opweave_engine.metrics import SECONDS, TOKENS, Histogram
 from opweave_engine.outputs import FinishReason
 from opweave_engine.prompts import Prompt, split_prompt
-from opweave_engine.request import OutputAccumulator
+from opweave_engine.request import OutputAccumulator, merge_deltas
 from support import ROOT
 
 CHECKPOINT = ROOT / "examples" / "models" / "tiny-pydoc"
@@ -82,7 +83,41 @@ class FakeEngine:
         self._given_up: set[str] = set()
 
     async def generate_deltas(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        streams: bool = True,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        stream, is_finished = _Stream(), False
+
+        async def answer() -> None:
+            unread: list[RequestOutput] = []
+            try:
+                async for delta in self._answer(prompt, params, request_id, priority):
+                    unread.append(delta)
+                    if streams or delta.finished:
+                        stream.put(merge_deltas(unread))
+                        unread = []
+            except Exception as error:
+                if unread:
+                    stream.put(merge_deltas(unread))
+                stream.fail(error)
+
+        task = asyncio.create_task(answer())
+        try:
+            while not is_finished:
+                delta = await stream.get()
+                is_finished = delta.finished
+                yield delta
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _answer(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int
     ) -> AsyncGenerator[RequestOutput, None]:
         content, salt = split_prompt(prompt)
         ids = self.tokenizer.encode(content) if isinstance(content, str) else list(content)

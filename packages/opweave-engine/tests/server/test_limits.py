@@ -14,12 +14,15 @@ from typing import Any
 
 import openai
 import pytest
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from opweave.config import EngineConfig
 from opweave_engine import ChatTemplate, SamplingParams
 from opweave_engine.daemon_threads import DaemonThreads
 from opweave_engine.prompts import IOProcessor
-from opweave_engine.server import ServerConfig, ServerConfigError, streaming
+from opweave_engine.server import ServerConfig, ServerConfigError, create_app, streaming
+from opweave_engine.server.connection import Connection
 from opweave_engine.server.disconnect import merge_streams
 from server.conftest import Running, Start
 from server.fake_engine import FakeEngine
@@ -340,8 +343,8 @@ def test_a_slow_reader_gets_items_combined() -> None:
 
     async def read() -> list[tuple[int, str]]:
         items = []
-        async for item in merge_streams([texts("a"), texts("b")], "".join):
-            items.append(item)
+        async for batch in merge_streams([texts("a"), texts("b")], "".join):
+            items += batch
             await asyncio.sleep(0.02)
         return items
 
@@ -349,6 +352,88 @@ def test_a_slow_reader_gets_items_combined() -> None:
     assert len(items) < 50
     for number, letter in enumerate("ab"):
         assert "".join(text for n, text in items if n == number) == letter * 50
+
+
+def received(connection: socket.socket) -> bytes:
+    """Read a chunked response to its end, and return it."""
+    content = b""
+    while not content.endswith(b"0\r\n\r\n"):
+        part = connection.recv(1 << 20)
+        assert part, content
+        content += part
+    return content
+
+
+def test_a_slow_client_gets_deltas_merged(start: Start) -> None:
+    server, size = start(), 200
+    body = {"prompt": "x", "max_tokens": size, "n": 64, "temperature": 0}
+    with ask(server, BOTH[0], {**body, "stream": True}) as connection:
+        wait_until(lambda: server.engine.finished["length"] == 1, 60)
+        content = received(connection)
+    texts, count = [""] * 64, 0
+    for line in content.split(b"\r\n"):
+        for event in line.removesuffix(b"\n\n").split(b"\n\n"):
+            if event.startswith(b"data: {"):
+                (choice,) = json.loads(event[6:])["choices"]
+                texts[choice["index"]] += choice["text"]
+                count += 1
+    assert texts == [choice["text"] for choice in server.post(BOTH[0], body).json()["choices"]]
+    assert count < 64 * size  # the rest had to wait for the client
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_a_step_is_one_write(start: Start, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    write = Connection.write
+
+    async def count(self: Connection, data: bytes) -> None:
+        sizes.append(data.count(b"data: "))
+        await write(self, data)
+
+    monkeypatch.setattr(Connection, "write", count)
+    server = start(FakeEngine(delay=0.01))
+    body = {**LONG_BODY, "max_tokens": 5, "n": 3, "stream": True, "temperature": 0}
+    assert server.post(path, body).text.endswith("data: [DONE]\n\n")
+    assert len(sizes) <= 6  # the last one is [DONE]
+    assert max(sizes) >= 3
+
+
+def test_added_middleware_gets_whole_streams(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Marks:
+        """Marks each part of a body."""
+
+        def __init__(self, app: ASGIApp) -> None:
+            self._app = app
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            async def send_on(message: Message) -> None:
+                marked = message.get("body", b"").replace(b"data: ", b"data:  ")
+                await send({**message, "body": marked} if "body" in message else message)
+
+            await self._app(scope, receive, send_on)
+
+    def marked(*arguments: Any) -> FastAPI:
+        app = create_app(*arguments)
+        app.add_middleware(Marks)
+        return app
+
+    monkeypatch.setattr("server.conftest.create_app", marked)
+    text = start().post(COMPLETIONS, {**BODY, "stream": True}).text
+    assert text.endswith("data:  [DONE]\n\n")
+    assert text.count("data: ") == text.count("data:  ") > 2
+
+
+def test_a_stream_for_http_1_0(start: Start) -> None:
+    server = start()
+    content = json.dumps({**BODY, "stream": True}).encode()
+    head = "POST /v1/completions HTTP/1.0\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(address(server)) as connection:
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        with connection.makefile("rb") as answer:
+            fields, _, events = answer.read().partition(b"\r\n\r\n")
+    assert b"chunked" not in fields.lower()
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"}\n\ndata: [DONE]\n\n")
 
 
 # Templates and I/O processors, which others wrote: they may never end, and must keep nobody

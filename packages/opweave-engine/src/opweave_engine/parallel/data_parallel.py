@@ -5,26 +5,26 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from opweave import platforms
 from opweave.config import EngineConfig
 from opweave.ir.errors import OpweaveError
 from opweave_engine.async_engine import AsyncEmbedder, AsyncEngine, engine_class
-from opweave_engine.client import StreamingClient
+from opweave_engine.client import StreamingClient, Submission
 from opweave_engine.core import engine_priorities
 from opweave_engine.errors import EngineDeadError, ReplicaFailedError
 from opweave_engine.kv_cache import extend_hashes
 from opweave_engine.load.checkpoint import Checkpoint, Progress, sampling_defaults
 from opweave_engine.load.loader import check_ranks
 from opweave_engine.metrics import NOTHING, EngineStats, after_death, merged
-from opweave_engine.outputs import EmbeddingOutput, PoolingParams, RequestOutput
+from opweave_engine.outputs import EmbeddingOutput, PoolingParams
 from opweave_engine.parallel.rank import Agreement
 from opweave_engine.parallel.ray import (
     LoadOrder,
@@ -33,10 +33,9 @@ from opweave_engine.parallel.ray import (
     ReplicaLocation,
     ReplicaReport,
     RequestFailure,
-    Submission,
 )
 from opweave_engine.prompts import Prompt, as_ids, split_prompt
-from opweave_engine.sampling.params import RequestSeeds, SamplingParams, check_params
+from opweave_engine.sampling.params import RequestSeeds, check_params
 from opweave_engine.tokenizer import tokenizer_of
 
 # Routes requests to replicas.
@@ -391,18 +390,6 @@ class DataParallelEngine(StreamingClient):
     def dead_with(self) -> BaseException | None:
         return self._dead_with or (None if self._replicas.able else self._replicas.last_failure)
 
-    def generate_deltas(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
-    ) -> AsyncGenerator[RequestOutput, None]:
-        def prepare() -> Callable[[], None]:
-            check_params(params)
-            seeded = replace(params, seed=self._seeds.of(params))
-            submission = Submission(request_id, prompt, seeded, priority)
-            _, salt = split_prompt(prompt)
-            return partial(self._send, submission, self._tokens(prompt), params.n, salt)
-
-        return self._outputs(request_id, prepare)
-
     async def embed(
         self, prompt: Prompt, params: PoolingParams | None = None, *, request_id: str
     ) -> EmbeddingOutput:
@@ -431,6 +418,13 @@ class DataParallelEngine(StreamingClient):
         self._group.close()
 
     # In the event loop
+
+    async def _prepare(self, submission: Submission) -> Callable[[], None]:
+        params: Any = submission.params
+        check_params(params)
+        seeded = replace(submission, params=replace(params, seed=self._seeds.of(params)))
+        _, salt = split_prompt(submission.prompt)
+        return partial(self._send, seeded, self._tokens(submission.prompt), params.n, salt)
 
     def _tokens(self, prompt: Prompt) -> Sequence[int]:
         content, _ = split_prompt(prompt)

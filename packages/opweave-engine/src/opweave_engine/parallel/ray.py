@@ -24,12 +24,11 @@ from opweave.ir.errors import OpweaveError, described
 from opweave.packages import PROJECT
 from opweave_engine import errors
 from opweave_engine.async_engine import engine_class
-from opweave_engine.client import EngineClient
+from opweave_engine.client import EngineClient, Submission
 from opweave_engine.load.checkpoint import Progress
 from opweave_engine.metrics import EngineStats
-from opweave_engine.outputs import EmbeddingOutput, PoolingParams, RequestOutput
+from opweave_engine.outputs import EmbeddingOutput, RequestOutput
 from opweave_engine.parallel.rank import Agreement, Launch
-from opweave_engine.prompts import Prompt
 from opweave_engine.request import merge_deltas
 from opweave_engine.runner import share_of_host
 from opweave_engine.sampling.params import SamplingParams
@@ -56,23 +55,6 @@ class LoadOrder:
     model_name: str
     replicas_on_node: int
     log_level: int
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A request: a prompt to continue, or to embed.
-
-    Attributes:
-        request_id: the name of the request.
-        prompt: a text, token ids, or a dict with one of them.
-        params: sampling or pooling parameters.
-        priority: the scheduling priority; lower numbers go first.
-    """
-
-    request_id: str
-    prompt: Prompt
-    params: SamplingParams | PoolingParams
-    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,10 +240,7 @@ class Replica:
         params, name = submission.params, submission.request_id
         try:
             if isinstance(params, SamplingParams):
-                outputs = engine.generate_deltas(
-                    submission.prompt, params, request_id=name, priority=submission.priority
-                )
-                async for output in outputs:
+                async for output in engine.generate_deltas(**vars(submission)):
                     self._deltas.setdefault(name, []).append(output)
                     self._news.set()
             else:
@@ -277,7 +256,6 @@ class Replica:
     def _refuse(self, request_id: str, error: Exception) -> None:
         if not isinstance(error, OpweaveError):
             _log.error("request %s failed", request_id, exc_info=error)
-        self._deltas.pop(request_id, None)
         self._others.append(RequestFailure(request_id, portable(error)))
         self._news.set()
 

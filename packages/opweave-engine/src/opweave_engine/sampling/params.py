@@ -6,6 +6,8 @@ import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 
 import torch
 
@@ -297,10 +299,13 @@ class RequestSeeds:
     """
 
     def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
+        draw = partial(torch.randint, 2**63 - 1, (64,), generator=generator)
+        # Each draw releases the GIL. Iterators of itertools may be shared between threads.
+        self._seeds = chain.from_iterable(iter(lambda: draw().tolist(), None))
 
     def of(self, params: SamplingParams) -> int:
         """Return the seed of a request: its own, or the next one."""
         if params.seed is not None:
             return params.seed % 2**64
-        return int(torch.randint(2**63 - 1, (), generator=self._generator))
+        return int(next(self._seeds))

@@ -173,6 +173,7 @@ def create_app(
         middleware=_middleware(config, metrics),
     )
     app.state.server, app.state.metrics = server, metrics
+    app.state.middleware = list(app.user_middleware)  # others may change the bodies
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(OpweaveError, _failed)

@@ -15,7 +15,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from opweave_engine.server.disconnect import HANG_UP_KEY
+from opweave_engine.server.disconnect import HANG_UP_KEY, WRITE_KEY
 from opweave_engine.server.errors import HANG_UP, ApiError, ServerConfigError, not_arrived
 from opweave_engine.server.middleware import error_response
 from opweave_engine.server.state import ServerConfig
@@ -107,13 +107,14 @@ class Connection(H11Protocol):
         timeout: seconds from the first byte of a request, or from the start of the connection, to
             the end of the head.
         room: the connections without a request.
+        is_direct: whether parts of streams may bypass the middlewares.
     """
 
     def __init__(
-        self, *arguments: Any, timeout: float, room: IdleConnections, **options: Any
+        self, *args: Any, timeout: float, room: IdleConnections, is_direct: bool, **options: Any
     ) -> None:
-        super().__init__(*arguments, **options)
-        self._timeout, self._room = timeout, room
+        super().__init__(*args, **options)
+        self._timeout, self._room, self._is_direct = timeout, room, is_direct
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -140,6 +141,7 @@ class Connection(H11Protocol):
         if self._has_request:
             self._stop_waiting()
             self.scope["state"][HANG_UP_KEY] = self.hang_up
+            self.scope["state"][WRITE_KEY] = self.write if self._is_direct else None
 
     def on_response_complete(self) -> None:
         """Wait for the next request, which may have arrived already."""
@@ -156,6 +158,14 @@ class Connection(H11Protocol):
         """Close the connection at once; drop unsent data."""
         self.connections.discard(self)  # so that it does not count until the loop has closed it
         self.transport.abort()
+
+    async def write(self, data: bytes) -> None:
+        """Write a part of a body without a Content-Length, once the client has read enough."""
+        if self.flow.write_paused and not self.cycle.disconnected:
+            await self.flow.drain()
+        if data and not self.cycle.disconnected:  # an empty chunk would end the body
+            is_chunked = self.scope["http_version"] == "1.1"
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
 
     @property
     def _has_request(self) -> bool:

@@ -5,10 +5,11 @@ generator of a request's outputs aborts the request in the engine; see ``client`
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
-from starlette.responses import StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 # Merges several streams into one.
@@ -19,12 +20,12 @@ T = TypeVar("T")
 
 async def merge_streams(
     streams: Sequence[AsyncIterator[T]], combine: Callable[[Sequence[T]], T]
-) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield the items of all streams as they arrive, each with the number of its stream.
+) -> AsyncGenerator[list[tuple[int, T]], None]:
+    """Yield the items of all streams, those that arrive together in one list.
 
-    Streams are read even if the reader is slow, which then gets several items of a stream combined
-    into one. Ends when all streams have ended. Closes all of them at the end, on an error, and when
-    it is closed.
+    Each has the number of its stream. Streams are read even if the reader is slow, which then gets
+    several items of a stream combined into one. Ends when all streams have ended. Closes all of
+    them at the end, on an error, and when it is closed.
     """
     ready: dict[int, list[T]] = {}
     changed = asyncio.Event()
@@ -43,9 +44,9 @@ async def merge_streams(
         while not all(task.done() for task in tasks) or ready:
             await changed.wait()
             changed.clear()
-            while ready:
-                index = next(iter(ready))
-                yield index, combine(ready.pop(index))
+            if batch := [(index, combine(items)) for index, items in ready.items()]:
+                ready.clear()
+                yield batch
             for task in tasks:
                 if task.done():
                     task.result()
@@ -71,7 +72,11 @@ async def close(stream: object) -> None:
 
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that did not wait
-HANG_UP_KEY = "hang_up"  # key of a function in the state of a request: closes the connection
+# Keys in the state of a request, of functions of its connection.
+HANG_UP_KEY = "hang_up"  # closes it
+WRITE_KEY = "write"  # writes a part of the body
+Write = Callable[[bytes], Awaitable[None]]
+Events = Callable[[Write], Awaitable[None]]
 
 
 class ClientGoneError(Exception):
@@ -84,23 +89,21 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-class EventStream(StreamingResponse):
+class EventStream(Response):
     """A response of server-sent events. Closes their source as soon as the client disconnects.
 
     Args:
-        events: yields the encoded events, and never raises.
-        source: the source of *events*; closed even if *events* never started.
+        events: writes the encoded events with the function that it gets, and never raises.
+        source: the source of the events; closed even if *events* never started.
         deadline: the event loop's time at which the response is cut off, even if the client does
             not read.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, events: AsyncGenerator[str, None], source: AsyncIterator[object], *, deadline: float
-    ) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, headers=headers)
+    def __init__(self, events: Events, source: AsyncIterator[object], *, deadline: float) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["Content-Length"]
         self._events, self._source, self._deadline = events, source, deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,7 +112,7 @@ class EventStream(StreamingResponse):
         Raises:
             ClientGoneError: the client did not read them in time.
         """
-        sending = asyncio.create_task(self.stream_response(send))
+        sending = asyncio.create_task(self._send(scope, send))
         hanging_up = asyncio.create_task(disconnected(receive))
         timeout = self._deadline - asyncio.get_running_loop().time()
         try:
@@ -125,5 +128,15 @@ class EventStream(StreamingResponse):
                 raise ClientGoneError
         finally:
             await cancelled([sending, hanging_up])
-            await self._events.aclose()
             await close(self._source)
+
+    async def _send(self, scope: Scope, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        # Each of the middlewares and the state machine of HTTP would take longer than the write.
+        await self._events(scope["state"].get(WRITE_KEY) or partial(_write, send))
+        await send({"type": "http.response.body"})
+
+
+async def _write(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -3,7 +3,7 @@
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,7 +35,8 @@ from opweave_engine.server.state import ServerCall, ServerState
 
 _log = logging.getLogger(__name__)
 
-Deltas = AsyncGenerator[tuple[int, RequestOutput], None]  # each with the number of its prompt
+# The deltas that arrived together, each with the number of its prompt.
+Deltas = AsyncGenerator[list[tuple[int, RequestOutput]], None]
 
 
 @dataclass(frozen=True)
@@ -78,54 +79,60 @@ class GenerationJob:
         """The fields that all responses begin with."""
         return {"id": self.id, "created": self.created, "model": self.server.model_names[0]}
 
-    async def deltas(self) -> Deltas:
-        """Yield the deltas of all prompts, each with the index of its prompt. Closing it aborts.
+    async def deltas(self, *, streams: bool = True) -> Deltas:
+        """Yield the deltas of all prompts. Closing it aborts.
+
+        With *streams* False, each prompt has a single delta, when it ends.
 
         Raises:
-            ApiError: too many requests are running, the deadline passes, or the server stops.
+            ApiError: too many requests are running, or the server stops.
             EngineError: the engine fails.
         """
         if self.server.config.log_prompts:
             _log.info("%s prompts %r", self.id, [p.text or p.ids for p in self.prompts])
         param = self.call.param if self.params.n == 1 else "n"
-        streams = [self._isolated(index) for index in range(len(self.prompts))]
+        generate = self._generate if len(self.prompts) == 1 else self._isolated
+        sources = [generate(index, streams) for index in range(len(self.prompts))]
+        batches = merge_streams(sources, merge_deltas)
+        if len(sources) == 1:  # the engine merges its deltas
+            batches = ([(0, delta)] async for delta in sources[0])
         with self.server.admission.places(len(self.prompts) * self.params.n, param=param):
-            async with aclosing(merge_streams(streams, merge_deltas)) as deltas:
-                while True:
-                    try:
-                        async with self.call.deadline.limit():
-                            index, delta = await anext(deltas)
-                    except StopAsyncIteration:
-                        return
-                    except PromptError as error:
-                        raise ApiError(str(error), param=self.call.param) from error
-                    except (SamplingParamsError, MissingDependencyError) as error:
-                        if self.params.structured_outputs is None:
-                            raise
-                        raise form_error(error, self.form_field) from error
-                    is_aborted = any(out.finish_reason == "abort" for out in delta.outputs)
-                    if is_aborted and self.server.admission.is_closed:
-                        raise shutting_down()
-                    yield index, delta
+            try:
+                async with aclosing(batches):
+                    async for batch in batches:
+                        if self.server.admission.is_closed and _is_aborted(batch):
+                            raise shutting_down()
+                        yield batch
+            except PromptError as error:
+                raise ApiError(str(error), param=self.call.param) from error
+            except (SamplingParamsError, MissingDependencyError) as error:
+                if self.params.structured_outputs is None:
+                    raise
+                raise form_error(error, self.form_field) from error
+            finally:
+                for source in sources:
+                    await close(source)
 
     async def outputs(self, *, partial: bool = False) -> list[RequestOutput]:
         """Return the complete outputs, in the order of the prompts; raises as :meth:`deltas`.
 
-        With *partial*, a prompt that failed has an output with its error, unless all failed.
+        With *partial*, a prompt that failed has an output with its error, unless all failed. Raises
+        an ApiError at the deadline, too.
         """
         totals = [OutputAccumulator() for _ in self.prompts]
-        async with aclosing(self.deltas()) as deltas:
-            async for index, delta in deltas:
-                totals[index].add(delta)
+        async with self.call.deadline.limit(), aclosing(self.deltas(streams=False)) as deltas:
+            async for batch in deltas:
+                for index, delta in batch:
+                    totals[index].add(delta)
         complete = [total.output() for total in totals]
         errors = [output.error for output in complete if output.error is not None]
         if errors and (not partial or len(errors) == len(complete)):
             raise errors[0]
         return complete
 
-    async def _isolated(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+    async def _isolated(self, index: int, streams: bool) -> AsyncGenerator[RequestOutput, None]:
         """Yield the deltas of one prompt. If its logits are NaN, the other prompts continue."""
-        stream, is_first = self._generate(index), True
+        stream, is_first = self._generate(index, streams), True
         unfinished = set(range(self.params.n))
         try:
             async for delta in stream:
@@ -133,8 +140,6 @@ class GenerationJob:
                 unfinished -= {output.index for output in delta.outputs if output.finish_reason}
                 yield delta
         except NonFiniteLogitsError as error:
-            if len(self.prompts) == 1:
-                raise
             outputs = [CompletionOutput(i, "", [], "error") for i in sorted(unfinished)]
             prompt = self.prompts[index].ids if is_first else []
             timings = RequestTimings(0.0, 0.0, 0.0)
@@ -142,7 +147,7 @@ class GenerationJob:
         finally:
             await close(stream)
 
-    def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
+    def _generate(self, index: int, streams: bool) -> AsyncIterator[RequestOutput]:
         prompt = self.prompts[index]
         return self.server.engine.generate_deltas(
             prompt.ids
@@ -151,7 +156,12 @@ class GenerationJob:
             self.params,
             request_id=f"{self.kind}-{self._name}-{index}",
             priority=self.priority,
+            streams=streams,
         )
+
+
+def _is_aborted(batch: Sequence[tuple[int, RequestOutput]]) -> bool:
+    return any(out.finish_reason == "abort" for _, delta in batch for out in delta.outputs)
 
 
 # Turns a conversation into a generation job, and a plan for its answer.

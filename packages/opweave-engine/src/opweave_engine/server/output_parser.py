@@ -800,6 +800,7 @@ class AnswerParser:
     ) -> None:
         self.content, self.reasoning, self.calls = "", "", list[ParsedCall]()
         self._is_parallel, self._num_calls = is_parallel, 0
+        self._has_only_content = call_format is None and not has_reasoning
         self._events: list[Event] = []
         self._output, self._answer = TextSource(), TextSource()  # with and without the reasoning
         self._output_steps: Steps[object] = self._output.until((), self._add_answer)
@@ -813,6 +814,9 @@ class AnswerParser:
 
     def push(self, delta: CompletionOutput) -> list[Event]:
         """Return the events that a delta of the output adds."""
+        if self._has_only_content:
+            self.content += delta.text
+            return [ContentDelta(delta.text)] if delta.text else []
         self._output.text += delta.text
         self._output.is_complete = delta.finish_reason is not None
         next(self._output_steps, None)

@@ -166,7 +166,10 @@ def http_server(app: FastAPI) -> uvicorn.Server:
     """Return a uvicorn server for *app*; the caller passes it a listening socket."""
     server: ServerState = app.state.server
     connection = partial(
-        Connection, timeout=server.config.body_timeout, room=IdleConnections(most_connections())
+        Connection,
+        timeout=server.config.body_timeout,
+        room=IdleConnections(most_connections()),
+        is_direct=app.user_middleware == app.state.middleware,
     )
     return _Server(
         uvicorn.Config(

@@ -1,32 +1,41 @@
 """JSON responses, and responses streamed as server-sent events."""
 
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import starmap
+from typing import Any, Protocol
 
 from fastapi import Response
-from starlette.requests import Request
 
 from opweave_engine import RequestOutput
-from opweave_engine.server.disconnect import EventStream
+from opweave_engine.server.disconnect import EventStream, Write
 from opweave_engine.server.errors import api_error
-from opweave_engine.server.generation import Deltas, GenerationJob
+from opweave_engine.server.generation import GenerationJob
 from opweave_engine.server.protocol.base import ErrorDetail, ResponseBody
 
 # Streams responses as server-sent events.
 
 
 _GRACE_SECONDS = 5.0  # after the deadline, for a client that reads the last events
-Writer = Callable[[Deltas], AsyncGenerator[str, None]]
 
 
-async def stream(generation: GenerationJob, write: Writer) -> Response:
+class EventWriter(Protocol):
+    """Turns the deltas of a request into server-sent events."""
+
+    def events(self, number: int, delta: RequestOutput, /) -> Iterator[str]:
+        """Yield the events for a delta of prompt *number*."""
+
+    def last_events(self) -> Iterator[str]:
+        """Yield the events after the last delta."""
+
+
+async def stream(generation: GenerationJob, writer: EventWriter) -> Response:
     """Return a response that streams events, as soon as the first token is generated.
 
     Until then, errors are responses with their own status; afterwards, they are events.
 
     Args:
         generation: the request to run.
-        write: turns deltas into events.
+        writer: turns deltas into events.
 
     Raises:
         ApiError, EngineError: the request fails before its first token.
@@ -34,34 +43,31 @@ async def stream(generation: GenerationJob, write: Writer) -> Response:
     """
     deltas, call = generation.deltas(), generation.call
 
-    async def first() -> tuple[int, RequestOutput]:
-        return await anext(deltas)
+    async def first() -> Sequence[tuple[int, RequestOutput]]:
+        async with call.deadline.limit():
+            return await anext(deltas)
 
     try:
-        first_delta = await call.unless_gone(first())
+        first_batch = await call.unless_gone(first())
     except BaseException:
         await deltas.aclose()
         raise
 
-    async def all_deltas() -> Deltas:
-        yield first_delta
-        async for delta in deltas:
-            yield delta
+    def encoded(batch: Sequence[tuple[int, RequestOutput]]) -> bytes:
+        return "".join(map("".join, starmap(writer.events, batch))).encode()
 
-    events = _guarded(write(all_deltas()), call.request)
-    return EventStream(events, deltas, deadline=call.deadline.at + _GRACE_SECONDS)
+    async def send_events(write: Write) -> None:
+        try:
+            async with call.deadline.limit():
+                await write(encoded(first_batch))
+                async for batch in deltas:
+                    await write(encoded(batch))
+            end = "".join(writer.last_events())
+        except Exception as error:  # the status is sent: an event must report the error
+            end = f"data: {api_error(error, call.request).json()}\n\n"
+        await write(f"{end}data: [DONE]\n\n".encode())
 
-
-async def _guarded(
-    events: AsyncGenerator[str, None], request: Request
-) -> AsyncGenerator[str, None]:
-    """Yield *events*, an event for an error, and the final ``[DONE]``."""
-    try:
-        async for event in events:
-            yield event
-    except Exception as error:  # the status is sent: an event must report the error
-        yield f"data: {api_error(error, request).json()}\n\n"
-    yield "data: [DONE]\n\n"
+    return EventStream(send_events, deltas, deadline=call.deadline.at + _GRACE_SECONDS)
 
 
 # Responses: their schema entries, and JSON encoding.

@@ -1,9 +1,11 @@
 """Base classes of request and response bodies, and the smaller bodies."""
 
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
+from json.encoder import encode_basestring
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 import pydantic
@@ -253,6 +255,27 @@ class ResponseBody(pydantic.BaseModel):
         return f"data: {self.model_dump_json(**options)}\n\n"
 
 
+_TEXT = uuid.uuid4().hex  # occurs in no other field
+
+
+class TextEvents:
+    """Server-sent events that differ only in an index and a text; encoded once per index.
+
+    Args:
+        body: returns the event with an index and a text.
+    """
+
+    def __init__(self, body: Callable[[int, str], ResponseBody]) -> None:
+        self._body = body
+        self._parts: dict[int, list[str]] = {}  # before and after the text
+
+    def event(self, index: int, text: str) -> str:
+        """Return the event."""
+        if index not in self._parts:
+            self._parts[index] = self._body(index, _TEXT).event().split(encode_basestring(_TEXT))
+        return encode_basestring(text).join(self._parts[index])
+
+
 class GeneratedBody(ResponseBody):
     """A response, or an event of one, with an id."""
 
@@ -295,8 +318,10 @@ class UsageCounter:
     def add(self, output: RequestOutput, number: int = 0) -> None:
         """Count the tokens of an output or a delta for prompt *number*."""
         self._prompt += len(output.prompt_token_ids)
-        self._completion += sum(len(completion.token_ids) for completion in output.outputs)
-        self._cached[number] = output.num_cached_tokens or self._cached.get(number, 0)
+        for completion in output.outputs:
+            self._completion += len(completion.token_ids)
+        if output.num_cached_tokens:
+            self._cached[number] = output.num_cached_tokens
 
     def usage(self) -> Usage:
         """Return the usage so far."""

@@ -1,6 +1,6 @@
 """``POST /v1/chat/completions``."""
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,10 +8,10 @@ from fastapi import APIRouter, Request, Response
 
 from opweave_engine import CompletionOutput, FinishReason, RequestOutput
 from opweave_engine.server import output_parser
-from opweave_engine.server.generation import AnswerPlan, Deltas, GenerationJob, chat_generation
+from opweave_engine.server.generation import AnswerPlan, GenerationJob, chat_generation
 from opweave_engine.server.logprobs import chat_logprobs, prompt_logprobs
 from opweave_engine.server.protocol import chat
-from opweave_engine.server.protocol.base import Usage, UsageCounter
+from opweave_engine.server.protocol.base import TextEvents, Usage, UsageCounter
 from opweave_engine.server.state import Server
 from opweave_engine.server.streaming import ERRORS, STREAM, json_response, stream
 
@@ -25,12 +25,12 @@ async def chat_completions(body: chat.ChatRequest, request: Request, server: Ser
     generation, plan = await chat_generation(body, call, kind="chatcmpl")
     writer = _ChatWriter(generation, body, plan)
     if body.stream:
-        return await stream(generation, writer.events)
+        return await stream(generation, writer)
     (output,) = await call.unless_gone(generation.outputs())
     return json_response(writer.response(output))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _ChatWriter:
     """Writes the response to one request."""
 
@@ -38,39 +38,39 @@ class _ChatWriter:
     body: chat.ChatRequest
     plan: AnswerPlan
 
+    def __post_init__(self) -> None:
+        self.counter, self.text_events = UsageCounter(), TextEvents(self._text_chunk)
+        self.parsed: dict[int, output_parser.AnswerParser] = {}
+
     def response(self, output: RequestOutput) -> chat.ChatResponse:
-        ids, counter = output.prompt_token_ids, UsageCounter()
-        counter.add(output)
+        ids = output.prompt_token_ids
+        self.counter.add(output)
         return chat.ChatResponse(
             **self.generation.header,
             choices=[self._choice(answer) for answer in output.outputs],
-            usage=counter.usage(),
+            usage=self.counter.usage(),
             prompt_token_ids=ids if self.body.return_token_ids else None,
             prompt_logprobs=prompt_logprobs(
                 output.prompt_logprobs, ids, self.body.prompt_logprobs or 0
             ),
         )
 
-    async def events(self, deltas: Deltas) -> AsyncGenerator[str, None]:
-        parsed: dict[int, output_parser.AnswerParser] = {}
-        counter = UsageCounter()
-        async for _, delta in deltas:
-            counter.add(delta)
-            usage = counter.usage() if self.body.repeats_usage else None
-            for output in delta.outputs:
-                if output.index not in parsed:
-                    is_first, parsed[output.index] = not parsed, self.plan.parser()
-                    begin = {"role": "assistant", "content": ""}
-                    chunk = self._chunk(
-                        [chat.ChatChunkChoice(index=output.index, delta=begin)], usage
-                    )
-                    if is_first and self.body.return_token_ids:
-                        chunk.prompt_token_ids = delta.prompt_token_ids
-                    yield chunk.event()
-                for choice in self._choices(parsed[output.index], output):
-                    yield self._chunk([choice], usage).event()
+    def events(self, _: int, delta: RequestOutput) -> Iterator[str]:
+        self.counter.add(delta)
+        usage = self.counter.usage() if self.body.repeats_usage else None
+        for output in delta.outputs:
+            if output.index not in self.parsed:
+                is_first, self.parsed[output.index] = not self.parsed, self.plan.parser()
+                begin = {"role": "assistant", "content": ""}
+                chunk = self._chunk(usage, index=output.index, delta=begin)
+                if is_first and self.body.return_token_ids:
+                    chunk.prompt_token_ids = delta.prompt_token_ids
+                yield chunk.event()
+            yield from self._output_events(output, usage)
+
+    def last_events(self) -> Iterator[str]:
         if self.body.includes_usage:
-            yield self._chunk([], counter.usage()).event()
+            yield self._chunk(self.counter.usage()).event()
 
     def _choice(self, answer: CompletionOutput) -> chat.ChatChoice:
         parsed = self.plan.parser()
@@ -98,9 +98,8 @@ class _ChatWriter:
             token_ids=answer.token_ids if self.body.return_token_ids else None,
         )
 
-    def _choices(
-        self, parsed: output_parser.AnswerParser, output: CompletionOutput
-    ) -> Iterator[chat.ChatChunkChoice]:
+    def _output_events(self, output: CompletionOutput, usage: Usage | None) -> Iterator[str]:
+        parsed = self.parsed[output.index]
         calls = len(parsed.calls)
         deltas = []
         for event in parsed.push(output):
@@ -111,17 +110,21 @@ class _ChatWriter:
             deltas = [{"content": ""}]  # tokens whose text is held back, or is part of a format
         logprobs = self._logprobs(output)
         for delta in deltas:
-            yield chat.ChatChunkChoice(
-                index=output.index, delta=delta, logprobs=logprobs, token_ids=ids
-            )
+            if "content" in delta and usage is None and logprobs is None and ids is None:
+                yield self.text_events.event(output.index, delta["content"])
+                continue
+            scores = {"logprobs": logprobs, "token_ids": ids}
+            yield self._chunk(usage, index=output.index, delta=delta, **scores).event()
             logprobs = ids = None
-        if output.finish_reason is not None:
-            yield chat.ChatChunkChoice(
-                index=output.index,
-                delta={},
-                finish_reason=_finish_reason(output.finish_reason, parsed),
-                stop_reason=output.stop_reason,
-            )
+        if (reason := output.finish_reason) is not None:
+            end = {
+                "finish_reason": _finish_reason(reason, parsed),
+                "stop_reason": output.stop_reason,
+            }
+            yield self._chunk(usage, index=output.index, delta={}, **end).event()
+
+    def _text_chunk(self, index: int, text: str) -> chat.ChatChunk:
+        return self._chunk(None, index=index, delta={"content": text})
 
     def _delta(self, event: output_parser.Event, index: int) -> list[dict[str, Any]]:
         match event:
@@ -144,7 +147,8 @@ class _ChatWriter:
         count, as_ids = self.body.top_logprobs or 0, bool(self.body.return_tokens_as_token_ids)
         return chat_logprobs(output, count, self.generation.server.engine.tokenizer, as_ids=as_ids)
 
-    def _chunk(self, choices: list[chat.ChatChunkChoice], usage: Usage | None) -> chat.ChatChunk:
+    def _chunk(self, usage: Usage | None, **choice: Any) -> chat.ChatChunk:
+        choices = [chat.ChatChunkChoice(**choice)] if choice else []
         return chat.ChatChunk(**self.generation.header, choices=choices, usage=usage)
 
 

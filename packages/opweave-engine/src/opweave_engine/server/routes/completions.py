@@ -1,6 +1,6 @@
 """``POST /v1/completions``."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fastapi import APIRouter, Request, Response
@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from opweave_engine import CompletionOutput, RequestOutput
 from opweave_engine.detokenizer import IncrementalDecoder
 from opweave_engine.server.errors import engine_error
-from opweave_engine.server.generation import Deltas, GenerationJob
+from opweave_engine.server.generation import GenerationJob
 from opweave_engine.server.logprobs import (
     Offsets,
     completion_logprobs,
@@ -17,7 +17,7 @@ from opweave_engine.server.logprobs import (
     prompt_offsets,
 )
 from opweave_engine.server.prompts import Reading, check_context, read_prompts
-from opweave_engine.server.protocol.base import ErrorDetail, Usage, UsageCounter
+from opweave_engine.server.protocol.base import ErrorDetail, TextEvents, Usage, UsageCounter
 from opweave_engine.server.protocol.completions import (
     CompletionChoice,
     CompletionLogprobs,
@@ -47,7 +47,7 @@ async def completions(body: CompletionRequest, request: Request, server: Server)
     )
     writer = _CompletionsWriter(generation, body)
     if body.stream:
-        return await stream(generation, writer.events)
+        return await stream(generation, writer)
     outputs = await call.unless_gone(generation.outputs(partial=True))
     return json_response(writer.response(outputs))
 
@@ -59,17 +59,17 @@ class _Choice:
     Attributes:
         first: the first delta of its prompt.
         echo: the prompt's text, if the response repeats it.
-        offsets: finds the text offsets of its tokens.
         is_new: whether nothing of it has been written.
+        offsets: finds the text offsets of its tokens, for log-probabilities.
     """
 
     first: RequestOutput
     echo: str
-    offsets: Offsets
     is_new: bool = True
+    offsets: Offsets | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _CompletionsWriter:
     """Writes the response to one request."""
 
@@ -77,34 +77,46 @@ class _CompletionsWriter:
     body: CompletionRequest
     choices: dict[int, _Choice] = field(default_factory=dict)  # by the index of the choice
 
-    def response(self, outputs: list[RequestOutput]) -> CompletionResponse:
-        counter, choices = self._counter(), list[CompletionChoice]()
-        for number, output in enumerate(outputs):
-            counter.add(output, number)
-            choices += filter(None, (self._choice(number, output, out) for out in output.outputs))
-        return self._body(choices, counter.usage())
+    def __post_init__(self) -> None:
+        body = self.body
+        self.counter = UsageCounter(counts_completion=not body.writes_nothing)
+        self.text_events = TextEvents(self._text_body)
+        has_counts = body.logprobs is not None or body.prompt_logprobs is not None
+        has_ids = body.return_token_ids or body.writes_nothing
+        self.has_only_text = not (has_counts or has_ids or body.echo or body.repeats_usage)
 
-    async def events(self, deltas: Deltas) -> AsyncGenerator[str, None]:
-        counter = self._counter()
-        async for number, delta in deltas:
-            counter.add(delta, number)
-            usage = counter.usage() if self.body.repeats_usage else None
-            for output in delta.outputs:
-                if (choice := self._choice(number, delta, output)) is not None:
-                    yield self._body([choice], usage).event()
+    def response(self, outputs: list[RequestOutput]) -> CompletionResponse:
+        choices = list[CompletionChoice]()
+        for number, output in enumerate(outputs):
+            self.counter.add(output, number)
+            choices += filter(None, (self._choice(number, output, out) for out in output.outputs))
+        return self._body(choices, self.counter.usage())
+
+    def events(self, number: int, delta: RequestOutput) -> Iterator[str]:
+        self.counter.add(delta, number)
+        usage = self.counter.usage() if self.body.repeats_usage else None
+        for output in delta.outputs:
+            if self.has_only_text and output.finish_reason is None:
+                if output.text:
+                    yield self.text_events.event(self._index(number, output), output.text)
+            elif (choice := self._choice(number, delta, output)) is not None:
+                yield self._body([choice], usage).event()
+
+    def last_events(self) -> Iterator[str]:
         if self.body.includes_usage:
-            yield self._body([], counter.usage()).event()
+            yield self._body([], self.counter.usage()).event()
+
+    def _index(self, number: int, output: CompletionOutput) -> int:
+        return number * self.generation.params.n + output.index
 
     def _choice(
         self, number: int, delta: RequestOutput, output: CompletionOutput
     ) -> CompletionChoice | None:
         """Return the choice for a delta of an output, or None if there is nothing to send."""
-        index = number * self.generation.params.n + output.index
+        index = self._index(number, output)
         if index not in self.choices:
-            tokenizer, params = self.generation.server.engine.tokenizer, self.generation.params
             echo = self._prompt_text(number) if self.body.echo else ""
-            decoder = IncrementalDecoder.of(tokenizer, delta.prompt_token_ids, params)
-            self.choices[index] = _Choice(delta, echo, Offsets(decoder, len(echo)))
+            self.choices[index] = _Choice(delta, echo)
         state = self.choices[index]
         ids = output.token_ids if self.body.return_token_ids else None
         has_news = output.text or output.finish_reason or output.logprobs or ids
@@ -140,8 +152,11 @@ class _CompletionsWriter:
         if (count := self.body.logprobs) is None:
             return None
         logprobs = None if self.body.writes_nothing else output.logprobs
-        offsets = state.offsets.add(output.token_ids)
         tokenizer, ids = self.generation.server.engine.tokenizer, state.first.prompt_token_ids
+        if state.offsets is None:
+            decoder = IncrementalDecoder.of(tokenizer, ids, self.generation.params)
+            state.offsets = Offsets(decoder, len(state.echo))
+        offsets = state.offsets.add(output.token_ids)
         as_ids = bool(self.body.return_tokens_as_token_ids)
         generated = completion_logprobs(
             output.token_ids, logprobs, count, offsets, tokenizer, as_ids=as_ids
@@ -161,8 +176,8 @@ class _CompletionsWriter:
             return prompt.text
         return self.generation.server.engine.tokenizer.decode(prompt.ids)
 
-    def _counter(self) -> UsageCounter:
-        return UsageCounter(counts_completion=not self.body.writes_nothing)
+    def _text_body(self, index: int, text: str) -> CompletionResponse:
+        return self._body([CompletionChoice(index=index, text=text, finish_reason=None)], None)
 
     def _body(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionResponse:
         return CompletionResponse(**self.generation.header, choices=choices, usage=usage)

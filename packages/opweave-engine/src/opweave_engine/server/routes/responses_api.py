@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from opweave_engine import EngineError, FinishReason, RequestOutput
 from opweave_engine.server import output_parser
 from opweave_engine.server.errors import ApiError, api_error
-from opweave_engine.server.generation import AnswerPlan, Deltas, GenerationJob, chat_generation
+from opweave_engine.server.generation import AnswerPlan, GenerationJob, chat_generation
 from opweave_engine.server.protocol.base import UsageCounter
 from opweave_engine.server.protocol.chat import ChatRequest
 from opweave_engine.server.protocol.responses import ResponsesRequest
@@ -138,7 +138,7 @@ async def responses(body: ResponsesRequest, request: Request, server: Server) ->
         generation, plan = await chat_generation(_chat(body), call, kind="resp")
         writer = _ResponsesWriter(generation, body, plan)
         if body.stream:
-            return await stream(generation, writer.events)
+            return await stream(generation, writer)
         (output,) = await call.unless_gone(generation.outputs())
     except (ApiError, EngineError) as error:
         raise _renamed(api_error(error, request)) from error
@@ -175,22 +175,23 @@ class _ResponsesWriter:
     def __post_init__(self) -> None:
         self._parsed, self._counter = self.plan.parser(), UsageCounter()
         self._reason: FinishReason | None = None
+        self._has_started = False
 
     def response(self, output: RequestOutput) -> Item:
         for _ in self._new(output):
             pass  # self.items collects the items
         return self._response(has_started=True)
 
-    async def events(self, deltas: Deltas) -> AsyncGenerator[str, None]:
-        for kind in ("created", "in_progress"):
+    def events(self, _: int, delta: RequestOutput) -> Iterator[str]:
+        for kind in () if self._has_started else ("created", "in_progress"):
             response = self._response(has_started=False)
             yield self._event({"type": f"response.{kind}", "response": response})
-        has_started = False
-        async for _, delta in deltas:
-            has_started = True
-            for item in self._new(delta):
-                yield self._event(item)
-        done = self._response(has_started=has_started)
+        self._has_started = True
+        for item in self._new(delta):
+            yield self._event(item)
+
+    def last_events(self) -> Iterator[str]:
+        done = self._response(has_started=True)
         yield self._event({"type": f"response.{done['status']}", "response": done})
 
     def _new(self, delta: RequestOutput) -> Iterator[Item]:
