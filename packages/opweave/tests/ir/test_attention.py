@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ir.workloads import check, each_dtype
 from opweave import ir
+from opweave.ir import selection
 from opweave.ir.errors import ProviderRejectedError
 from opweave.kernels.arguments import FLOATS
 
@@ -227,6 +229,17 @@ def test_gradients_of_packed_sequences(
         rest = ints(*starts), ints(*ends), None, causal, window
         assert chosen(VARLEN, arguments, *rest) == "aten"
         check_gradients(VARLEN, arguments, *rest)
+
+
+def test_gradients_need_no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_warned", False)
+    cu = ints(0, 3, 7)
+    for op, rest in [(CAUSAL, ()), (BIDIRECTIONAL, ()), (VARLEN, (cu, cu))]:
+        op.reset()
+        arguments = [t if op is VARLEN else t[None] for t in packed()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            op(*(t.requires_grad_() for t in arguments), *rest).sum().backward()
 
 
 def test_gradients_by_finite_differences() -> None:

@@ -117,7 +117,7 @@ def _sequences(packed: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, ...]:
     """Return the rows of each sequence, and of no sequence, with a dimension for the batch."""
     bounds: list[int] = cu_seqlens.tolist()
     bounds.append(packed.shape[0])
-    return packed[None].split([end - start for start, end in pairwise(bounds)], 1)
+    return torch.split(packed[None], [end - start for start, end in pairwise(bounds)], 1)
 
 
 def attend(
@@ -125,10 +125,13 @@ def attend(
 ) -> Tensor:
     """Return attention for ``(batch, length, heads, size)``; zeros for queries without a key."""
     q_len, k_len = query.shape[1], key.shape[1]
+    out: Tensor
     if plain_call.is_transformed():
         if causal:
-            return ops.causal_attention.native(query, key, value, scale, window)
-        return ops.bidirectional_attention.native(query, key, value, scale)
+            out = ops.causal_attention.native(query, key, value, scale, window)
+        else:
+            out = ops.bidirectional_attention.native(query, key, value, scale)
+        return out
     blind = max(q_len - k_len, 0) if causal or k_len == 0 else 0
     if blind:  # with them, gradients would be NaN
         query = query[:, blind:]
