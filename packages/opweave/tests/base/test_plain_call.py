@@ -234,6 +234,8 @@ def test_all_other_users_agree(state: State) -> None:
         assert plain_call.is_watched() is watched
         assert plain_call.hides_values() is hides
         assert plain_call.differentiates() is (state.grad_is_on or "forward AD" in state.active)
+        transformed = bool({"vmap", "func.grad", "forward AD"} & set(state.active))
+        assert plain_call.is_transformed() is transformed
         if state.active and state.active[0] == "dispatch mode":  # the innermost
             assert plain_call.kernels_are_traced()
         assert _needs_dispatcher((x, None)) is (watched or not state.has_plain_type)

@@ -99,10 +99,9 @@ class Generator:
         op: OpDefinition,
         kind: Kind,
         ranges: Ranges,
-        *,
         check: ResultCheck,
         slow: Function,
-        scoped: Function | None,
+        scoped: Function | None = None,
         differentiated: Function | None = None,
     ) -> None:
         self.op, self.kind, self.ranges, self.check = op, kind, ranges, check

@@ -127,13 +127,7 @@ class Path:
 
     def _generate(self, ranges: Ranges, scoped: Function | None) -> tuple[str, Function]:
         return Generator(
-            self.op,
-            self.kind,
-            ranges,
-            check=check_result,
-            slow=self.slow,
-            scoped=scoped,
-            differentiated=self.differentiated,
+            self.op, self.kind, ranges, check_result, self.slow, scoped, self.differentiated
         ).compile()
 
     def _install(self, ranges: Ranges | None) -> None:
@@ -195,15 +189,9 @@ class Path:
 
         with self.op.settings.lock:
             policy = policy_for(self.op, self.call_site, differentiable=True)
-            generator = Generator(
-                self.op,
-                Kind.KERNEL,
-                self._candidates(policy),
-                check=check,
-                slow=self.slow,
-                scoped=None,
-            )
-            _, self._differentiable = generator.compile()
+            _, self._differentiable = Generator(
+                self.op, Kind.KERNEL, self._candidates(policy), check, self.slow
+            ).compile()
             return self._differentiable
 
     @property

@@ -54,9 +54,7 @@ def _is_readable(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor
     return not (is_traced and needs_gradient((query, key, value)))
 
 
-@ops.bidirectional_attention.register_impl(
-    "aten", supports_args=_ONE_DTYPE, traits={DIFFERENTIABLE}
-)
+@ops.bidirectional_attention.register_impl("aten", supports_args=_ONE_DTYPE, traits=DIFFERENTIABLE)
 def bidirectional_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
 ) -> Tensor:
@@ -64,7 +62,7 @@ def bidirectional_attention(
     return attend(query, key, value, scale, False, None).contiguous()
 
 
-@ops.causal_attention.register_impl("aten", supports_args=_NO_SOFT_CAP, traits={DIFFERENTIABLE})
+@ops.causal_attention.register_impl("aten", supports_args=_NO_SOFT_CAP, traits=DIFFERENTIABLE)
 def causal_attention(
     query: Tensor,
     key: Tensor,
@@ -82,7 +80,7 @@ def causal_attention(
     supports_args=_NO_SOFT_CAP
     & rules.has_values("cu_seqlens_q", "cu_seqlens_k")
     & rules.custom(_is_readable, "the call is traced and needs a gradient"),
-    traits={DIFFERENTIABLE},
+    traits=DIFFERENTIABLE,
 )
 def varlen_attention(
     query: Tensor,
@@ -115,8 +113,7 @@ def varlen_attention(
 
 def _sequences(packed: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, ...]:
     """Return the rows of each sequence, and of no sequence, with a dimension for the batch."""
-    bounds: list[int] = cu_seqlens.tolist()
-    bounds.append(packed.shape[0])
+    bounds: list[int] = [*cu_seqlens.tolist(), packed.shape[0]]
     return torch.split(packed[None], [end - start for start, end in pairwise(bounds)], 1)
 
 
@@ -125,13 +122,11 @@ def attend(
 ) -> Tensor:
     """Return attention for ``(batch, length, heads, size)``; zeros for queries without a key."""
     q_len, k_len = query.shape[1], key.shape[1]
-    out: Tensor
     if plain_call.is_transformed():
-        if causal:
-            out = ops.causal_attention.native(query, key, value, scale, window)
-        else:
-            out = ops.bidirectional_attention.native(query, key, value, scale)
-        return out
+        options = (scale, window) if causal else (scale,)
+        op = ops.causal_attention if causal else ops.bidirectional_attention
+        exact: Tensor = op.native(query, key, value, *options)
+        return exact
     blind = max(q_len - k_len, 0) if causal or k_len == 0 else 0
     if blind:  # with them, gradients would be NaN
         query = query[:, blind:]
