@@ -183,7 +183,7 @@ def gradients(call: Any, arguments: tuple[Tensor, ...], *rest: Any) -> list[Tens
     result = call(*leaves, *rest)
     weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(7))
     (result * weights).sum().backward()
-    return [result.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[misc]
+    return [result.detach(), *(leaf.grad for leaf in leaves)]
 
 
 def check_gradients(op: ir.IrOp, arguments: tuple[Tensor, ...], *rest: Any) -> None:
@@ -285,6 +285,20 @@ def test_gradients_of_compiled_calls_of_any_length(op: ir.IrOp) -> None:
     for tokens in (5, 7):
         arguments = tuple(torch.randn(2, tokens, heads, 8) for heads in (4, 2, 2))
         torch.testing.assert_close(gradients(call, arguments), gradients(op.native, arguments))
+
+
+@pytest.mark.parametrize("op", [CAUSAL, BIDIRECTIONAL], ids=lambda op: op.name)
+def test_gradients_of_compiled_calls_of_data_dependent_length(op: ir.IrOp) -> None:
+    arguments = tuple(torch.randn(2, 6, heads, 8) for heads in (4, 2, 2))
+    seen = torch.tensor([1, 1, 0, 1, 1, 0])
+
+    def call(*tensors: Tensor) -> Any:
+        return op(*(t[:, seen.nonzero()[:, 0]] for t in tensors))
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = gradients(compiled, arguments)
+    torch.testing.assert_close(found, gradients(call, arguments))
 
 
 # Prompts over the paged cache by gathered keys: the provider ``aten`` of ``paged_attention``.

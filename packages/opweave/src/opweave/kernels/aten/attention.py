@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opweave import plain_call
+from opweave import plain_call, torch_compat
 from opweave.ir import ops, rules
 from opweave.ir.ops.attention import check_attention, check_varlen
 from opweave.ir.rules import DIFFERENTIABLE
@@ -39,8 +39,8 @@ def aligned(t: Tensor) -> Tensor:
 
 # Attention with ``torch.nn.functional.scaled_dot_product_attention``.
 #
-# torch has no forward-mode derivatives and no batching rules for its fused kernels, so that calls
-# with them run the definition.
+# torch has no forward-mode derivatives and no batching rules for its fused kernels, and cannot
+# trace them for data-dependent sizes. Such calls run the definition.
 
 
 # torch requires one dtype; native promotes.
@@ -121,8 +121,8 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool, window: int | None
 ) -> Tensor:
     """Return attention for ``(batch, length, heads, size)``; zeros for queries without a key."""
-    q_len, k_len = query.shape[1], key.shape[1]
-    if plain_call.is_transformed():
+    batch, q_len, k_len = *query.shape[:2], key.shape[1]
+    if plain_call.is_transformed() or None in map(torch_compat.size_hint, (batch, q_len, k_len)):
         options = (scale, window) if causal else (scale,)
         op = ops.causal_attention if causal else ops.bidirectional_attention
         exact: Tensor = op.native(query, key, value, *options)
