@@ -101,3 +101,6 @@ def differentiates() -> bool:
 
 is_forward_ad = _any_active((FORWARD_AD,))
 """Whether forward-mode differentiation is in progress."""
+
+is_transformed = _any_active((FUNCTORCH, FORWARD_AD))
+"""Whether a functorch transform or forward-mode differentiation in this thread sees torch calls."""

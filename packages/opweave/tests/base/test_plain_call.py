@@ -118,9 +118,18 @@ class State:
         return self.kind not in ("subclass", "fake")
 
     @property
+    def records(self) -> bool:
+        return self.grad_is_on and self.kind in ("Parameter", "requires_grad")
+
+    @property
     def is_plain(self) -> bool:
-        records = self.grad_is_on and self.kind in ("Parameter", "requires_grad")
-        return not self.active and self.has_plain_type and not records
+        return not self.active and self.has_plain_type and not self.records
+
+    @property
+    def path(self) -> str:
+        if self.active or not self.has_plain_type:
+            return "slow"
+        return "differentiated" if self.records else "plain"
 
 
 def can_be_nested(active: tuple[str, ...]) -> bool:
@@ -155,21 +164,22 @@ def run_in(state: State, body: Callable[[Tensor], None]) -> None:
 
 
 @pytest.fixture(params=["native check", "facts one by one"])
-def fast_path(
+def path_of(
     request: pytest.FixtureRequest, registry: ir.Registry, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Tensor], bool]:
-    """Return a function that calls an op, and says whether the call skipped the dispatcher."""
+) -> Callable[[Tensor], str]:
+    """Return a function that calls an op, and says how: only a slow call uses the dispatcher."""
     check = native.plain_check() if request.param == "native check" else None
     if request.param == "native check" and check is None:
         pytest.skip("no native module")
-    slow_calls: list[object] = []
+    paths: list[str] = []
     slow, armed = Path.slow, []
 
     def spy(self: Path, *args: Any, **kwargs: Any) -> Any:
-        slow_calls.append(self.kind)  # the rest of a call, which a tracer would see, is left out
+        paths.append("slow")  # the rest of a call, which a tracer would see, is left out
         return None if armed else slow(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "slow", spy)
+    monkeypatch.setattr(Path, "differentiated", lambda *args: paths.append("differentiated"))
     monkeypatch.setattr(codegen, "_plain_check", check)
 
     @ir.register_op
@@ -179,35 +189,35 @@ def fast_path(
     for _ in range(2):  # the first call generates the function
         state_probe(torch.ones(2, 8))
 
-    def call(x: Tensor) -> bool:
-        slow_calls.clear()
+    def call(x: Tensor) -> str:
+        paths.clear()
         state_probe(x)
-        return not slow_calls
+        return paths[0] if paths else "plain"
 
     armed.append(True)
-    assert call(torch.ones(2, 8))
+    assert call(torch.ones(2, 8)) == "plain"
     return call
 
 
 @examples(150)
 @given(state=states)
-def check_the_generated_path(fast_path: Callable[[Tensor], bool], state: State) -> None:
+def check_the_generated_path(path_of: Callable[[Tensor], str], state: State) -> None:
     def body(x: Tensor) -> None:
-        assert fast_path(x) is state.is_plain, state
+        assert path_of(x) == state.path, state
 
     run_in(state, body)
 
 
 def test_the_generated_path_skips_the_dispatcher_in_plain_states_only(
-    fast_path: Callable[[Tensor], bool],
+    path_of: Callable[[Tensor], str],
 ) -> None:
     for name in STATES:  # each alone, besides the drawn ones
         for kind in TENSORS:
             run_in(
                 alone := State((name,), "no_grad", kind),
-                lambda x, alone=alone: _expect(fast_path(x) is alone.is_plain, alone),  # type: ignore[misc]
+                lambda x, alone=alone: _expect(path_of(x) == alone.path, alone),  # type: ignore[misc]
             )
-    check_the_generated_path(fast_path)
+    check_the_generated_path(path_of)
 
 
 def _expect(holds: bool, state: State) -> None:
@@ -224,6 +234,8 @@ def test_all_other_users_agree(state: State) -> None:
         assert plain_call.is_watched() is watched
         assert plain_call.hides_values() is hides
         assert plain_call.differentiates() is (state.grad_is_on or "forward AD" in state.active)
+        transformed = bool({"vmap", "func.grad", "forward AD"} & set(state.active))
+        assert plain_call.is_transformed() is transformed
         if state.active and state.active[0] == "dispatch mode":  # the innermost
             assert plain_call.kernels_are_traced()
         assert _needs_dispatcher((x, None)) is (watched or not state.has_plain_type)

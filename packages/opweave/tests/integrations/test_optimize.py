@@ -283,6 +283,33 @@ def test_hooks_and_gradients() -> None:
         torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
+@pytest.mark.filterwarnings("ignore::opweave.ir.errors.GradientFallbackWarning")
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize(("family", "op"), [("Llama", "causal"), ("Bert", "bidirectional")])
+def test_training_steps(family: str, op: str, padding: str) -> None:
+    """Attention runs SDPA: without a mask as an op, with one as transformers does."""
+    model, ids = make(family), prompt()
+    mask = None if padding == "none" else torch.ones_like(ids)
+    if mask is not None:
+        mask[0, slice(4) if padding == "left" else slice(5, None)] = 0
+
+    def step() -> dict[str, Tensor]:
+        model.zero_grad()
+        result = model(ids, attention_mask=mask)[0]
+        seen = result if mask is None else result[mask.bool()]
+        seen.square().mean().backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    before = step()
+    opweave.optimize(model)
+    with ir.record() as log:
+        recorded = step()
+    attention = {"aten": 2} if mask is None else None
+    assert log.selected_impls.get(f"{op}_attention") == attention
+    for after in (recorded, step()):
+        torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-4)
+
+
 def test_modules_of_torch() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.RMSNorm(8, eps=1e-5)).eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ir.workloads import check, each_dtype
 from opweave import ir
+from opweave.ir import selection
 from opweave.ir.errors import ProviderRejectedError
 from opweave.kernels.arguments import FLOATS
 
@@ -167,6 +169,136 @@ def test_gradients_where_a_hidden_value_is_nan() -> None:
     VARLEN(*alone, cu[:2], cu[:2], None, True).sum().backward()
     for leaf, own in zip((query, key, value), alone, strict=True):
         torch.testing.assert_close(leaf.grad[:3], own.grad)
+
+
+# Gradients of the provider ``aten``: those of the definition.
+
+BIDIRECTIONAL = ir.ops.bidirectional_attention
+each_gradient_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+
+
+def gradients(call: Any, arguments: tuple[Tensor, ...], *rest: Any) -> list[Tensor]:
+    """Return the result, and the gradients of its product with fixed weights."""
+    leaves = [t.detach().clone().requires_grad_() for t in arguments]
+    result = call(*leaves, *rest)
+    weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(7))
+    (result * weights).sum().backward()
+    return [result.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def check_gradients(op: ir.IrOp, arguments: tuple[Tensor, ...], *rest: Any) -> None:
+    expected = gradients(op.native, arguments, *rest)
+    for call in (op, op.torch_op):
+        torch.testing.assert_close(gradients(call, arguments, *rest), expected)
+
+
+def chosen(op: ir.IrOp, arguments: tuple[Tensor, ...], *rest: Any) -> str:
+    return op.dispatch(*(t.detach().requires_grad_() for t in arguments), *rest).provider
+
+
+@each_gradient_dtype
+@pytest.mark.parametrize("lengths", [(5, 5), (2, 5), (5, 2), (1, 4), (3, 0)], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_gradients_of_a_dense_batch(
+    kv_heads: int, lengths: tuple[int, int], dtype: torch.dtype
+) -> None:
+    q_len, k_len = lengths
+    sizes = (q_len, 4, 8), (k_len, kv_heads, 8), (k_len, kv_heads, 6)
+    arguments = tuple(torch.randn(2, *size, dtype=dtype) for size in sizes)
+    for window, scale in [(None, None), (2, 0.3), (None, -1.0)]:
+        assert chosen(CAUSAL, arguments, scale, window) == "aten"
+        check_gradients(CAUSAL, arguments, scale, window)
+    check_gradients(CAUSAL, arguments, None, None, 2.0)
+    assert chosen(CAUSAL, arguments, None, None, 2.0) == "native", "it has no soft cap"
+    assert chosen(BIDIRECTIONAL, arguments) == "aten"
+    check_gradients(BIDIRECTIONAL, arguments)
+
+
+@each_gradient_dtype
+@pytest.mark.parametrize(
+    ("starts", "ends"),
+    [((0, 2, 5), (0, 2, 5)), ((0, 2, 7), (0, 4, 8)), ((0, 0, 3), (0, 1, 1)), ((0,), (0,))],
+    ids=str,
+)
+def test_gradients_of_packed_sequences(
+    starts: tuple[int, ...], ends: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Also of tokens after the last sequence, and of queries without keys."""
+    arguments = tuple(torch.randn(7 + i, 4 - 2 * i, 8, dtype=dtype) for i in (0, 1, 1))
+    for causal, window in [(False, None), (True, None), (True, 2)]:
+        rest = ints(*starts), ints(*ends), None, causal, window
+        assert chosen(VARLEN, arguments, *rest) == "aten"
+        check_gradients(VARLEN, arguments, *rest)
+
+
+def test_gradients_need_no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_warned", False)
+    cu = ints(0, 3, 7)
+    for op, rest in [(CAUSAL, ()), (BIDIRECTIONAL, ()), (VARLEN, (cu, cu))]:
+        op.reset()
+        arguments = [t if op is VARLEN else t[None] for t in packed()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            op(*(t.requires_grad_() for t in arguments), *rest).sum().backward()
+
+
+def test_gradients_by_finite_differences() -> None:
+    query, key, value = (
+        torch.randn(1, n, h, 4, dtype=torch.float64, requires_grad=True)
+        for n, h in [(4, 2), (5, 1), (5, 1)]
+    )
+    assert torch.autograd.gradcheck(lambda *t: CAUSAL(*t, None, 2), (query, key, value))
+    assert torch.autograd.gradcheck(BIDIRECTIONAL, (query, key, value))
+    cu = ints(0, 1, 4), ints(0, 2, 5)
+    packed = query[0], key[0], value[0]
+    assert torch.autograd.gradcheck(lambda *t: VARLEN(*t, *cu, None, True), packed)
+
+
+@pytest.mark.parametrize("op", [CAUSAL, BIDIRECTIONAL], ids=lambda op: op.name)
+def test_gradients_under_transforms_run_the_definition(op: ir.IrOp) -> None:
+    """torch cannot batch its fused kernels, or differentiate them in forward mode."""
+    query, key, value = torch.randn(3, 1, 4, 2, 4, dtype=torch.float64)
+    for transform in (torch.func.hessian, torch.func.jacfwd, torch.func.jacrev):
+        found, expected = (
+            transform(lambda x, call=call: call(x, key, value).square().sum())(query)
+            for call in (op, op.native)
+        )
+        torch.testing.assert_close(found, expected)
+
+
+def test_gradients_of_a_traced_call_read_no_lengths() -> None:
+    arguments, cu = packed(), ints(0, 3, 6)
+    call = torch.compile(VARLEN, backend="aot_eager", fullgraph=True)
+    expected = gradients(VARLEN, tuple(arguments), cu, cu, None, True)
+    found = gradients(call, tuple(arguments), cu, cu, None, True)
+    torch.testing.assert_close(found, expected)
+    other = ints(0, 2, 7)
+    expected = gradients(VARLEN, tuple(arguments), other, other, None, True)
+    torch.testing.assert_close(
+        gradients(call, tuple(arguments), other, other, None, True), expected
+    )
+
+
+@pytest.mark.parametrize("op", [CAUSAL, BIDIRECTIONAL], ids=lambda op: op.name)
+def test_gradients_of_compiled_calls_of_any_length(op: ir.IrOp) -> None:
+    call = torch.compile(op, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (5, 7):
+        arguments = tuple(torch.randn(2, tokens, heads, 8) for heads in (4, 2, 2))
+        torch.testing.assert_close(gradients(call, arguments), gradients(op.native, arguments))
+
+
+@pytest.mark.parametrize("op", [CAUSAL, BIDIRECTIONAL], ids=lambda op: op.name)
+def test_gradients_of_compiled_calls_of_data_dependent_length(op: ir.IrOp) -> None:
+    arguments = tuple(torch.randn(2, 6, heads, 8) for heads in (4, 2, 2))
+    seen = torch.tensor([1, 1, 0, 1, 1, 0])
+
+    def call(*tensors: Tensor) -> Any:
+        return op(*(t[:, seen.nonzero()[:, 0]] for t in tensors))
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = gradients(compiled, arguments)
+    torch.testing.assert_close(found, gradients(call, arguments))
 
 
 # Prompts over the paged cache by gathered keys: the provider ``aten`` of ``paged_attention``.

@@ -18,6 +18,8 @@ The generated function looks like this (print any with ``op.dispatch_source``)::
             except _Exception as _error:
                 _note(_error, _run)
                 raise
+        if _type(x) is _Tensor and ... _dispatch_mode_count() == 0 ...:  # a gradient is needed
+            return _differentiated(x, weight, epsilon, variance_size)
         return _slow(x, weight, epsilon, variance_size)
 
 ``try`` is free in CPython unless an exception is raised. ``_impl_*`` is at first a wrapper that
@@ -89,6 +91,7 @@ class Generator:
         check: raises if a result is wrong; returns whether later results need no check.
         slow: runs a call that the function does not handle.
         scoped: returns the function for calls inside a scope; None: generate such a function.
+        differentiated: runs a call that is plain but for the gradient it needs.
     """
 
     def __init__(
@@ -96,10 +99,10 @@ class Generator:
         op: OpDefinition,
         kind: Kind,
         ranges: Ranges,
-        *,
         check: ResultCheck,
         slow: Function,
-        scoped: Function | None,
+        scoped: Function | None = None,
+        differentiated: Function | None = None,
     ) -> None:
         self.op, self.kind, self.ranges, self.check = op, kind, ranges, check
         self.donates, self.in_scope = kind is Kind.DONATING, scoped is None
@@ -112,7 +115,7 @@ class Generator:
             "_Tensor": Tensor, "_Parameter": Parameter, "_plain_types": plain_call.PLAIN_TYPES,
             "_type": type, "_list": list, "_tuple": tuple, "_all": all, "_any": any,
             "_Exception": Exception, "_current_scope": current_scope, "_scoped": scoped,
-            "_slow": slow, "_note": self._note,
+            "_slow": slow, "_differentiated": differentiated, "_note": self._note,
             "_has_torch_function": torch_compat.has_torch_function_unary,
             "_is_grad_enabled": torch.is_grad_enabled,
             "_is_inference_mode": torch.is_inference_mode_enabled,
@@ -181,7 +184,11 @@ class Generator:
         if self.kind is Kind.KERNEL:
             cast = [f"    if not ({plain_call.AUTOCAST.inactive}):", f"        {slow}"]
             return [*lines, *cast, *self._choice("    ", slow)]
-        return [*lines, *self._plain_condition(), *self._choice("        ", slow), f"    {slow}"]
+        lines += [*self._plain_condition(), *self._choice("        ", slow)]
+        if self.kind is not Kind.AUTOGRAD and not self.in_scope:
+            tests = self._plain_tests("        ")[:-1]  # without that of the gradient
+            lines += ["    if (", *tests, "    ):", f"        return _differentiated({self.call})"]
+        return [*lines, f"    {slow}"]
 
     def _choice(self, indent: str, slow: str) -> list[str]:
         """Return the choice by tokens and predicates, and the call of the chosen function."""

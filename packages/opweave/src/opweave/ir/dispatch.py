@@ -88,6 +88,7 @@ class Path:
         self._is_prepared = False
         # Scopes are short-lived; those with equal policies share a function.
         self._by_policy: dict[tuple[object, ...], Function] = {}
+        self._differentiable: Function | None = None
         if callee is not None:
             callee.traced = self.torch_op
             type(callee).__doc__ = self.op.native.__doc__  # help() reads it from the class
@@ -103,6 +104,7 @@ class Path:
         self.version += 1
         self._is_prepared = False
         self._by_policy = {}
+        self._differentiable = None
         self._install(None)
 
     def ensure_prepared(self) -> bool:
@@ -125,7 +127,7 @@ class Path:
 
     def _generate(self, ranges: Ranges, scoped: Function | None) -> tuple[str, Function]:
         return Generator(
-            self.op, self.kind, ranges, check=check_result, slow=self.slow, scoped=scoped
+            self.op, self.kind, ranges, check_result, self.slow, scoped, self.differentiated
         ).compile()
 
     def _install(self, ranges: Ranges | None) -> None:
@@ -173,6 +175,24 @@ class Path:
             return self.torch_op(*args, **kwargs)
         check_types(self.op, values)
         return self._execute(values)
+
+    def differentiated(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call outside of scopes that is plain but for the gradient it needs."""
+        function = self._differentiable or self._generate_differentiable()
+        return function(self.op, *args, **kwargs)
+
+    def _generate_differentiable(self) -> Function:
+        def check(impl: IrOpImpl, result: Any, args: Any, kwargs: Any) -> bool:
+            # Once per implementation: the choice implies which ones were passed over.
+            warn_of_fallback(select_here(self.op, self.op.bind(*args, **kwargs), policy))
+            return check_result(impl, result, args, kwargs)
+
+        with self.op.settings.lock:
+            policy = policy_for(self.op, self.call_site, differentiable=True)
+            _, self._differentiable = Generator(
+                self.op, Kind.KERNEL, self._candidates(policy), check, self.slow
+            ).compile()
+            return self._differentiable
 
     @property
     def torch_op(self) -> Function:

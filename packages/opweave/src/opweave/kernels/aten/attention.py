@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from opweave import plain_call, torch_compat
 from opweave.ir import ops, rules
 from opweave.ir.ops.arguments import host_lengths
 from opweave.ir.ops.attention import check_attention, check_varlen
+from opweave.ir.rules import DIFFERENTIABLE
+from opweave.ir.selection import needs_gradient
 from opweave.kernels.arguments import ATTENDS, attention_fits
 
 # Memory alignment of arguments for torch's CUDA kernels.
@@ -37,8 +40,8 @@ def aligned(t: Tensor) -> Tensor:
 
 # Attention with ``torch.nn.functional.scaled_dot_product_attention``.
 #
-# Not differentiable: packed attention reads the sequence lengths on the host, which cannot be
-# traced, so calls that need gradients use native.
+# torch has no forward-mode derivatives and no batching rules for its fused kernels, and cannot
+# trace them for data-dependent sizes. Such calls run the definition.
 
 
 # torch requires one dtype; native promotes.
@@ -46,7 +49,13 @@ _ONE_DTYPE = rules.same_dtype("query", "key", "value")
 _NO_SOFT_CAP = _ONE_DTYPE & rules.is_none("soft_cap")
 
 
-@ops.bidirectional_attention.register_impl("aten", supports_args=_ONE_DTYPE)
+def _is_readable(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor) -> bool:
+    """Whether lengths may be read: tracers see the operators of calls that need a gradient."""
+    is_traced = type(cu_seqlens_q) not in plain_call.PLAIN_TYPES or plain_call.hides_values()
+    return not (is_traced and needs_gradient((query, key, value)))
+
+
+@ops.bidirectional_attention.register_impl("aten", supports_args=_ONE_DTYPE, traits=DIFFERENTIABLE)
 def bidirectional_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
 ) -> Tensor:
@@ -54,7 +63,7 @@ def bidirectional_attention(
     return attend(query, key, value, scale, False, None).contiguous()
 
 
-@ops.causal_attention.register_impl("aten", supports_args=_NO_SOFT_CAP)
+@ops.causal_attention.register_impl("aten", supports_args=_NO_SOFT_CAP, traits=DIFFERENTIABLE)
 def causal_attention(
     query: Tensor,
     key: Tensor,
@@ -68,7 +77,11 @@ def causal_attention(
 
 
 @ops.varlen_attention.register_impl(
-    "aten", supports_args=_NO_SOFT_CAP & rules.has_values("cu_seqlens_q", "cu_seqlens_k")
+    "aten",
+    supports_args=_NO_SOFT_CAP
+    & rules.has_values("cu_seqlens_q", "cu_seqlens_k")
+    & rules.custom(_is_readable, "the call is traced and needs a gradient"),
+    traits=DIFFERENTIABLE,
 )
 def varlen_attention(
     query: Tensor,
@@ -82,33 +95,42 @@ def varlen_attention(
     soft_cap: float | None = None,
 ) -> Tensor:
     check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, causal, window)
-    out = query.new_zeros(*query.shape[:2], value.shape[-1])
-    for q, k in _segments(cu_seqlens_q, cu_seqlens_k):
-        out[q] = attend(query[None, q], key[None, k], value[None, k], scale, causal, window)[0]
+    queries = _sequences(query, cu_seqlens_q)
+    keys, values = (_sequences(t, cu_seqlens_k) for t in (key, value))
+    *sequences, (rest, k, v) = zip(queries, keys, values, strict=True)
+    sequences.append((rest, k[:, :0], v[:, :0]))  # queries of no sequence have no keys
+    sequences = [s for s in sequences if s[0].shape[1]] or sequences[-1:]
+    parts = [attend(*sequence, scale, causal, window) for sequence in sequences]
+    out = torch.cat(parts, 1)[0]
     if causal and not out.isfinite().all():
         # torch multiplies the values of masked keys by zero, so NaN and infinity spread from them;
         # native ignores masked keys.
-        for q, k in _segments(cu_seqlens_q, cu_seqlens_k):
-            if not out[q].isfinite().all():
-                packed = query[None, q], key[None, k], value[None, k]
-                out[q] = ops.causal_attention.native(*packed, scale, window)[0]
-    return out
+        for i, sequence in enumerate(sequences):
+            if not parts[i].isfinite().all():
+                parts[i] = ops.causal_attention.native(*sequence, scale, window)
+        out = torch.cat(parts, 1)[0]
+    return out.contiguous()
 
 
-def _segments(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield the slices of the queries and of the keys of each sequence."""
-    bounds = (starmap(slice, pairwise(cu.tolist())) for cu in (cu_seqlens_q, cu_seqlens_k))
-    return zip(*bounds, strict=True)
+def _sequences(packed: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, ...]:
+    """Return the rows of each sequence, and of no sequence, with a dimension for the batch."""
+    bounds: list[int] = [*cu_seqlens.tolist(), packed.shape[0]]
+    return torch.split(packed[None], [end - start for start, end in pairwise(bounds)], 1)
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool, window: int | None
 ) -> Tensor:
     """Return attention for ``(batch, length, heads, size)``; zeros for queries without a key."""
-    q_len, k_len = query.shape[1], key.shape[1]
-    blind = max(q_len - k_len, 0) if causal else (q_len if k_len == 0 else 0)
-    if blind == q_len:
-        return query.new_zeros(*query.shape[:3], value.shape[-1])
+    batch, q_len, k_len = *query.shape[:2], key.shape[1]
+    if plain_call.is_transformed() or None in map(torch_compat.size_hint, (batch, q_len, k_len)):
+        options = (scale, window) if causal else (scale,)
+        op = ops.causal_attention if causal else ops.bidirectional_attention
+        exact: Tensor = op.native(query, key, value, *options)
+        return exact
+    blind = max(q_len - k_len, 0) if causal or k_len == 0 else 0
+    if blind:  # with them, gradients would be NaN
+        query = query[:, blind:]
     mask = _mask(query, k_len, scale, window) if causal else None
     scale, value_size = query.shape[-1] ** -0.5 if scale is None else scale, value.shape[-1]
     if query.is_cuda:
@@ -120,11 +142,11 @@ def attend(
         key.transpose(1, 2),
         value.transpose(1, 2),
         attn_mask=mask,
-        is_causal=causal and mask is None and q_len > 1,
+        is_causal=bool(causal and mask is None and q_len - blind > 1),  # sizes may be symbols
         scale=scale,
-        enable_gqa=query.shape[2] != key.shape[2],
+        enable_gqa=bool(query.shape[2] != key.shape[2]),
     ).transpose(1, 2)[..., :value_size]
-    return torch.cat((torch.zeros_like(out[:, :blind]), out[:, blind:]), 1) if blind else out
+    return functional.pad(out, (0, 0, 0, 0, blind, 0)) if blind else out
 
 
 def _widened(t: Tensor, size: int) -> Tensor:
