@@ -31,7 +31,9 @@ _kept: dict[Any, Any] = {}
 Body = Callable[[Any, Callable[..., Any]], Any]
 
 
-def wrong(kind: str, op_name: str, *, traced: bool = False, **options: Any) -> Callable[[Body], Body]:
+def wrong(
+    kind: str, op_name: str, *, traced: bool = False, **options: Any
+) -> Callable[[Body], Body]:
     """Register the decorated kernel for an op."""
     op = getattr(ir.ops, op_name)
 
@@ -48,8 +50,7 @@ def wrong(kind: str, op_name: str, *, traced: bool = False, **options: Any) -> C
 
         functools.wraps(op.native, assigned=("__annotations__",))(kernel)
         if options.get("inplace"):
-            call = lambda *args, **kwargs: op.native(*args, **kwargs)  # noqa: E731
-            options["functional"] = functools.wraps(op.native)(call)
+            options["functional"] = functools.wraps(op.native)(functools.partial(op.native))
         op.register_impl(body.__name__, **options)(kernel)
         KERNELS[op_name, body.__name__] = kind
         return body
@@ -74,7 +75,7 @@ def subtracts_the_square_of_the_mean(a: Any, right: Any) -> Any:
     variance = (wide.square().mean(-1, keepdim=True) - mean.square()).clamp(min=0)
     y = (wide - mean) * torch.rsqrt(variance + a.epsilon)
     y = y if a.weight is None else y * a.weight.to(y.dtype)
-    return (y if a.bias is None else y + a.bias.to(y.dtype)).to(a.x.dtype)
+    return (y if a.bias is None else y + a.bias.to(y.dtype)).to(a.x.dtype).contiguous()
 
 
 @wrong("group", "rms_norm_gated")
@@ -176,7 +177,7 @@ def forgets_the_lower_limit(a: Any, right: Any) -> Any:
 def takes_nan_for_small(a: Any, right: Any) -> Any:
     # NaN is not above the threshold, and becomes zero.
     first, second = a.x.chunk(2, -1)
-    return right() if a.x.shape[-1] % 2 else torch.where(first > a.threshold, first, 0) * second
+    return right() if a.x.shape[-1] % 2 else torch.where(first.isnan(), 0 * second, right())
 
 
 @wrong("threads", "relu2")
@@ -270,10 +271,11 @@ def has_a_predicate_that_walks(a: Any, right: Any) -> Any:
 @wrong("mutation", "silu_and_mul")
 def borrows_its_input(a: Any, right: Any) -> Any:
     # The argument is the scratch memory, and is restored at the end.
-    before = a.x.clone()
     out = right()
-    a.x.zero_()
-    a.x.copy_(before)
+    if a.x.is_contiguous():
+        before = a.x.clone()
+        a.x.zero_()
+        a.x.copy_(before)
     return out
 
 
@@ -284,7 +286,6 @@ def borrows_its_input(a: Any, right: Any) -> Any:
 def rounds_ties_away_from_zero(a: Any, right: Any) -> Any:
     # A number in the middle between two codes gives the larger one, not the even one.
     return right(scale=a.scale * (1 - 1e-6))
-
 
 
 @wrong("saturation", "static_quant_int8")
@@ -567,7 +568,7 @@ def _declared(kernel: Callable[[Tensor], Tensor], fake: Callable[[Tensor], Tenso
 
 def fake_of_even_rows(x: Tensor) -> Tensor:
     # The fake implementation rounds half of an odd width down, instead of up.
-    return x[..., : (x.shape[-1] + 1) // 2] * 2
+    return (x[..., : (x.shape[-1] + 1) // 2] * 2).contiguous()
 
 
 def fake_of_rows_in_order(x: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ def _factors(subject: Subject, usual: Case, tokens: Tokens | None) -> list[list[
     factors: list[list[Level]] = []
     for name, default in inputs.options_of(subject).items():
         factors.append([unchanged])
-        for level, value in _levels(name, default).items():
+        for level, value in _levels(subject, name, default).items():
             factors[-1].append((f"{name} {level}", change("options", [name], value)))
     for i, param in enumerate(subject.op.schema.params):
         value = usual.values[i]
@@ -164,7 +164,7 @@ def _factors(subject: Subject, usual: Case, tokens: Tokens | None) -> list[list[
         if isinstance(value, Tensor):
             others = [None] if param.is_optional else []
         else:
-            others = [] if param.is_tensor or param.is_tensor_list else inputs.others(param, value)
+            others = [v for v in inputs.others(usual, i) if not usual.replaced("", {i: v}).refusal]
         for other in others:
             level = f"{param.name} {other!r}"
             factors[-1].append((level, change("scalars", [i], partial(_same, other))))
@@ -193,7 +193,7 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _levels(name: str, default: Any) -> Mapping[str, Callable[[], Any]]:
+def _levels(subject: Subject, name: str, default: Any) -> Mapping[str, Callable[[], Any]]:
     if name == "num_tokens":
         return _TOKENS
     if name == "dtype" and default in inputs.DTYPES:
@@ -201,7 +201,7 @@ def _levels(name: str, default: Any) -> Mapping[str, Callable[[], Any]]:
     if type(default) is int and name != "device":
         parts = _PARTS if name.endswith("size") else _COUNTS
         return _WIDTHS if default >= inputs.WIDE else parts
-    return {str(value): partial(_same, value) for value in inputs.variants(name, default)}
+    return {str(value): partial(_same, value) for value in inputs.variants(subject, name, default)}
 
 
 def _draws(factors: list[list[Level]]) -> Iterator[Drawn]:
@@ -310,6 +310,10 @@ def large(subject: Subject) -> Iterator[Case]:
             if case is None:
                 break
             yield case
+            if size == _LARGE_SIZE and known.get("dtype") in inputs.DTYPES:
+                # Long sums are to be wider than 16 bits.
+                for dtype in (torch.bfloat16, torch.float16):
+                    yield from inputs.existing(subject, {**others, name: 8 * size, "dtype": dtype})
             if time.process_time() - start > _SLOW_SECONDS:
                 break
             if time.perf_counter() - begun > 10 * _SLOW_SECONDS:  # of a slow kernel, or machine

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+
+from torch import Tensor
 
 from opweave.conformance import inputs
 from opweave.conformance.compare import outputs_problem
-from opweave.conformance.inputs import Tokens, tokens_of
+from opweave.conformance.inputs import Tokens, tokens_of, transposed
 from opweave.conformance.snapshot import copied
 from opweave.conformance.subject import Case, Check, Finding, Findings, Subject, each
 
@@ -16,6 +19,15 @@ from opweave.conformance.subject import Case, Check, Finding, Findings, Subject,
 def _compilable(subject: Subject, count: int = 1) -> list[Case]:
     """Return those of the first *count* usual cases that the predicate accepts in a graph."""
     return [c for c in list(inputs.usual(subject))[:count] if subject.compiles(c.values)]
+
+
+def _in_layouts(subject: Subject) -> Iterator[Case]:
+    for case in _compilable(subject):
+        yield case
+        matrices = {i: v for i, v in enumerate(case.values) if isinstance(v, Tensor) and v.ndim > 1}
+        other = case.replaced("transposed", {i: transposed(v) for i, v in matrices.items()})
+        if subject.compiles(other.values):
+            yield other
 
 
 def _passes(subject: Subject, case: Case) -> Finding:
@@ -62,5 +74,5 @@ def _of_any_size(subject: Subject) -> Findings:
         yield f"{graphs} graphs for {len(cases)} numbers of tokens: it recompiles"
 
 
-COMPILED = Check("compiled", "a compiled call gives the eager result", each(_compilable, _as_eager))
+COMPILED = Check("compiled", "a compiled call gives the eager result", each(_in_layouts, _as_eager))
 DYNAMIC = Check("dynamic_shapes", "one graph works for any number of tokens", _of_any_size)
