@@ -378,10 +378,8 @@ def raised(error: BaseException | None) -> str:
     return f"raised {type(error).__name__}{f' ({lines[0]})' if lines else ''}"
 
 
-def outcome_of(
-    name: str, run: Callable[[], Findings], most_problems: int = _MAX_PROBLEMS
-) -> Outcome:
-    """Run the check called *name*, until *most_problems* are found."""
+def outcome_of(name: str, run: Callable[[], Findings], limit: int = _MAX_PROBLEMS) -> Outcome:
+    """Run the check called *name*, until *limit* problems are found."""
     outcome, start = Outcome(name), time.perf_counter()
     try:
         for finding in run():
@@ -389,7 +387,7 @@ def outcome_of(
                 outcome.passed += 1
             else:
                 outcome.problems.append(finding)
-            if len(outcome.problems) == most_problems:
+            if len(outcome.problems) == limit:
                 break
     except FAILURES as error:
         outcome.problems.append(raised(error))

@@ -148,9 +148,7 @@ _PARTS: Mapping[str, _Part] = {
         lambda: pickle.dumps(numpy.random.get_state()),
         lambda state: numpy.random.set_state(pickle.loads(state)),
     ),
-    "whether garbage is collected": _Part(
-        gc.isenabled, lambda on: gc.enable() if on else gc.disable()
-    ),
+    "garbage collection": _Part(gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     "whether all warnings are hidden": _Part(
         lambda: _HIDES_ALL in warnings.filters,
         lambda hidden: hidden or vars(warnings)["filters"].remove(_HIDES_ALL),

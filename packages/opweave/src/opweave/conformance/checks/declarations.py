@@ -68,12 +68,9 @@ def _honest(subject: Subject) -> Findings:
 def _cost_problem(subject: Subject, case: Case) -> Finding:
     """Selection asks the predicate before each call that is not compiled."""
     milliseconds = 1e3 * float(subject.ask("rejection_seconds", case.values))
-    if milliseconds <= _MAX_MILLISECONDS:
-        return None
-    return (
-        f"the predicate took {milliseconds:.1f} ms; it is called before each eager call, and "
-        f"should take at most {_MAX_MILLISECONDS:g} ms"
-    )
+    expected = f"should take at most {_MAX_MILLISECONDS:g} ms, since it runs before each eager call"
+    slow = milliseconds > _MAX_MILLISECONDS
+    return f"the predicate took {milliseconds:.1f} ms, and {expected}" if slow else None
 
 
 def _said(problem: Finding, case: Case) -> Finding:
@@ -93,15 +90,11 @@ def _answer_problem(subject: Subject, case: Case) -> Finding:
     try:
         of_fakes = subject.ask("rejection", case.values, fake=True)
     except FAILURES as error:
-        return (
-            f"the predicate {raised(error)} for fake tensors, which have no numbers; it should "
-            "need only shapes, dtypes and strides"
-        )
+        expected = "it should need only shapes, dtypes and strides"
+        return f"the predicate {raised(error)} for fake tensors, which have no numbers; {expected}"
     if answer is not None and of_fakes is None:
-        return (
-            f"the predicate {_verb(answer)} the arguments, and accepted fake tensors of the same "
-            "shapes and dtypes; it should not depend on numbers"
-        )
+        expected = "fake tensors like them; it should not depend on numbers"
+        return f"the predicate {_verb(answer)} the arguments, and accepted {expected}"
     return None
 
 
@@ -172,23 +165,19 @@ def _refusal_problem(subject: Subject, case: Case) -> Finding:
         subject.run(copied(case.values))
     except Exception:
         return None
-    return (
-        "accepted and computed arguments that should be rejected: the native implementation "
-        f"{raised(case.refusal)}"
-    )
+    accepted = "the predicate accepted arguments that should be rejected, and the kernel computed"
+    return f"{accepted} a result: the native implementation {raised(case.refusal)}"
 
 
 PREDICATE = Check(
     "predicate",
     "the predicate needs only shapes and dtypes, and the arguments that it accepts work",
-    _honest,
-    lambda subject: bool(subject.facts["has_predicate"]),
-)
+    _honest, lambda subject: bool(subject.facts["has_predicate"]),
+)  # fmt: skip
 MISFITS = Check(
-    "misfits",
-    "arguments that native rejects are rejected by the predicate or the implementation",
+    "misfits", "arguments that native rejects are rejected by the predicate or the implementation",
     _refuses,
-)
+)  # fmt: skip
 
 
 # Keywords: the implementation accepts arguments by name, and has the op's defaults.
@@ -234,10 +223,9 @@ def _copied(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 KEYWORDS = Check(
-    "keywords",
-    "positional, keyword and default arguments give the same result",
+    "keywords", "positional, keyword and default arguments give the same result",
     each(_keyword_cases, _by_name),
-)
+)  # fmt: skip
 
 
 # Gradients: autograd through the implementation gives the op's gradient.

@@ -32,14 +32,9 @@ from opweave.ir.op import tensors_in
 
 
 _metadata_cases = inputs.chained(
-    inputs.usual,
-    inputs.empty,
-    inputs.tails,
-    inputs.options,
-    inputs.without,
-    inputs.mixed,
+    inputs.usual, inputs.empty, inputs.tails, inputs.options, inputs.without, inputs.mixed,
     partial(inputs.laid_out, dtypes=2),  # fake tensors are slow
-)
+)  # fmt: skip
 
 
 def strides(t: Tensor) -> list[int]:
@@ -68,10 +63,9 @@ def metadata_problem(subject: Subject, case: Case) -> Finding:
 
 
 METADATA = Check(
-    "metadata",
-    "shapes, dtypes, devices and strides are those of the fake implementation",
+    "metadata", "shapes, dtypes, devices and strides are those of the fake implementation",
     each(_metadata_cases, metadata_problem),
-)
+)  # fmt: skip
 
 
 # Mutation: arguments do not change, and results are in new memory.
@@ -106,10 +100,9 @@ def _names(case: Case, values: tuple[object, ...], tensors: Sequence[object]) ->
 
 
 MUTATION = Check(
-    "mutation",
-    "arguments, and the memory around them, do not change; results are in new memory",
+    "mutation", "arguments, and the memory around them, do not change; results are in new memory",
     each(inputs.chained(inputs.usual, inputs.laid_out), _leaves_alone),
-)
+)  # fmt: skip
 
 
 # Donation: ``maybe_inplace`` writes only to its activations, also if arguments share memory.
@@ -197,17 +190,14 @@ def _survives(subject: Subject, case: Case) -> Finding:
 
 
 DONATION = Check(
-    "donation",
-    "maybe_inplace is correct, and writes only to its activations",
-    each(_donation_cases, takes),
-    _donates,
-)
+    "donation", "maybe_inplace is correct, and writes only to its activations",
+    each(_donation_cases, takes), _donates,
+)  # fmt: skip
 ALIASES = Check(
     "aliases",
     "it is also correct if donated tensors share memory with each other or other arguments",
-    each(aliases, _survives),
-    _donates,
-)
+    each(aliases, _survives), _donates,
+)  # fmt: skip
 
 
 # Staleness: a result depends on the current values of the arguments, not on earlier ones.

@@ -154,11 +154,9 @@ def _leak_cases(subject: Subject) -> Iterator[Case]:
 
 
 LEAKS = Check(
-    "leaks",
-    "repeated calls do not use more and more memory, files or threads",
-    each(_leak_cases, _leaks),
-    lambda subject: not subject.is_native and subject.resources[0] > 0,
-)
+    "leaks", "repeated calls do not use more and more memory, files or threads",
+    each(_leak_cases, _leaks), lambda subject: not subject.is_native and subject.resources[0] > 0,
+)  # fmt: skip
 
 
 # Threads: calls at the same time, and with another number of threads inside a call.
@@ -311,17 +309,13 @@ def _near(tokens: Tokens, expected: Outputs, found: Outputs) -> Finding:
 
 
 INVARIANCE = Check(
-    "batch_invariance",
-    "with the trait batch_invariant: a row has the same bits in any batch",
-    _invariant,
-    claims(BATCH_INVARIANT),
-)
+    "batch_invariance", "with the trait batch_invariant: a row has the same bits in any batch",
+    _invariant, claims(BATCH_INVARIANT),
+)  # fmt: skip
 ROWS = Check(
-    "rowwise",
-    "with the trait rowwise: an output row depends only on that row of the activations",
-    _by_rows,
-    claims(ROWWISE),
-)
+    "rowwise", "with the trait rowwise: an output row depends only on that row of the activations",
+    _by_rows, claims(ROWWISE),
+)  # fmt: skip
 
 
 # Inference mode, in which models run: tensors do not have version counters.
@@ -335,10 +329,9 @@ def _in_inference_mode(subject: Subject, case: Case) -> Finding:
 
 
 INFERENCE_MODE = Check(
-    "inference_mode",
-    "results are the same under torch.inference_mode, with inference tensors",
+    "inference_mode", "results are the same under torch.inference_mode, with inference tensors",
     each(inputs.usual, _in_inference_mode),
-)
+)  # fmt: skip
 
 
 # Global state: a call does not change the global state of the process.

@@ -65,36 +65,22 @@ def _codes(subject: Subject) -> Iterator[Case]:
             yield case
 
 
-VALUES = Check(
-    "values",
-    "outputs match native within the op's tolerance, in every dtype and size",
-    each(inputs.chained(inputs.sizes, inputs.shapes, draw.large, _codes), is_right),
-    not_native,
+_GAPS = "slices, strides, transposed and repeated rows"
+_sizes = inputs.chained(inputs.sizes, inputs.shapes, draw.large, _codes)
+VALUES, OPTIONS, NONE, VALUES_LAYOUTS, DTYPES = (
+    Check(name, f"outputs {promise}", each(cases, is_right), not_native)
+    for name, promise, cases in (
+        ("values", "match native within the op's tolerance, in every dtype and size", _sizes),
+        ("options", "also match with other numbers, flags and strings", inputs.options),
+        ("none", "also match if optional tensors are omitted", inputs.without),
+        ("layouts", f"also match with {_GAPS}; gaps are not read", inputs.laid_out),
+        ("dtypes", "also match if arguments have different dtypes", inputs.mixed),
+    )
 )
-OPTIONS = Check(
-    "options",
-    "outputs also match with other numbers, flags and strings",
-    each(inputs.options, is_right),
-    not_native,
-)
-NONE = Check(
-    "none",
-    "outputs also match if optional tensors are omitted",
-    each(inputs.without, is_right),
-    not_native,
-)
-VALUES_LAYOUTS = Check(
-    "layouts",
-    "outputs also match with slices, strides, transposed and repeated rows; gaps are not read",
-    each(inputs.laid_out, is_right),
-    not_native,
-)
-DTYPES = Check(
-    "dtypes",
-    "outputs also match if arguments have different dtypes",
-    each(inputs.mixed, is_right),
-    not_native,
-)
+COMBINATIONS = Check(
+    "combinations", "outputs match native with drawn pairs of sizes, dtypes, options and layouts",
+    draw.drawn(is_right), not_native,
+)  # fmt: skip
 EMPTY = Check("empty", "a call with zero tokens works", each(inputs.empty, is_right))
 
 
@@ -138,11 +124,9 @@ def _differing(one: Outputs, other: Outputs) -> int:
 
 
 PRECISION = Check(
-    "precision",
-    "arguments of a wider dtype are not rounded to the dtype of the activations",
-    each(inputs.chained(inputs.usual, inputs.mixed), _keeps_precision),
-    not_native,
-)
+    "precision", "arguments of a wider dtype are not rounded to the dtype of the activations",
+    each(inputs.chained(inputs.usual, inputs.mixed), _keeps_precision), not_native,
+)  # fmt: skip
 
 
 # Rounding: implementations that round less often than the definition are more accurate.
@@ -171,11 +155,9 @@ def _error(found: Tensor, reference: Tensor) -> float:
 
 
 ROUNDING = Check(
-    "rounding",
-    "with the trait rounds_less: outputs are at least as accurate as those of native",
-    each(inputs.chained(inputs.usual, inputs.few_and_many), _is_closer),
-    claims(ROUNDS_LESS),
-)
+    "rounding", "with the trait rounds_less: outputs are at least as accurate as those of native",
+    each(inputs.chained(inputs.usual, inputs.few_and_many), _is_closer), claims(ROUNDS_LESS),
+)  # fmt: skip
 
 
 # Extreme numbers: zeros, other distributions, the smallest and largest, NaN and infinity.
@@ -330,11 +312,9 @@ def _of_floats(case: Case, found: Tensor, native: Tensor, reference: Tensor) -> 
 
 
 EXTREMES = Check(
-    "extremes",
-    "zeros, tiny and huge numbers, NaN and infinity give the results of native",
-    each(extreme, partial(is_right, problem_of=_extremes_problem)),
-    not_native,
-)
+    "extremes", "zeros, tiny and huge numbers, NaN and infinity give the results of native",
+    each(extreme, partial(is_right, problem_of=_extremes_problem)), not_native,
+)  # fmt: skip
 
 
 # Dimensions: zero, one or two token dimensions, if native supports them.
@@ -343,16 +323,5 @@ EXTREMES = Check(
 DIMENSIONS = Check(
     "dimensions",
     "activations without or with two token dimensions work, if native supports them",
-    each(
-        inputs.dimensions,
-        lambda subject, case: is_right(subject, case) or metadata_problem(subject, case),
-    ),
-)
-
-
-COMBINATIONS = Check(
-    "combinations",
-    "outputs match native with drawn pairs of sizes, dtypes, options and layouts",
-    draw.drawn(is_right),
-    not_native,
+    each(inputs.dimensions, lambda s, c: is_right(s, c) or metadata_problem(s, c)),
 )
