@@ -279,7 +279,7 @@ def shapes(subject: Subject) -> Iterator[Case]:
     for base in usual(subject, 1):
         tensors = {i: v for i, v in enumerate(base.values) if isinstance(v, Tensor)}
         floats = {i: v for i, v in tensors.items() if v.is_floating_point() and v.ndim}
-        rows, columns = (1, 1) if base.refusal else torch.atleast_2d(base.native[0]).shape[-2:]
+        rows, columns = (1, 1, *(() if base.refusal else base.native[0].shape))[-2:]
         for i, v in floats.items():
             for shape in ((rows, 1), (1, columns)) if v.numel() == 1 else ():
                 numbers = (v.flatten() * (0.5 + torch.rand(shape, device=v.device))).to(v.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import combinations, islice, pairwise
 from typing import Any
@@ -86,7 +86,7 @@ _MIN_CALLS, _MAX_CALLS = 3, 256  # between two comparisons
 _MAX_REPEATED_CASES = 2
 
 
-def _accepted(subject: Subject, cases: Iterator[Case]) -> Iterator[Case]:
+def _accepted(subject: Subject, cases: Iterable[Case]) -> Iterator[Case]:
     return (c for c in cases if c.refusal is None and subject.accepts(c.values))
 
 

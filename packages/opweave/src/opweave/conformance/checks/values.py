@@ -54,7 +54,7 @@ def _codes(subject: Subject) -> Iterator[Case]:
         if dtype.itemsize > 1 or dtype is torch.bool:
             continue
         codes = torch.arange(256, dtype=torch.uint8).view(dtype).double()
-        codes = codes[codes.isfinite()].unique()
+        codes = codes[codes.isfinite()].sort().values
         ones = {i: torch.ones_like(v) for i, v in enumerate(base.values) if isinstance(v, Tensor)}
         for label, numbers in (("codes", codes), ("ties", codes[1:] - codes.diff() / 2)):
             x = numbers[torch.randint(len(numbers), base.values[0].shape)]
