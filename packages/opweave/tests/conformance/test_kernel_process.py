@@ -339,7 +339,9 @@ def arguments():
 
 
 def environment():
-    return named(*os.environ, *PROCESS.joinpath("environ").read_text().split("\\0"))
+    # Values have paths, such as pytest's temporary folders, in any process below pytest.
+    variables = PROCESS.joinpath("environ").read_text().split("\\0")
+    return named(*os.environ, *(variable.partition("=")[0] for variable in variables))
 
 
 def own_process():

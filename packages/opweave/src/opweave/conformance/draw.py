@@ -43,8 +43,10 @@ def _one_of(values: Sequence[Any]) -> Any:
     return values[_up_to(0, len(values) - 1)]
 
 
+Sizes = Mapping[str, Callable[[], int]]
+
 # Levels of sizes; widths are those of vectors, powers of two, and their neighbors.
-_WIDTHS: Mapping[str, Callable[[], int]] = {
+_WIDTHS: Sizes = {
     "tiny": lambda: _up_to(1, 7),
     "a vector": lambda: 8 << _up_to(0, 4),
     "next to a vector": lambda: (8 << _up_to(0, 3)) + _one_of((-1, 1)),
@@ -52,21 +54,18 @@ _WIDTHS: Mapping[str, Callable[[], int]] = {
     "next to a power of two": lambda: (128 << _up_to(0, 3)) + _one_of((-1, 1)),
     "any": lambda: _up_to(1, 300),
 }
-_TOKENS: Mapping[str, Callable[[], int]] = {
+_TOKENS: Sizes = {
     "one": lambda: 1,
     "few": lambda: _up_to(2, 9),
     "next to a vector": lambda: (8 << _up_to(0, 2)) + _one_of((-1, 0, 1)),
     "many": lambda: _up_to(130, 400),
 }
-_PARTS: Mapping[str, Callable[[], int]] = {
+_PARTS: Sizes = {
     "small": lambda: _up_to(1, 8),
     "even": lambda: 2 * _up_to(1, 24),
     "a vector": lambda: 16 << _up_to(0, 4),
 }
-_COUNTS: Mapping[str, Callable[[], int]] = {
-    "few": lambda: _up_to(1, 9),
-    "many": lambda: _up_to(10, 40),
-}
+_COUNTS: Sizes = {"few": lambda: _up_to(1, 9), "many": lambda: _up_to(10, 40)}
 
 
 @dataclass(frozen=True)

@@ -325,9 +325,8 @@ def options(subject: Subject) -> Iterator[Case]:
 def without(subject: Subject) -> Iterator[Case]:
     """Yield cases without optional tensors: each alone, then all."""
     for base in usual(subject):
-        optional = [
-            i for i, p in enumerate(subject.op.schema.params) if p.is_tensor and p.is_optional
-        ]
+        params = enumerate(subject.op.schema.params)
+        optional = [i for i, p in params if p.is_tensor and p.is_optional]
         for i in optional:
             yield replaced(base, i, subject.op.schema.names[i], None)
         if len(optional) > 1:
@@ -456,9 +455,8 @@ def dimensions(subject: Subject) -> Iterator[Case]:
     for name, (count, sizes) in _TOKEN_SHAPES.items():
         for case in of_tokens(subject, count):
             pairs = list(zip(case.values, tokens.inputs, strict=True))
-            yield case.with_values(
-                name, [v if a is None else _formed(v, a, sizes) for v, a in pairs]
-            )
+            values = [v if a is None else _formed(v, a, sizes) for v, a in pairs]
+            yield case.with_values(name, values)
     for case in existing(subject, {"num_tokens": 1, "hidden_size": 1}):
         activations = {i: case.values[i] for i in subject.op.activation_indices}
         if all(isinstance(v, Tensor) and v.numel() == 1 for v in activations.values()):
