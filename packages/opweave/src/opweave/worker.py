@@ -66,7 +66,7 @@ def pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-def _guarded(file: int, start: int, size: int, at_end: bool) -> UntypedStorage:
+def _guarded(file: int, start: int, size: int, at_end: bool, access: int) -> UntypedStorage:
     """Map a part of *file* between two pages that cannot be accessed.
 
     Args:
@@ -74,16 +74,14 @@ def _guarded(file: int, start: int, size: int, at_end: bool) -> UntypedStorage:
         start: the position of its first page.
         size: the number of bytes.
         at_end: the memory ends at a page, instead of beginning at one.
+        access: whether it can be read only, or written too, as a flag of mmap.
     """
     if not size:
         return torch.empty(0, dtype=torch.uint8).untyped_storage()
     length = pages(size)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     region = _libc.mmap(None, length + 2 * PAGE, 0, private, -1, 0)
-    inner = _libc.mmap(
-        region + PAGE, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED,
-        file, start,
-    )  # fmt: skip
+    inner = _libc.mmap(region + PAGE, length, access, mmap.MAP_SHARED | _MAP_FIXED, file, start)
     if _FAILED in (region, inner):
         raise OSError(ctypes.get_errno(), "mmap")
     buffer = (ctypes.c_char * size).from_address(inner + (length - size if at_end else 0))
@@ -121,7 +119,7 @@ def read(file: int, data: memoryview, position: int) -> None:
 class CallRequest:
     """Arguments of a call, and the shared memory of their tensors."""
 
-    def __init__(self, *values: Any) -> None:
+    def __init__(self, *values: Any, read_only: bool = False) -> None:
         self._storages: dict[int, tuple[UntypedStorage, str]] = {}
         self._places: list[tuple[UntypedStorage, int]] = []
         file = io.BytesIO()
@@ -138,7 +136,9 @@ class CallRequest:
             size = storage.nbytes()
             at_end = size % 64 == 0 or bool(parity)
             self._places.append((storage, position + (pages(size) - size if at_end else 0)))
-            layout.append((position, size, at_end, device))
+            written = not read_only or device != "cpu"  # others are copied back
+            access = mmap.PROT_READ | mmap.PROT_WRITE if written else mmap.PROT_READ
+            layout.append((position, size, at_end, access, device))
             position += pages(size)
         os.ftruncate(self.file, position)
         self.layout = pickle.dumps(layout)
@@ -185,8 +185,8 @@ class Channel:
         self._storages = []
         layout = pickle.loads(self._connection.recv_bytes())
         file = recv_handle(self._connection)
-        for start, size, at_end, device in layout:
-            shared = _guarded(file, start, size, at_end)
+        for *geometry, device in layout:
+            shared = _guarded(file, *geometry)
             moved = shared if device == "cpu" else shared.to(device=torch.device(device))
             self._storages.append((shared, moved))
         os.close(file)

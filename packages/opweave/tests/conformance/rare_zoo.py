@@ -14,7 +14,7 @@ from torch import Tensor
 from opweave import ir
 from opweave.ir.rules import BATCH_INVARIANT
 
-from .zoo import ZOO, rms_norm, silu_and_mul, specimen
+from .zoo import ZOO, own_op, rms_norm, rows, silu_and_mul, specimen
 
 __all__ = ["ZOO"]
 
@@ -242,3 +242,28 @@ def keeps_every_result(x: Tensor) -> Tensor:
 
 
 KEPT: list[Tensor] = []
+
+
+# Fake implementations that are wrong only for some arguments
+
+
+@own_op("metadata", "native")
+def fake_of_even_rows() -> ir.IrOp:
+    def halved(x: Tensor) -> Tensor:
+        return (x[..., : (x.shape[-1] + 1) // 2] * 2).contiguous()
+
+    op = ir.register_op(halved)
+    op.register_input_generator(rows)
+    op.register_fake(lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)))
+    return op
+
+
+@own_op("metadata", "native")
+def fake_of_rows_in_order() -> ir.IrOp:
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    op = ir.register_op(doubled)
+    op.register_input_generator(rows)
+    op.register_fake(lambda x: x.new_empty(x.shape))
+    return op

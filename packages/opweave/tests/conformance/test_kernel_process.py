@@ -7,11 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
-from opweave.conformance import Subject
+from opweave.conformance import Result, Subject
 from opweave.conformance.kernel_process import Verifier, VerifyTask
 from opweave.conformance.subject import VerifierFailedError
 from opweave.ir.ops import silu_and_mul
@@ -295,3 +296,115 @@ def test_verifying_cannot_be_told_from_replaying(
     assert {command.split("\0")[3] for command in first["commands"][:2]} == {"opweave.worker"}
     assert not any("\0opweave\0" in command for command in first["commands"])
     assert not any("conformance" in name for name in first["modules"])
+
+
+# Kernels that are right only where they notice that they are verified.
+
+
+CHEATING = """
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from opweave import ir
+
+op = ir.ops.silu_and_mul
+WORDS = ("opweave.conformance", "opweave/conformance", "opweave verify", "pytest")
+PROCESS = Path("/proc/self")
+last_call = 0.0
+
+
+def named(*texts):
+    texts = [text.replace("\\0", " ").lower() for text in texts]
+    return any(word in text for word in WORDS for text in texts)
+
+
+def modules():
+    return named(*(name for name in sys.modules if not name.startswith("numpy.")))
+
+
+def parents():
+    process = os.getppid()
+    while process > 1:
+        yield Path(f"/proc/{process}/cmdline").read_text()
+        process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def arguments():
+    return named(" ".join(sys.argv), " ".join(sys.orig_argv))
+
+
+def environment():
+    # Values have paths, such as pytest's temporary folders, in any process below pytest.
+    variables = PROCESS.joinpath("environ").read_text().split("\\0")
+    return named(*os.environ, *(variable.partition("=")[0] for variable in variables))
+
+
+def own_process():
+    return named(*(PROCESS.joinpath(name).read_text() for name in ("cmdline", "comm", "status")))
+
+
+def threads():
+    of_system = (task.joinpath("comm").read_text() for task in PROCESS.joinpath("task").iterdir())
+    return named(*of_system, *(thread.name for thread in threading.enumerate()))
+
+
+def timing():
+    global last_call
+    passed, last_call = time.perf_counter() - last_call, time.perf_counter()
+    return passed > 0.002
+
+
+def stack():
+    frames = (f for f in traceback.extract_stack() if f.filename != __file__)
+    return named(*(f"{f.filename} {f.name}" for f in frames))
+
+
+def files():
+    targets = (os.readlink(file) for file in PROCESS.joinpath("fd").iterdir() if file.exists())
+    return named(*targets)
+
+
+def cheat(notices):
+    def kernel(x):
+        eager = type(x) is torch.Tensor and not torch.compiler.is_compiling()
+        out = op.native(x)
+        return out if not eager or notices() else out * 0.9
+
+    op.register_impl(f"notices_{notices.__name__}")(kernel)
+
+
+def parent():
+    return named(*parents())
+
+
+for notices in (
+    modules, parent, arguments, environment, own_process, threads, timing, stack, files,
+):
+    cheat(notices)
+"""
+
+
+def test_kernels_that_look_whether_they_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The path of pytest's temporary folders would give it away.
+    with TemporaryDirectory() as folder:
+        Path(folder, "cheating.py").write_text(CHEATING, encoding="utf-8")
+        monkeypatch.syspath_prepend(folder)
+        results = dict(verified_cheats())
+    assert len(results) == 9
+    passed = [name for name, result in results.items() if result.status != "failed"]
+    assert not passed
+    for provider, result in results.items():
+        for problem in result.outcomes[0].problems:
+            assert "native has" in problem, provider
+
+
+def verified_cheats() -> Iterator[tuple[str, Result]]:
+    with Verifier(VerifyTask(("cheating",), ("values", "determinism"), 0), 60.0) as verifier:
+        cheats = [s for s in verifier.subjects(["silu_and_mul"]) if "notices" in s.provider]
+        for subject in cheats:
+            yield subject.provider, verifier.verify(subject)

@@ -25,19 +25,7 @@ from opweave.conformance.subject import (
 from opweave.conformance.verify import Result, certificate, summary, verify
 
 __all__ = [
-    "CHECKS",
-    "Case",
-    "Check",
-    "ConformanceError",
-    "NonconformingError",
-    "NothingToVerifyError",
-    "Outcome",
-    "Result",
-    "Subject",
-    "UnknownCheckError",
-    "UnknownPlatformError",
-    "certificate",
-    "subjects",
-    "summary",
-    "verify",
-]
+    "CHECKS", "Case", "Check", "ConformanceError", "NonconformingError", "NothingToVerifyError",
+    "Outcome", "Result", "Subject", "UnknownCheckError", "UnknownPlatformError", "certificate",
+    "subjects", "summary", "verify",
+]  # fmt: skip

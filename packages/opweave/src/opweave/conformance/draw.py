@@ -43,8 +43,10 @@ def _one_of(values: Sequence[Any]) -> Any:
     return values[_up_to(0, len(values) - 1)]
 
 
+Sizes = Mapping[str, Callable[[], int]]
+
 # Levels of sizes; widths are those of vectors, powers of two, and their neighbors.
-_WIDTHS: Mapping[str, Callable[[], int]] = {
+_WIDTHS: Sizes = {
     "tiny": lambda: _up_to(1, 7),
     "a vector": lambda: 8 << _up_to(0, 4),
     "next to a vector": lambda: (8 << _up_to(0, 3)) + _one_of((-1, 1)),
@@ -52,21 +54,18 @@ _WIDTHS: Mapping[str, Callable[[], int]] = {
     "next to a power of two": lambda: (128 << _up_to(0, 3)) + _one_of((-1, 1)),
     "any": lambda: _up_to(1, 300),
 }
-_TOKENS: Mapping[str, Callable[[], int]] = {
+_TOKENS: Sizes = {
     "one": lambda: 1,
     "few": lambda: _up_to(2, 9),
     "next to a vector": lambda: (8 << _up_to(0, 2)) + _one_of((-1, 0, 1)),
     "many": lambda: _up_to(130, 400),
 }
-_PARTS: Mapping[str, Callable[[], int]] = {
+_PARTS: Sizes = {
     "small": lambda: _up_to(1, 8),
     "even": lambda: 2 * _up_to(1, 24),
     "a vector": lambda: 16 << _up_to(0, 4),
 }
-_COUNTS: Mapping[str, Callable[[], int]] = {
-    "few": lambda: _up_to(1, 9),
-    "many": lambda: _up_to(10, 40),
-}
+_COUNTS: Sizes = {"few": lambda: _up_to(1, 9), "many": lambda: _up_to(10, 40)}
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def _factors(subject: Subject, usual: Case, tokens: Tokens | None) -> list[list[
     factors: list[list[Level]] = []
     for name, default in inputs.options_of(subject).items():
         factors.append([unchanged])
-        for level, value in _levels(name, default).items():
+        for level, value in _levels(subject, name, default).items():
             factors[-1].append((f"{name} {level}", change("options", [name], value)))
     for i, param in enumerate(subject.op.schema.params):
         value = usual.values[i]
@@ -164,7 +163,7 @@ def _factors(subject: Subject, usual: Case, tokens: Tokens | None) -> list[list[
         if isinstance(value, Tensor):
             others = [None] if param.is_optional else []
         else:
-            others = [] if param.is_tensor or param.is_tensor_list else inputs.others(param, value)
+            others = [v for v in inputs.others(usual, i) if not usual.replaced("", {i: v}).refusal]
         for other in others:
             level = f"{param.name} {other!r}"
             factors[-1].append((level, change("scalars", [i], partial(_same, other))))
@@ -193,7 +192,7 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _levels(name: str, default: Any) -> Mapping[str, Callable[[], Any]]:
+def _levels(subject: Subject, name: str, default: Any) -> Mapping[str, Callable[[], Any]]:
     if name == "num_tokens":
         return _TOKENS
     if name == "dtype" and default in inputs.DTYPES:
@@ -201,7 +200,7 @@ def _levels(name: str, default: Any) -> Mapping[str, Callable[[], Any]]:
     if type(default) is int and name != "device":
         parts = _PARTS if name.endswith("size") else _COUNTS
         return _WIDTHS if default >= inputs.WIDE else parts
-    return {str(value): partial(_same, value) for value in inputs.variants(name, default)}
+    return {str(value): partial(_same, value) for value in inputs.variants(subject, name, default)}
 
 
 def _draws(factors: list[list[Level]]) -> Iterator[Drawn]:
@@ -310,6 +309,9 @@ def large(subject: Subject) -> Iterator[Case]:
             if case is None:
                 break
             yield case
+            if size == 4 * _LARGE_SIZE and known.get("dtype") in inputs.DTYPES:
+                # Long sums need more than 16 bits.
+                yield from inputs.existing(subject, {**others, name: size, "dtype": torch.bfloat16})
             if time.process_time() - start > _SLOW_SECONDS:
                 break
             if time.perf_counter() - begun > 10 * _SLOW_SECONDS:  # of a slow kernel, or machine

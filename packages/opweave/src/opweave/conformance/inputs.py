@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 import time
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, combinations
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from opweave.conformance.snapshot import Values
 from opweave.conformance.subject import Case, Outputs, Subject
-from opweave.ir.schema import Param
 
 # Arguments from an op's input generator: sizes with and without tails, dtypes, no tokens.
 
@@ -31,6 +31,7 @@ _EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 WIDE = 24  # a size of at least this is the width of a row; a smaller one is a part or a count
 _SWEPT_SIZES = (*range(1, 131), 255, 257, 511, 513, 1023, 1025)  # block bounds among them
 _SWEEP_SECONDS = 2.0  # of processor time, for the sizes of one option
+_MANY_TOKENS = 150  # more than many windows have
 _SLOW_SECONDS = 0.1  # after a slower case, larger numbers of tokens are left out
 
 
@@ -53,7 +54,7 @@ def generated(subject: Subject, **options: Any) -> Case | None:
         return None
     try:
         values = arguments(subject, **options)
-    except (ValueError, RuntimeError, ZeroDivisionError, IndexError, TypeError):
+    except (ValueError, RuntimeError, ZeroDivisionError, LookupError, TypeError):
         return None  # sizes that do not fit each other
     label = _label({**dict(subject.options), **options})
     return Case(subject.op, label, values, subject.provider)
@@ -62,17 +63,17 @@ def generated(subject: Subject, **options: Any) -> Case | None:
 def usual(subject: Subject, dtypes: int | None = None) -> Iterator[Case]:
     """Yield one case for each dtype, or for a limited number of them."""
     for dtype in _dtype_options(subject)[:dtypes]:
-        yield from _existing(subject, dtype)
+        yield from existing(subject, dtype)
 
 
 def sizes(subject: Subject) -> Iterator[Case]:
     """Yield cases of every dtype and many sizes."""
     for dtype in _dtype_options(subject):
         for count in TOKENS:
-            yield from _existing(subject, {"num_tokens": count, **dtype})
+            yield from existing(subject, {"num_tokens": count, **dtype})
         for name, default in options_of(subject).items():
-            for value in variants(name, default):
-                yield from _existing(subject, {name: value, **dtype})
+            for value in variants(subject, name, default):
+                yield from existing(subject, {name: value, **dtype})
     for name, default in options_of(subject).items():
         if name == "num_tokens" or (type(default) is int and default >= WIDE):
             yield from _swept(subject, name)
@@ -90,10 +91,8 @@ def while_fast(cases: Iterable[Case]) -> Iterator[Case]:
 
 def few_and_many(subject: Subject) -> Iterator[Case]:
     """Yield cases with one token, and with more tokens than one tile or thread processes."""
-    counts = (1, 33, 257, 1031)
-    yield from while_fast(
-        case for count in counts for case in _existing(subject, {"num_tokens": count})
-    )
+    counts = (1, 33, 257, 1031, 4099)
+    yield from while_fast(c for n in counts for c in existing(subject, {"num_tokens": n}))
 
 
 def chained(*generators: Generator) -> Generator:
@@ -106,10 +105,16 @@ def empty(subject: Subject) -> Iterator[Case]:
     yield from of_tokens(subject, 0)
 
 
-def of_tokens(subject: Subject, count: int) -> Iterator[Case]:
-    """Yield one case of *count* tokens for each dtype."""
-    for dtype in _dtype_options(subject):
-        yield from _existing(subject, {"num_tokens": count, **dtype})
+def tails(subject: Subject) -> Iterator[Case]:
+    """Yield cases with one odd width."""
+    for name in ("hidden_size", "head_size"):
+        yield from existing(subject, {name: 65})
+
+
+def of_tokens(subject: Subject, count: int, dtypes: int | None = None) -> Iterator[Case]:
+    """Yield one case of *count* tokens for each dtype, or for a limited number of them."""
+    for dtype in _dtype_options(subject)[:dtypes]:
+        yield from existing(subject, {"num_tokens": count, **dtype})
 
 
 def _dtype_options(subject: Subject) -> list[dict[str, Any]]:
@@ -125,13 +130,17 @@ def _swept(subject: Subject, name: str) -> Iterator[Case]:
     for place in torch.randperm(len(_SWEPT_SIZES)).tolist():
         if time.process_time() - start > _SWEEP_SECONDS:
             return
-        yield from _existing(subject, {name: _SWEPT_SIZES[place], **dtypes[place % len(dtypes)]})
+        yield from existing(subject, {name: _SWEPT_SIZES[place], **dtypes[place % len(dtypes)]})
 
 
-def variants(name: str, default: Any) -> tuple[Any, ...]:
+def variants(subject: Subject, name: str, default: Any) -> tuple[Any, ...]:
     """Return the values to try of an option of the generator instead of its default."""
     if name in ("num_tokens", "dtype", "device"):
         return ()
+    if isinstance(default, str) and name in subject.op.schema.names:
+        place = subject.op.schema.names.index(name)
+        words = [word for case in existing(subject, {}) for word in _words(case, place)]
+        return tuple(word for word in words if generated(subject, **{name: word}))
     if isinstance(default, torch.dtype):
         return _EIGHT_BITS if default.itemsize == 1 else DTYPES
     if isinstance(default, bool):
@@ -143,7 +152,7 @@ def variants(name: str, default: Any) -> tuple[Any, ...]:
     return ()
 
 
-def _existing(subject: Subject, options: Mapping[str, Any]) -> Iterator[Case]:
+def existing(subject: Subject, options: Mapping[str, Any]) -> Iterator[Case]:
     case = generated(subject, **options)
     if case is not None:
         yield case
@@ -166,7 +175,7 @@ def with_accepted_sizes(subject: Subject) -> Subject | None:
     """
     changes: list[dict[str, Any]] = [{}]
     for name, default in options_of(subject).items():
-        changes += [{name: value} for value in variants(name, default)]
+        changes += [{name: value} for value in variants(subject, name, default)]
     for change in changes:
         options = tuple({**dict(subject.options), **change}.items())
         tried = replace(subject, options=options)
@@ -178,7 +187,7 @@ def with_accepted_sizes(subject: Subject) -> Subject | None:
 # Arguments of different dtypes: weights wider or narrower than activations, other integers.
 
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -261,6 +270,26 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
+def shapes(subject: Subject) -> Iterator[Case]:
+    """Yield cases with other shapes than the generator's, most of which native rejects.
+
+    Half of the columns of one or two tensors, and a number for each row or column of the result in
+    place of one for all.
+    """
+    for base in usual(subject, 1):
+        tensors = {i: v for i, v in enumerate(base.values) if isinstance(v, Tensor)}
+        floats = {i: v for i, v in tensors.items() if v.is_floating_point() and v.ndim}
+        rows, columns = (1, 1, *(() if base.refusal else base.native[0].shape))[-2:]
+        for i, v in floats.items():
+            for shape in ((rows, 1), (1, columns)) if v.numel() == 1 else ():
+                numbers = (v.flatten() * (0.5 + torch.rand(shape, device=v.device))).to(v.dtype)
+                yield base.replaced(f"{base.op.schema.names[i]} of shape {shape}", {i: numbers})
+        for group in (*combinations(floats, 1), *combinations(floats, 2)):
+            halves = {i: floats[i].tensor_split(2, -1)[0].contiguous() for i in group}
+            names = " and ".join(base.op.schema.names[i] for i in group)
+            yield base.replaced(f"half of {names}", halves)
+
+
 def laid_out(subject: Subject, dtypes: int | None = None) -> Iterator[Case]:
     """Yield cases in every layout: of all tensors at once, and of each alone."""
     for base in usual(subject, dtypes):
@@ -283,25 +312,21 @@ def _filled(t: Tensor, shape: tuple[int, ...]) -> Tensor:
 # Cases with unusual numbers, flags and strings, and with omitted optional arguments.
 
 
-# Possible values of string parameters; native rejects unsupported ones.
-_WORDS = ("none", "tanh", "silu", "swish", "sigmoid", "softmax", "relu", "gelu")
-
-
 def options(subject: Subject) -> Iterator[Case]:
-    """Yield cases with one changed option: a number, flag or string."""
-    for base in usual(subject):
-        for i, param in enumerate(subject.op.schema.params):
-            if not param.is_tensor and not param.is_tensor_list:
-                for value in others(param, base.values[i]):
-                    yield replaced(base, i, param.name, value)
+    """Yield cases with one changed number, flag or string, and integers with many tokens."""
+    for kind, bases in (object, usual(subject)), (int, of_tokens(subject, _MANY_TOKENS, 1)):
+        for base in bases:
+            for i, param in enumerate(subject.op.schema.params):
+                for value in others(base, i):
+                    if kind is object or type(value) is int:
+                        yield replaced(base, i, param.name, value)
 
 
 def without(subject: Subject) -> Iterator[Case]:
     """Yield cases without optional tensors: each alone, then all."""
     for base in usual(subject):
-        optional = [
-            i for i, p in enumerate(subject.op.schema.params) if p.is_tensor and p.is_optional
-        ]
+        params = enumerate(subject.op.schema.params)
+        optional = [i for i, p in params if p.is_tensor and p.is_optional]
         for i in optional:
             yield replaced(base, i, subject.op.schema.names[i], None)
         if len(optional) > 1:
@@ -313,8 +338,11 @@ def replaced(case: Case, index: int, name: str, value: Any) -> Case:
     return case.replaced(f"{name}={value!r}", {index: value})
 
 
-def others(param: Param, value: Any) -> list[Any]:
-    """Return alternatives to the usual value."""
+def others(case: Case, index: int) -> list[Any]:
+    """Return alternatives to an argument that is not a tensor; native may reject them."""
+    param, value = case.op.schema.params[index], case.values[index]
+    if param.is_tensor or param.is_tensor_list:
+        return []
     kinds = set(typing.get_args(param.annotation) or (param.annotation,))
     candidates: list[Any] = [None] if param.is_optional and value is not None else []
     if bool in kinds:
@@ -323,10 +351,17 @@ def others(param: Param, value: Any) -> list[Any]:
         # Large enough to show where epsilon is added.
         candidates += [0.5, 0.1, 1.7] if value is None else [0.1 + 4 * value]
     elif str in kinds:
-        candidates += _WORDS
+        candidates += ["?", *_words(case, index)]
     elif int in kinds and param.is_optional:
         candidates += [1, 2, 7, 40, 100, 300]
-    return [other for other in candidates if other is None or other != value]
+    elif type(value) is int:
+        candidates += [0, 1, value - 1, value + 1]
+    return [other for other in dict.fromkeys(candidates) if other is None or other != value]
+
+
+def _words(case: Case, index: int) -> list[str]:
+    """Return the words of the message with which native rejects an unknown string."""
+    return re.findall(r"\w+", str(case.replaced("", {index: "?"}).refusal or ""))
 
 
 # Finds the token dimension of each tensor, and selects tokens.
@@ -400,6 +435,37 @@ def tokens_of(subject: Subject, count: int | None = None, **options: Any) -> Tok
     if all(axis is None for axis in arguments) or all(axis is None for axis in outputs):
         return None
     return Tokens(counts[-1], last, arguments, outputs)
+
+
+_TOKEN_SHAPES: Mapping[str, tuple[int, tuple[int, ...]]] = {
+    "rows in two dimensions": (6, (2, 3)),
+    "rows in three dimensions": (6, (3, 1, 2)),
+    "a batch of one": (3, (1, 3)),
+    "no rows in two dimensions": (0, (2, 0)),
+    "a row without its dimension": (1, ()),
+}
+"""The number of tokens, and the shape that replaces their dimension."""
+
+
+def dimensions(subject: Subject) -> Iterator[Case]:
+    """Yield cases with other numbers of token dimensions, and with numbers without a dimension."""
+    tokens = tokens_of(subject)
+    if not isinstance(tokens, Tokens) or not tokens.are_rows:
+        return
+    for name, (count, sizes) in _TOKEN_SHAPES.items():
+        for case in of_tokens(subject, count):
+            pairs = list(zip(case.values, tokens.inputs, strict=True))
+            values = [v if a is None else _formed(v, a, sizes) for v, a in pairs]
+            yield case.with_values(name, values)
+    for case in existing(subject, {"num_tokens": 1, "hidden_size": 1}):
+        activations = {i: case.values[i] for i in subject.op.activation_indices}
+        if all(isinstance(v, Tensor) and v.numel() == 1 for v in activations.values()):
+            numbers = {i: v.reshape(()) for i, v in activations.items()}
+            yield case.replaced("numbers without a dimension", numbers)
+
+
+def _formed(t: Tensor, axis: int, sizes: tuple[int, ...]) -> Tensor:
+    return t.reshape((*t.shape[:axis], *sizes, *t.shape[axis + 1 :]))
 
 
 def _axis(a: Any, b: Any) -> Axis:

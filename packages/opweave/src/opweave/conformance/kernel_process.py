@@ -132,7 +132,8 @@ class KernelProcess:
             raise KernelEndedError(self.ended)
         if method == "again" and self._held is not None:
             self._held.write()
-        request = worker.CallRequest(method, args, kwargs)
+        read_only = kwargs.pop("read_only", False)
+        request = worker.CallRequest(method, args, kwargs, read_only=read_only)
         if method == "hold":
             self._held = request
         try:
@@ -145,7 +146,8 @@ class KernelProcess:
             # glibc checks the heap: see checking_environment of opweave.worker.
             hints = {
                 -signal.SIGABRT: ", as where memory behind a result is written",
-                -signal.SIGSEGV: ", as where memory around an argument is used",
+                -signal.SIGSEGV: ", as where memory around an argument is used"
+                + ", or a read-only argument is written" * read_only,
                 -signal.SIGBUS: ", as where memory around an argument is used",
             }
             self.ended = f"ended the process with {ending(code)}{hints.get(code, '')}"

@@ -130,14 +130,15 @@ class Subject:
         return Calls(self.op, self.provider)
 
     @property
-    def resident_bytes(self) -> int:
-        """The memory that the process of the implementation uses; 0: unknown."""
-        pid = os.getpid() if self.process is None else self.process.pid
+    def resources(self) -> tuple[int, int, int]:
+        """The bytes of memory, open files and threads of the process; zeros: unknown."""
+        folder = Path("/proc", str(os.getpid() if self.process is None else self.process.pid))
         try:
-            pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
+            pages = (folder / "statm").read_text(encoding="ascii").split()[1]
+            files, threads = (len(os.listdir(folder / name)) for name in ("fd", "task"))
         except OSError:
-            return 0
-        return int(pages) * mmap.PAGESIZE
+            return 0, 0, 0
+        return int(pages) * mmap.PAGESIZE, files, threads
 
     def accepts(self, values: Values) -> bool:
         """Whether the predicate accepts the arguments (PredicateFailedError if it raises)."""
@@ -377,10 +378,8 @@ def raised(error: BaseException | None) -> str:
     return f"raised {type(error).__name__}{f' ({lines[0]})' if lines else ''}"
 
 
-def outcome_of(
-    name: str, run: Callable[[], Findings], most_problems: int = _MAX_PROBLEMS
-) -> Outcome:
-    """Run the check called *name*, until *most_problems* are found."""
+def outcome_of(name: str, run: Callable[[], Findings], limit: int = _MAX_PROBLEMS) -> Outcome:
+    """Run the check called *name*, until *limit* problems are found."""
     outcome, start = Outcome(name), time.perf_counter()
     try:
         for finding in run():
@@ -388,7 +387,7 @@ def outcome_of(
                 outcome.passed += 1
             else:
                 outcome.problems.append(finding)
-            if len(outcome.problems) == most_problems:
+            if len(outcome.problems) == limit:
                 break
     except FAILURES as error:
         outcome.problems.append(raised(error))

@@ -6,7 +6,9 @@ where nothing of the kit is imported.
 
 from __future__ import annotations
 
+import gc
 import os
+import pickle
 import random
 import sys
 import time
@@ -17,6 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, UntypedStorage, distributed
 
@@ -97,6 +100,7 @@ def _fake(t: Tensor) -> Tensor:
 
 
 _SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}  # when it first compiles
+_HIDES_ALL = ("ignore", None, Warning, None, 0)  # as warnings.simplefilter("ignore") adds it
 
 
 class _Part(NamedTuple):
@@ -141,6 +145,15 @@ _PARTS: Mapping[str, _Part] = {
         lambda state: torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
     ),
     "the state of Python's random numbers": _Part(random.getstate, random.setstate),
+    "the state of NumPy's random numbers": _Part(
+        lambda: pickle.dumps(numpy.random.get_state()),
+        lambda state: numpy.random.set_state(pickle.loads(state)),
+    ),
+    "garbage collection": _Part(gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+    "whether all warnings are hidden": _Part(
+        lambda: _HIDES_ALL in warnings.filters,
+        lambda hidden: hidden or vars(warnings)["filters"].remove(_HIDES_ALL),
+    ),
     "os.environ": _Part(_environment, _write_environment),
     "the working directory": _Part(os.getcwd, os.chdir),
 }
@@ -238,8 +251,9 @@ class Calls:
         inference: bool = False,
         requires: Sequence[str] = (),
         threads: int | None = None,
+        read_only: bool = False,
     ) -> Any:
-        """Call the op once.
+        """Call the op once; *read_only* arguments can be in another process only.
 
         Args:
             values: the arguments.

@@ -18,6 +18,12 @@ def _compilable(subject: Subject, count: int = 1) -> list[Case]:
     return [c for c in list(inputs.usual(subject))[:count] if subject.compiles(c.values)]
 
 
+def _in_layouts(subject: Subject) -> list[Case]:
+    """Return a usual case, and one with transposed tensors, that are accepted in a graph."""
+    cases = [c for c in inputs.laid_out(subject, 1) if c.label.endswith(" transposed")][:1]
+    return [*_compilable(subject), *(c for c in cases if subject.compiles(c.values))]
+
+
 def _passes(subject: Subject, case: Case) -> Finding:
     failed = subject.ask("opcheck", copied(case.values))
     return " ".join(" ".join(failed).split())[:300] if failed else None
@@ -62,5 +68,5 @@ def _of_any_size(subject: Subject) -> Findings:
         yield f"{graphs} graphs for {len(cases)} numbers of tokens: it recompiles"
 
 
-COMPILED = Check("compiled", "a compiled call gives the eager result", each(_compilable, _as_eager))
+COMPILED = Check("compiled", "a compiled call gives the eager result", each(_in_layouts, _as_eager))
 DYNAMIC = Check("dynamic_shapes", "one graph works for any number of tokens", _of_any_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,9 @@ from opweave.ir.tolerance import Tolerance
 
 _MAX_MILLISECONDS = 1.0
 _TOKEN_COUNTS = (2, 3, 5, 8, 33, 257)  # with 0 or 1, fewer strides matter
+_MANY_TOKENS = 4099
+_OUT_OF_RANGE, _LARGE_INDEX = "out of range", 1 << 30
+_BOUNDS = re.compile("^cu_|_loc$|_lens$")  # of sequences, which native need not check
 
 
 _predicate_cases = inputs.chained(
@@ -39,16 +43,20 @@ _predicate_cases = inputs.chained(
 
 
 def misfits(subject: Subject) -> Iterator[Case]:
-    """Yield cases in which one tensor is too short, or has a dimension more."""
+    """Yield cases in which one tensor is too short, or has a dimension or a large number more."""
+    names = subject.op.schema.names
     for base in inputs.usual(subject):
         for i, value in enumerate(base.values):
             if isinstance(value, Tensor) and value.ndim:
-                for change, other in {
+                changes = {
                     "shorter rows": value[..., :-1],
                     "a row less": value[:-1],
                     "another dimension": value[None],
-                }.items():
-                    yield base.replaced(f"{subject.op.schema.names[i]}: {change}", {i: other})
+                }
+                if value.dtype in (torch.int32, torch.int64) and not _BOUNDS.search(names[i]):
+                    changes[_OUT_OF_RANGE] = torch.full_like(value, _LARGE_INDEX)
+                for change, other in changes.items():
+                    yield base.replaced(f"{names[i]}: {change}", {i: other})
 
 
 def _honest(subject: Subject) -> Findings:
@@ -56,15 +64,16 @@ def _honest(subject: Subject) -> Findings:
         yield _said(_answer_problem(subject, case), case)
         yield _said(_runs(subject, case), case)
     yield from _sizes(subject)
-    for case in inputs.usual(subject, 1):
+    for case in (*inputs.usual(subject, 1), *inputs.of_tokens(subject, _MANY_TOKENS, 1)):
         yield _said(_cost_problem(subject, case), case)
 
 
 def _cost_problem(subject: Subject, case: Case) -> Finding:
     """Selection asks the predicate before each call that is not compiled."""
     milliseconds = 1e3 * float(subject.ask("rejection_seconds", case.values))
+    expected = f"should take at most {_MAX_MILLISECONDS:g} ms, since it runs before each eager call"
     slow = milliseconds > _MAX_MILLISECONDS
-    return f"the predicate takes {milliseconds:.1f} ms for each call" if slow else None
+    return f"the predicate took {milliseconds:.1f} ms, and {expected}" if slow else None
 
 
 def _said(problem: Finding, case: Case) -> Finding:
@@ -77,16 +86,23 @@ def _answer_problem(subject: Subject, case: Case) -> Finding:
         answer = subject.ask("rejection", case.values)
         again = subject.ask("rejection", copied(case.values))
     except FAILURES as error:
-        return raised(error)
+        return f"the predicate {raised(error)}; it should return whether it accepts the arguments"
     if (answer is None) != (again is None):
-        return "asked twice, the predicate answers differently"
+        both = f"{_verb(answer)} the arguments, and {_verb(again)} equal ones in a second call"
+        return f"the predicate {both}; it should always give the same answer"
     try:
         of_fakes = subject.ask("rejection", case.values, fake=True)
     except FAILURES as error:
-        return f"of fake tensors, which have no numbers, the predicate {raised(error)}"
+        expected = "it should need only shapes, dtypes and strides"
+        return f"the predicate {raised(error)} for fake tensors, which have no numbers; {expected}"
     if answer is not None and of_fakes is None:
-        return "the predicate accepts fake tensors, and not the same with numbers"
+        expected = "fake tensors like them; it should not depend on numbers"
+        return f"the predicate {_verb(answer)} the arguments, and accepted {expected}"
     return None
+
+
+def _verb(answer: str | None) -> str:
+    return "accepted" if answer is None else f"rejected ({answer})"
 
 
 def _runs(subject: Subject, case: Case) -> Finding:
@@ -99,7 +115,7 @@ def _runs(subject: Subject, case: Case) -> Finding:
     try:
         subject.run(copied(case.values))
     except FAILURES as error:
-        return f"accepts what it fails on: it {raised(error)}"
+        return f"the predicate accepted arguments for which the implementation {raised(error)}"
     return None
 
 
@@ -113,8 +129,8 @@ def _sizes(subject: Subject) -> Findings:
     if len(set(answers.values())) > 1:
         listed = ", ".join(f"{n}: {'yes' if yes else 'no'}" for n, yes in answers.items())
         yield (
-            f"the predicate depends on the number of tokens ({listed}); leave that to priorities, "
-            "and to the option compile_ranges of compiled code"
+            f"the predicate accepted some numbers of tokens only ({listed}), and should accept all "
+            "or none; leave that to priorities, and to the option compile_ranges of compiled code"
         )
     elif answers:
         yield None
@@ -123,7 +139,8 @@ def _sizes(subject: Subject) -> Findings:
 def _refuses(subject: Subject) -> Findings:
     for case in inputs.chained(misfits, inputs.options)(subject):
         # A ValueError is native's own; other errors are those of what it happens to call.
-        if isinstance(case.refusal, ValueError) and _may_run(subject, case):
+        own = IndexError if case.label.endswith(_OUT_OF_RANGE) else ValueError
+        if isinstance(case.refusal, own) and _may_run(subject, case):
             yield _said(_refusal_problem(subject, case), case)
 
 
@@ -151,20 +168,19 @@ def _refusal_problem(subject: Subject, case: Case) -> Finding:
         subject.run(copied(case.values))
     except Exception:
         return None
-    return f"computes what native refuses: native {raised(case.refusal)}"
+    accepted = "the predicate accepted arguments that should be rejected, and the kernel computed"
+    return f"{accepted} a result: the native implementation {raised(case.refusal)}"
 
 
 PREDICATE = Check(
     "predicate",
     "the predicate needs only shapes and dtypes, and the arguments that it accepts work",
-    _honest,
-    lambda subject: bool(subject.facts["has_predicate"]),
-)
+    _honest, lambda subject: bool(subject.facts["has_predicate"]),
+)  # fmt: skip
 MISFITS = Check(
-    "misfits",
-    "arguments that native rejects are rejected by the predicate or the implementation",
+    "misfits", "arguments that native rejects are rejected by the predicate or the implementation",
     _refuses,
-)
+)  # fmt: skip
 
 
 # Keywords: the implementation accepts arguments by name, and has the op's defaults.
@@ -210,10 +226,9 @@ def _copied(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 KEYWORDS = Check(
-    "keywords",
-    "positional, keyword and default arguments give the same result",
+    "keywords", "positional, keyword and default arguments give the same result",
     each(_keyword_cases, _by_name),
-)
+)  # fmt: skip
 
 
 # Gradients: autograd through the implementation gives the op's gradient.
@@ -224,7 +239,8 @@ _TOLERANCE = Tolerance(1e-4, 1e-3)
 
 
 def _gradient_cases(subject: Subject) -> list[Case]:
-    cases = inputs.chained(inputs.usual, inputs.without)(subject)
+    generators = inputs.usual, inputs.without, inputs.options, inputs.dimensions
+    cases = inputs.chained(*generators)(subject)
     return [case for case in cases if any(map(_is_differentiated, case.values))]
 
 

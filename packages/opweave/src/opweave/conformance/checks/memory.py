@@ -32,13 +32,9 @@ from opweave.ir.op import tensors_in
 
 
 _metadata_cases = inputs.chained(
-    inputs.usual,
-    inputs.empty,
-    inputs.options,
-    inputs.without,
-    inputs.mixed,
+    inputs.usual, inputs.empty, inputs.tails, inputs.options, inputs.without, inputs.mixed,
     partial(inputs.laid_out, dtypes=2),  # fake tensors are slow
-)
+)  # fmt: skip
 
 
 def strides(t: Tensor) -> list[int]:
@@ -67,10 +63,9 @@ def metadata_problem(subject: Subject, case: Case) -> Finding:
 
 
 METADATA = Check(
-    "metadata",
-    "shapes, dtypes, devices and strides are those of the fake implementation",
+    "metadata", "shapes, dtypes, devices and strides are those of the fake implementation",
     each(_metadata_cases, metadata_problem),
-)
+)  # fmt: skip
 
 
 # Mutation: arguments do not change, and results are in new memory.
@@ -105,10 +100,9 @@ def _names(case: Case, values: tuple[object, ...], tensors: Sequence[object]) ->
 
 
 MUTATION = Check(
-    "mutation",
-    "arguments, and the memory around them, do not change; results are in new memory",
+    "mutation", "arguments, and the memory around them, do not change; results are in new memory",
     each(inputs.chained(inputs.usual, inputs.laid_out), _leaves_alone),
-)
+)  # fmt: skip
 
 
 # Donation: ``maybe_inplace`` writes only to its activations, also if arguments share memory.
@@ -119,8 +113,9 @@ def _donates(subject: Subject) -> bool:
 
 
 _donation_cases = inputs.chained(
-    inputs.usual, inputs.empty, inputs.few_and_many, inputs.without, inputs.laid_out
-)
+    inputs.usual, inputs.empty, inputs.dimensions, inputs.few_and_many, inputs.without,
+    inputs.laid_out,
+)  # fmt: skip
 
 
 def takes(subject: Subject, case: Case, **how: Any) -> Finding:
@@ -195,17 +190,14 @@ def _survives(subject: Subject, case: Case) -> Finding:
 
 
 DONATION = Check(
-    "donation",
-    "maybe_inplace is correct, and writes only to its activations",
-    each(_donation_cases, takes),
-    _donates,
-)
+    "donation", "maybe_inplace is correct, and writes only to its activations",
+    each(_donation_cases, takes), _donates,
+)  # fmt: skip
 ALIASES = Check(
     "aliases",
     "it is also correct if donated tensors share memory with each other or other arguments",
-    each(aliases, _survives),
-    _donates,
-)
+    each(aliases, _survives), _donates,
+)  # fmt: skip
 
 
 # Staleness: a result depends on the current values of the arguments, not on earlier ones.
@@ -221,11 +213,10 @@ def _findings(subject: Subject) -> Findings:
 
 def _follows(subject: Subject, case: Case, other: Case) -> Finding:
     """Change one argument after the other, and compare with a call of copies."""
-    for place, name in enumerate(case.op.schema.names):
-        changed = _other_values(case, other, place)
+    names = case.op.schema.names
+    changes = [(i, new) for i in range(len(names)) for new in _other_values(case, other, i)]
+    for place, changed in changes:
         values = copied(case.values)
-        if not changed:
-            continue
         subject.ask("hold", values)
         for tensor, new in zip(tensors_in(values[place : place + 1]), changed, strict=True):
             tensor.data.copy_(new)  # without a new version, as optimizers and loaders do
@@ -233,21 +224,21 @@ def _follows(subject: Subject, case: Case, other: Case) -> Finding:
         problem = bits_problem(expected, outputs_of(subject.ask("again")))
         if problem:
             problem = problem.replace("native has", "a copy of the arguments gives")
-            return f"{name} was changed in place since the last call, and {problem}"
+            return f"{names[place]} was changed in place since the last call, and {problem}"
     return None
 
 
-def _other_values(case: Case, other: Case, place: int) -> list[Tensor]:
-    """Return other values of an argument: numbers reversed, positions as in *other*, if they fit.
+def _other_values(case: Case, other: Case, place: int) -> Iterator[list[Tensor]]:
+    """Yield other values of an argument: numbers reversed, positions as in *other*, if they fit.
 
-    An empty list if no argument can be changed.
+    Both all numbers of a row and those of its second half are reversed.
     """
     tensors, others = (tensors_in(c.values[place : place + 1]) for c in (case, other))
     if any(map(_has_rows_of_numbers, tensors)):
-        return [_reversed(t) if _has_rows_of_numbers(t) else t for t in tensors]
-    if [t.shape for t in tensors] != [t.shape for t in others]:
-        return []
-    return others if case.replaced("", {place: other.values[place]}).refusal is None else []
+        for share in (0.0, 0.5):
+            yield [_reversed(t, share) if _has_rows_of_numbers(t) else t for t in tensors]
+    elif tensors and not case.replaced("", {place: other.values[place]}).refusal:
+        yield from [others] if [t.shape for t in tensors] == [t.shape for t in others] else []
 
 
 def _has_rows_of_numbers(tensor: Tensor) -> bool:
@@ -256,9 +247,11 @@ def _has_rows_of_numbers(tensor: Tensor) -> bool:
     return is_of_numbers and tensor.ndim > 0 and tensor.shape[-1] > 1
 
 
-def _reversed(tensor: Tensor) -> Tensor:
+def _reversed(tensor: Tensor, kept: float) -> Tensor:
+    """Return *tensor* with reversed rows, behind a share that is kept."""
     words = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-    return words.flip(-1).view(tensor.dtype)
+    first, last = words.tensor_split([int(kept * words.shape[-1])], -1)
+    return torch.cat((first, last.flip(-1)), -1).view(tensor.dtype)
 
 
 STALENESS = Check(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import combinations, islice, pairwise
 from typing import Any
@@ -86,13 +86,13 @@ _MIN_CALLS, _MAX_CALLS = 3, 256  # between two comparisons
 _MAX_REPEATED_CASES = 2
 
 
-def _accepted_cases(subject: Subject) -> Iterator[Case]:
-    cases = _of_several_sizes(subject)
+def _accepted(subject: Subject, cases: Iterable[Case]) -> Iterator[Case]:
     return (c for c in cases if c.refusal is None and subject.accepts(c.values))
 
 
 def _stays(subject: Subject, case: Case) -> Finding:
-    problem = is_right(subject, case)
+    # Here an argument that is written and restored ends the process, after all other checks.
+    problem = is_right(subject, case, read_only=True)
     if problem:
         return problem
     first = outputs_of(subject.run(copied(case.values)))
@@ -111,12 +111,12 @@ def _stays(subject: Subject, case: Case) -> Finding:
 REPETITION = Check(
     "repetition",
     "a call gives the same bits after thousands of other calls, and some time later",
-    each(lambda subject: islice(_accepted_cases(subject), _MAX_REPEATED_CASES), _stays),
+    each(lambda s: islice(_accepted(s, _of_several_sizes(s)), _MAX_REPEATED_CASES), _stays),
     not_native,
 )
 
 
-# Leaks: the memory of the process does not grow with the number of calls.
+# Leaks: the memory, files and threads of the process do not grow with the number of calls.
 
 
 _LEAK_SECONDS, _MAX_LEAK_CALLS = 0.15, 2000  # of a round
@@ -140,30 +140,36 @@ def _leaks(subject: Subject, case: Case) -> Finding:
     sizes = []
     for _ in range(_LEAK_ROUNDS):
         subject.ask("repeat", case.values, count, keep=False)
-        sizes.append(subject.resident_bytes)
-    growth = min(b - a for a, b in pairwise(sizes[1:]))  # the first calls fill caches
-    return f"each call keeps {growth // count} bytes of memory" if growth > _MIN_LEAK else None
+        sizes.append(subject.resources)
+    grown = [[b - a for a, b in pairwise(each)] for each in zip(*sizes[1:], strict=True)]
+    memory, files, threads = map(min, grown)  # the first calls fill caches
+    if max(files, threads) >= count:
+        return f"{count} calls leave {files} files open and {threads} threads running"
+    return f"each call keeps {memory // count} bytes of memory" if memory > _MIN_LEAK else None
+
+
+def _leak_cases(subject: Subject) -> Iterator[Case]:
+    yield from islice(_accepted(subject, inputs.usual(subject)), 1)
+    yield from islice(_accepted(subject, inputs.of_tokens(subject, _LARGE_COUNTS[0])), 1)
 
 
 LEAKS = Check(
-    "leaks",
-    "repeated calls do not use more and more memory",
-    each(lambda subject: islice(_accepted_cases(subject), 1), _leaks),
-    lambda subject: not subject.is_native and subject.resident_bytes > 0,
-)
+    "leaks", "repeated calls do not use more and more memory, files or threads",
+    each(_leak_cases, _leaks), lambda subject: not subject.is_native and subject.resources[0] > 0,
+)  # fmt: skip
 
 
 # Threads: calls at the same time, and with another number of threads inside a call.
 
 
 _CALLS_PER_THREAD = 16
-_INTRA_OP_THREADS = (1, 3)
+_INTRA_OP_THREADS = (1, 3, 7)
 
 
 def _threads_findings(subject: Subject) -> Findings:
-    others = inputs.few_and_many(subject)
+    generate = inputs.chained(partial(inputs.of_tokens, count=33, dtypes=1), inputs.few_and_many)
     # Each of them ends where its cases take long, so one may have more than the other.
-    for case, other in zip(inputs.few_and_many(subject), others, strict=False):
+    for case, other in zip(generate(subject), generate(subject), strict=False):
         yield from accepted(subject, case, partial(_at_once, other=other))
         yield from accepted(subject, case, _with_other_numbers)
 
@@ -303,17 +309,13 @@ def _near(tokens: Tokens, expected: Outputs, found: Outputs) -> Finding:
 
 
 INVARIANCE = Check(
-    "batch_invariance",
-    "with the trait batch_invariant: a row has the same bits in any batch",
-    _invariant,
-    claims(BATCH_INVARIANT),
-)
+    "batch_invariance", "with the trait batch_invariant: a row has the same bits in any batch",
+    _invariant, claims(BATCH_INVARIANT),
+)  # fmt: skip
 ROWS = Check(
-    "rowwise",
-    "with the trait rowwise: an output row depends only on that row of the activations",
-    _by_rows,
-    claims(ROWWISE),
-)
+    "rowwise", "with the trait rowwise: an output row depends only on that row of the activations",
+    _by_rows, claims(ROWWISE),
+)  # fmt: skip
 
 
 # Inference mode, in which models run: tensors do not have version counters.
@@ -327,10 +329,9 @@ def _in_inference_mode(subject: Subject, case: Case) -> Finding:
 
 
 INFERENCE_MODE = Check(
-    "inference_mode",
-    "results are the same under torch.inference_mode, with inference tensors",
+    "inference_mode", "results are the same under torch.inference_mode, with inference tensors",
     each(inputs.usual, _in_inference_mode),
-)
+)  # fmt: skip
 
 
 # Global state: a call does not change the global state of the process.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from opweave.conformance import compare, draw, inputs
 from opweave.conformance.checks.memory import memory_problem, metadata_problem
-from opweave.conformance.inputs import Tokens, tokens_of
 from opweave.conformance.snapshot import Snapshot, copied, same_bits
 from opweave.conformance.subject import (
     Case,
@@ -30,46 +30,57 @@ from opweave.ir.tolerance import Tolerance
 
 # Values: the result of native, for every accepted dtype, size, option and layout.
 
+ProblemOf = Callable[[Case, Any], Finding]
 
-def is_right(subject: Subject, case: Case, **how: Any) -> Finding:
+
+def is_right(
+    subject: Subject, case: Case, problem_of: ProblemOf = compare.outputs_problem, **how: Any
+) -> Finding:
     """Compare the result with native and the float64 reference, and check its memory."""
     values = copied(case.values)
     before = Snapshot(values)
     result = subject.run(values, **how)
-    problem = compare.outputs_problem(case, result)
+    problem = problem_of(case, result)
     return problem or memory_problem(case, values, before, outputs_of(result))
 
 
-VALUES = Check(
-    "values",
-    "outputs match native within the op's tolerance, in every dtype and size",
-    each(inputs.chained(inputs.sizes, draw.large), is_right),
-    not_native,
+def _codes(subject: Subject) -> Iterator[Case]:
+    """Yield cases of codes, and in the middle between two codes, if the op only quantizes.
+
+    The largest code is in each row, so that a scale of the row is 1.
+    """
+    for base in inputs.chained(inputs.usual, inputs.options, inputs.without)(subject):
+        dtype = torch.bool if base.refusal else base.native[0].dtype
+        if dtype.itemsize > 1 or dtype is torch.bool:
+            continue
+        codes = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+        codes = codes[codes.isfinite()].sort().values
+        ones = {i: torch.ones_like(v) for i, v in enumerate(base.values) if isinstance(v, Tensor)}
+        for label, numbers in (("codes", codes), ("ties", codes[1:] - codes.diff() / 2)):
+            x = numbers[torch.randint(len(numbers), base.values[0].shape)]
+            x[..., -1] = codes[-1]
+            case = base.replaced(label, {**ones, 0: x.to(base.values[0])})
+            if case.refusal or (label == "codes" and not torch.equal(case.native[0].double(), x)):
+                break
+            yield case
+
+
+_GAPS = "slices, strides, transposed and repeated rows"
+_sizes = inputs.chained(inputs.sizes, inputs.shapes, draw.large, _codes)
+VALUES, OPTIONS, NONE, VALUES_LAYOUTS, DTYPES = (
+    Check(name, f"outputs {promise}", each(cases, is_right), not_native)
+    for name, promise, cases in (
+        ("values", "match native within the op's tolerance, in every dtype and size", _sizes),
+        ("options", "also match with other numbers, flags and strings", inputs.options),
+        ("none", "also match if optional tensors are omitted", inputs.without),
+        ("layouts", f"also match with {_GAPS}; gaps are not read", inputs.laid_out),
+        ("dtypes", "also match if arguments have different dtypes", inputs.mixed),
+    )
 )
-OPTIONS = Check(
-    "options",
-    "outputs also match with other numbers, flags and strings",
-    each(inputs.options, is_right),
-    not_native,
-)
-NONE = Check(
-    "none",
-    "outputs also match if optional tensors are omitted",
-    each(inputs.without, is_right),
-    not_native,
-)
-VALUES_LAYOUTS = Check(
-    "layouts",
-    "outputs also match with slices, strides, transposed and repeated rows; gaps are not read",
-    each(inputs.laid_out, is_right),
-    not_native,
-)
-DTYPES = Check(
-    "dtypes",
-    "outputs also match if arguments have different dtypes",
-    each(inputs.mixed, is_right),
-    not_native,
-)
+COMBINATIONS = Check(
+    "combinations", "outputs match native with drawn pairs of sizes, dtypes, options and layouts",
+    draw.drawn(is_right), not_native,
+)  # fmt: skip
 EMPTY = Check("empty", "a call with zero tokens works", each(inputs.empty, is_right))
 
 
@@ -113,11 +124,9 @@ def _differing(one: Outputs, other: Outputs) -> int:
 
 
 PRECISION = Check(
-    "precision",
-    "arguments of a wider dtype are not rounded to the dtype of the activations",
-    each(inputs.chained(inputs.usual, inputs.mixed), _keeps_precision),
-    not_native,
-)
+    "precision", "arguments of a wider dtype are not rounded to the dtype of the activations",
+    each(inputs.chained(inputs.usual, inputs.mixed), _keeps_precision), not_native,
+)  # fmt: skip
 
 
 # Rounding: implementations that round less often than the definition are more accurate.
@@ -146,11 +155,9 @@ def _error(found: Tensor, reference: Tensor) -> float:
 
 
 ROUNDING = Check(
-    "rounding",
-    "with the trait rounds_less: outputs are at least as accurate as those of native",
-    each(inputs.chained(inputs.usual, inputs.few_and_many), _is_closer),
-    claims(ROUNDS_LESS),
-)
+    "rounding", "with the trait rounds_less: outputs are at least as accurate as those of native",
+    each(inputs.chained(inputs.usual, inputs.few_and_many), _is_closer), claims(ROUNDS_LESS),
+)  # fmt: skip
 
 
 # Extreme numbers: zeros, other distributions, the smallest and largest, NaN and infinity.
@@ -231,6 +238,8 @@ def extreme(subject: Subject) -> Iterator[Case]:
 
 
 def _changed(subject: Subject, base: Case, names: Sequence[str]) -> Iterator[Case]:
+    codes = {i: v for i, v in enumerate(base.values) if getattr(v, "dtype", None) is torch.int8}
+    yield base.replaced("the least codes", {i: torch.full_like(v, -128) for i, v in codes.items()})
     for i, value in enumerate(base.values):
         if not isinstance(value, Tensor) or not value.numel() or value.dtype not in inputs.DTYPES:
             continue
@@ -239,9 +248,8 @@ def _changed(subject: Subject, base: Case, names: Sequence[str]) -> Iterator[Cas
             yield base.replaced(label, {i: CHANGES[name](value)})
 
 
-def _survives(subject: Subject, case: Case) -> Finding:
+def _extremes_problem(case: Case, result: Any) -> Finding:
     """Check that outputs are NaN where native is, and finite where native and the reference are."""
-    result = subject.run(copied(case.values))
     problem = compare.structure_problem(case.native, result)
     if problem:
         return problem
@@ -304,54 +312,16 @@ def _of_floats(case: Case, found: Tensor, native: Tensor, reference: Tensor) -> 
 
 
 EXTREMES = Check(
-    "extremes",
-    "zeros, tiny and huge numbers, NaN and infinity give the results of native",
-    each(extreme, _survives),
-    not_native,
-)
+    "extremes", "zeros, tiny and huge numbers, NaN and infinity give the results of native",
+    each(extreme, partial(is_right, problem_of=_extremes_problem)), not_native,
+)  # fmt: skip
 
 
 # Dimensions: zero, one or two token dimensions, if native supports them.
 
 
-_TOKEN_SHAPES: Mapping[str, tuple[int, tuple[int, ...]]] = {
-    "rows in two dimensions": (6, (2, 3)),
-    "a batch of one": (3, (1, 3)),
-    "no rows in two dimensions": (0, (2, 0)),
-    "a row without its dimension": (1, ()),
-}
-"""The number of tokens, and the shape that replaces their dimension."""
-
-
-def _dimensions_cases(subject: Subject) -> Iterator[Case]:
-    tokens = tokens_of(subject)
-    if not isinstance(tokens, Tokens) or not tokens.are_rows:
-        return
-    for name, (count, sizes) in _TOKEN_SHAPES.items():
-        for case in inputs.of_tokens(subject, count):
-            pairs = zip(case.values, tokens.inputs, strict=True)
-            yield case.with_values(
-                name, [v if a is None else _formed(v, a, sizes) for v, a in pairs]
-            )
-
-
-def _formed(t: Tensor, axis: int, sizes: tuple[int, ...]) -> Tensor:
-    return t.reshape((*t.shape[:axis], *sizes, *t.shape[axis + 1 :]))
-
-
 DIMENSIONS = Check(
     "dimensions",
     "activations without or with two token dimensions work, if native supports them",
-    each(
-        _dimensions_cases,
-        lambda subject, case: is_right(subject, case) or metadata_problem(subject, case),
-    ),
-)
-
-
-COMBINATIONS = Check(
-    "combinations",
-    "outputs match native with drawn pairs of sizes, dtypes, options and layouts",
-    draw.drawn(is_right),
-    not_native,
+    each(inputs.dimensions, lambda s, c: is_right(s, c) or metadata_problem(s, c)),
 )

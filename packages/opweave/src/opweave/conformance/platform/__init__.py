@@ -11,10 +11,6 @@ from opweave.conformance.platform.checks import CHECKS, PlatformResult, verify_p
 from opweave.conformance.platform.subject import PlatformCheck, PlatformSubject, find_platform
 
 __all__ = [
-    "CHECKS",
-    "PlatformCheck",
-    "PlatformResult",
-    "PlatformSubject",
-    "find_platform",
+    "CHECKS", "PlatformCheck", "PlatformResult", "PlatformSubject", "find_platform",
     "verify_platform",
-]
+]  # fmt: skip

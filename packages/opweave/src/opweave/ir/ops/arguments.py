@@ -74,16 +74,18 @@ def inputs_from_rows(make: Callable[[Tensor], tuple[Any, ...]]) -> Callable[...,
 def sequence_lengths(num_tokens: int, num_seqs: int) -> list[int]:
     """Divide tokens among sequences: one for the first, the rest as evenly as possible.
 
-    With as many sequences as tokens, all of them decode; with more, some are empty.
+    With as many sequences as tokens, all of them decode; with more, some are empty. The second of
+    more than four is empty, too.
 
     >>> sequence_lengths(8, 3), sequence_lengths(3, 3), sequence_lengths(1, 2)
     ([1, 4, 3], [1, 1, 1], [1, 0])
     """
     if num_seqs == 1:
         return [num_tokens]
-    first = min(num_tokens, 1)
-    least, more = divmod(num_tokens - first, num_seqs - 1)
-    return [first, *(least + (i < more) for i in range(num_seqs - 1))]
+    first, rest = min(num_tokens, 1), num_seqs - 1 - (num_seqs > 4)
+    least, more = divmod(num_tokens - first, rest)
+    empty = [0] if num_seqs > 4 else []
+    return [first, *empty, *(least + (i < more) for i in range(rest))]
 
 
 def boundaries(lengths: Sequence[int], device: str) -> Tensor:

@@ -174,8 +174,8 @@ def _inputs(
     """Make one decoding sequence, and others in chunked prefill, all with cached keys.
 
     A *value_size* of 0 stands for the *head_size*. There are *padding* tokens after the last
-    sequence. With *rest_is_nan*, unused slots of the cache are NaN; with *long_context*, the first
-    sequence has more than 4,096 keys.
+    sequence. With *rest_is_nan*, unused slots of the cache are NaN, and unused entries of tables
+    are not blocks; with *long_context*, the first sequence has more than 4,096 keys.
     """
     queries = sequence_lengths(num_tokens, num_seqs)
     lengths = torch.tensor(queries) + torch.randint(block_size, 3 * block_size + 1, (num_seqs,))
@@ -194,6 +194,8 @@ def _inputs(
         )
         rest = ~used.to(device)[:, None, :, None]
         key_cache, value_cache = (t.masked_fill(rest, math.nan) for t in (key_cache, value_cache))
+        is_used = torch.arange(width) * block_size < lengths[:, None]
+        tables = torch.where(is_used, tables, torch.iinfo(torch.int32).max)
     query = torch.randn(num_tokens + padding, num_heads, head_size, device=device).to(dtype)
     tables, lengths = tables.to(device, torch.int32), lengths.to(device, torch.int32)
     cu_seqlens_q = boundaries(queries, device)
