@@ -22,23 +22,11 @@ class OpweaveExperts(CPUUnquantizedExperts):
         """Keep the weights as they are: vLLM would pack them for its own kernel."""
 
     def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: Any,
-        global_num_experts: int,
-        expert_map: Tensor | None,
-        a1q_scale: Tensor | None,
-        a2_scale: Tensor | None,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-    ) -> None:
+        self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor,
+        topk_ids: Tensor, activation: Any, global_num_experts: int, expert_map: Tensor | None,
+        a1q_scale: Tensor | None, a2_scale: Tensor | None, workspace13: Tensor, workspace2: Tensor,
+        expert_tokens_meta: Any, apply_router_weight_on_input: bool,
+    ) -> None:  # fmt: skip
         """Write the weighted sum of the experts' results to *output*."""
         if apply_router_weight_on_input:  # vLLM has done so
             topk_weights = torch.ones_like(topk_weights)

@@ -285,19 +285,12 @@ class Wrapped:
 
 
 def wrap(
-    op: IrOp,
-    provider: str,
-    function: str | FunctionByArgument | HubKernel | Function,
-    arguments: Sequence[object] | Mapping[str, object],
-    *,
-    results: int | Sequence[int] | None = None,
-    result: Function | None = None,
-    supported: bool = True,
-    unsupported_reason: str | None = None,
-    supports_args: Predicate | None = None,
-    traits: Iterable[str] = (),
-    override: bool = False,
-) -> None:
+    op: IrOp, provider: str, function: str | FunctionByArgument | HubKernel | Function,
+    arguments: Sequence[object] | Mapping[str, object], *,
+    results: int | Sequence[int] | None = None, result: Function | None = None,
+    supported: bool = True, unsupported_reason: str | None = None,
+    supports_args: Predicate | None = None, traits: Iterable[str] = (), override: bool = False,
+) -> None:  # fmt: skip
     """Register a function of a kernel library as an implementation of *op*.
 
     Args:

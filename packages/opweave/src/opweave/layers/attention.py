@@ -116,21 +116,11 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
     g_proj: Any
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        scale: float,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        q_lora_rank: int | None,
-        kv_lora_rank: int,
-        mla_modules: MLAModules,
-        cache_config: Any = None,
-        quant_config: Any = None,
-        prefix: str = "",
-        attention: LatentAttentionFn = one_sequence,
-    ) -> None:
+        self, hidden_size: int, num_heads: int, scale: float, qk_nope_head_dim: int,
+        qk_rope_head_dim: int, v_head_dim: int, q_lora_rank: int | None, kv_lora_rank: int,
+        mla_modules: MLAModules, cache_config: Any = None, quant_config: Any = None,
+        prefix: str = "", attention: LatentAttentionFn = one_sequence,
+    ) -> None:  # fmt: skip
         super().__init__()
         required = _WITHOUT_Q_LORA if q_lora_rank is None else _WITH_Q_LORA
         missing = [name for name in required if getattr(mla_modules, name) is None]

@@ -40,19 +40,10 @@ class ConvLayer(CustomOp):
     num_dims: ClassVar[int]
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Sizes,
-        stride: Sizes = 1,
-        padding: Sizes | str = 0,
-        dilation: Sizes = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: str = "zeros",
-        *,
-        params_dtype: torch.dtype | None = None,
-    ) -> None:
+        self, in_channels: int, out_channels: int, kernel_size: Sizes, stride: Sizes = 1,
+        padding: Sizes | str = 0, dilation: Sizes = 1, groups: int = 1, bias: bool = True,
+        padding_mode: str = "zeros", *, params_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.kernel_size = self._sizes("kernel_size", kernel_size, 1)

@@ -185,18 +185,11 @@ class VocabParallelEmbedding(HasLinearMethod):
     weight: nn.Parameter
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        params_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = 64,
-        quant_config: linear_methods.QuantConfig | None = None,
-        prefix: str = "",
-        *,
-        disable_tp: bool = False,
-        reduce_results: bool = True,
-    ) -> None:
+        self, num_embeddings: int, embedding_dim: int, params_dtype: torch.dtype | None = None,
+        org_num_embeddings: int | None = None, padding_size: int = 64,
+        quant_config: linear_methods.QuantConfig | None = None, prefix: str = "", *,
+        disable_tp: bool = False, reduce_results: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.org_vocab_size = num_embeddings if org_num_embeddings is None else org_num_embeddings
@@ -335,18 +328,11 @@ class ParallelLMHead(VocabParallelEmbedding):
     row_of_id: Tensor
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        org_num_embeddings: int | None = None,
-        padding_size: int = 64,
-        quant_config: linear_methods.QuantConfig | None = None,
-        prefix: str = "",
-        *,
-        disable_tp: bool = False,
-    ) -> None:
+        self, num_embeddings: int, embedding_dim: int, bias: bool = False,
+        params_dtype: torch.dtype | None = None, org_num_embeddings: int | None = None,
+        padding_size: int = 64, quant_config: linear_methods.QuantConfig | None = None,
+        prefix: str = "", *, disable_tp: bool = False,
+    ) -> None:  # fmt: skip
         common = (params_dtype, org_num_embeddings, padding_size, quant_config, prefix)
         super().__init__(num_embeddings, embedding_dim, *common, disable_tp=disable_tp)
         self._create_bias(self.shard.rows if bias else None, output_dim=0)

@@ -105,17 +105,10 @@ class LinearBase(HasLinearMethod):
     bias: nn.Parameter | None
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        skip_bias_add: bool = False,
-        params_dtype: torch.dtype | None = None,
-        quant_config: QuantConfig | None = None,
-        prefix: str = "",
-        *,
-        return_bias: bool = True,
-        disable_tp: bool = False,
-    ) -> None:
+        self, input_size: int, output_size: int, skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None, quant_config: QuantConfig | None = None,
+        prefix: str = "", *, return_bias: bool = True, disable_tp: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.input_size, self.output_size = input_size, output_size
         self.skip_bias_add, self.return_bias = skip_bias_add, return_bias
@@ -165,18 +158,10 @@ class ReplicatedLinear(LinearBase):
     """
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool = True,
-        skip_bias_add: bool = False,
-        params_dtype: torch.dtype | None = None,
-        quant_config: QuantConfig | None = None,
-        prefix: str = "",
-        *,
-        return_bias: bool = True,
-        disable_tp: bool = False,
-    ) -> None:
+        self, input_size: int, output_size: int, bias: bool = True, skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None, quant_config: QuantConfig | None = None,
+        prefix: str = "", *, return_bias: bool = True, disable_tp: bool = False,
+    ) -> None:  # fmt: skip
         common = (skip_bias_add, params_dtype, quant_config, prefix)
         super().__init__(
             input_size, output_size, *common, return_bias=return_bias, disable_tp=disable_tp
@@ -232,19 +217,11 @@ class ColumnParallelLinear(LinearBase):
     """
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool = True,
-        gather_output: bool = False,
-        skip_bias_add: bool = False,
-        params_dtype: torch.dtype | None = None,
-        quant_config: QuantConfig | None = None,
-        prefix: str = "",
-        *,
-        return_bias: bool = True,
+        self, input_size: int, output_size: int, bias: bool = True, gather_output: bool = False,
+        skip_bias_add: bool = False, params_dtype: torch.dtype | None = None,
+        quant_config: QuantConfig | None = None, prefix: str = "", *, return_bias: bool = True,
         disable_tp: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         common = (skip_bias_add, params_dtype, quant_config, prefix)
         super().__init__(
             input_size, output_size, *common, return_bias=return_bias, disable_tp=disable_tp
@@ -366,19 +343,11 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     """
 
     def __init__(
-        self,
-        input_size: int,
-        output_sizes: Sequence[int],
-        bias: bool = True,
-        gather_output: bool = False,
-        skip_bias_add: bool = False,
-        params_dtype: torch.dtype | None = None,
-        quant_config: QuantConfig | None = None,
-        prefix: str = "",
-        *,
-        return_bias: bool = True,
-        disable_tp: bool = False,
-    ) -> None:
+        self, input_size: int, output_sizes: Sequence[int], bias: bool = True,
+        gather_output: bool = False, skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None, quant_config: QuantConfig | None = None,
+        prefix: str = "", *, return_bias: bool = True, disable_tp: bool = False,
+    ) -> None:  # fmt: skip
         if not output_sizes:
             raise registry.LayerArgumentError(
                 "output_sizes is empty; it has one size for each output."
@@ -423,21 +392,12 @@ class QKVParallelLinear(ColumnParallelLinear):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        head_size: int,
-        total_num_heads: int,
-        total_num_kv_heads: int | None = None,
-        bias: bool = True,
-        skip_bias_add: bool = False,
-        params_dtype: torch.dtype | None = None,
-        quant_config: QuantConfig | None = None,
-        prefix: str = "",
-        *,
-        return_bias: bool = True,
-        disable_tp: bool = False,
+        self, hidden_size: int, head_size: int, total_num_heads: int,
+        total_num_kv_heads: int | None = None, bias: bool = True, skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None, quant_config: QuantConfig | None = None,
+        prefix: str = "", *, return_bias: bool = True, disable_tp: bool = False,
         v_head_size: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         parallel = ALONE if disable_tp else current_tensor_parallel()
         kv_heads = total_num_heads if total_num_kv_heads is None else total_num_kv_heads
         self.hidden_size, self.head_size = hidden_size, head_size
@@ -498,20 +458,11 @@ class RowParallelLinear(LinearBase):
     """
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool = True,
-        input_is_parallel: bool = True,
-        skip_bias_add: bool = False,
-        reduce_results: bool = True,
-        params_dtype: torch.dtype | None = None,
-        quant_config: QuantConfig | None = None,
-        prefix: str = "",
-        *,
-        return_bias: bool = True,
-        disable_tp: bool = False,
-    ) -> None:
+        self, input_size: int, output_size: int, bias: bool = True, input_is_parallel: bool = True,
+        skip_bias_add: bool = False, reduce_results: bool = True,
+        params_dtype: torch.dtype | None = None, quant_config: QuantConfig | None = None,
+        prefix: str = "", *, return_bias: bool = True, disable_tp: bool = False,
+    ) -> None:  # fmt: skip
         if bias and not reduce_results and not skip_bias_add:
             raise registry.LayerArgumentError(
                 "reduce_results=False returns a part of the sum, to which a bias should not be "

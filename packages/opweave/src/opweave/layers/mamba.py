@@ -139,26 +139,13 @@ class MambaMixer(_Mixer):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        ssm_state_size: int,
-        conv_kernel_size: int,
-        intermediate_size: int,
-        time_step_rank: int,
-        use_conv_bias: bool,
-        use_bias: bool,
-        use_rms_norm: bool,
-        rms_norm_has_weight: bool = True,
-        rms_norm_eps: float = 1e-5,
-        activation: str = "silu",
-        is_lora_enabled: bool = False,
-        model_config: Any = None,
-        cache_config: Any = None,
-        quant_config: QuantConfig | None = None,
-        prefix: str = "",
-        *,
+        self, hidden_size: int, ssm_state_size: int, conv_kernel_size: int, intermediate_size: int,
+        time_step_rank: int, use_conv_bias: bool, use_bias: bool, use_rms_norm: bool,
+        rms_norm_has_weight: bool = True, rms_norm_eps: float = 1e-5, activation: str = "silu",
+        is_lora_enabled: bool = False, model_config: Any = None, cache_config: Any = None,
+        quant_config: QuantConfig | None = None, prefix: str = "", *,
         params_dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(model_config, cache_config, quant_config, prefix, params_dtype)
         self.ssm_state_size, self.time_step_rank = ssm_state_size, time_step_rank
         self.use_rms_norm, self.is_lora_enabled = use_rms_norm, is_lora_enabled
@@ -252,29 +239,14 @@ class MambaMixer2(_Mixer):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        ssm_state_size: int,
-        conv_kernel_size: int,
-        intermediate_size: int,
-        use_conv_bias: bool,
-        use_bias: bool,
-        n_groups: int = 1,
-        num_heads: int = 128,
-        head_dim: int = 64,
-        rms_norm_eps: float = 1e-5,
-        activation: str = "silu",
-        use_rms_norm: bool = True,
-        model_config: Any = None,
-        cache_config: Any = None,
-        quant_config: QuantConfig | None = None,
-        prefix: str = "",
-        *,
-        chunk_size: int = 256,
-        dt_min: float | None = None,
-        dt_max: float | None = None,
+        self, hidden_size: int, ssm_state_size: int, conv_kernel_size: int, intermediate_size: int,
+        use_conv_bias: bool, use_bias: bool, n_groups: int = 1, num_heads: int = 128,
+        head_dim: int = 64, rms_norm_eps: float = 1e-5, activation: str = "silu",
+        use_rms_norm: bool = True, model_config: Any = None, cache_config: Any = None,
+        quant_config: QuantConfig | None = None, prefix: str = "", *, chunk_size: int = 256,
+        dt_min: float | None = None, dt_max: float | None = None,
         params_dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(model_config, cache_config, quant_config, prefix, params_dtype)
         if num_heads * head_dim != intermediate_size:
             raise LayerArgumentError(
@@ -479,17 +451,10 @@ class ShortConv(_Mixer):
     """
 
     def __init__(
-        self,
-        config: ShortConvConfig,
-        dim: int,
-        layer_idx: int,
-        model_config: Any = None,
-        cache_config: Any = None,
-        quant_config: QuantConfig | None = None,
-        prefix: str = "",
-        *,
+        self, config: ShortConvConfig, dim: int, layer_idx: int, model_config: Any = None,
+        cache_config: Any = None, quant_config: QuantConfig | None = None, prefix: str = "", *,
         params_dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(model_config, cache_config, quant_config, prefix, params_dtype)
         self.layer_idx = layer_idx
         self.in_proj = self._linear(

@@ -285,19 +285,10 @@ def selective_scan(
 
 @_in_context("ssd_chunk_scan_in_context")
 def ssd_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    layer: str,
-    chunk_size: int = 256,
-    dt_min: float | None = None,
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, layer: str, chunk_size: int = 256, dt_min: float | None = None,
     dt_max: float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Scan the sequences' tokens: ``ir.ops.ssd_chunk_scan`` or ``selective_state_update``.
 
     Args:

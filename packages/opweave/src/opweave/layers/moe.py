@@ -250,35 +250,18 @@ class FusedMoE(registry.PluggableLayer):
     expert_map: Tensor | None
 
     def __init__(
-        self,
-        num_experts: int,
-        top_k: int,
-        hidden_size: int,
-        intermediate_size: int,
-        params_dtype: torch.dtype | None = None,
-        reduce_results: bool = True,
-        renormalize: bool = True,
-        use_grouped_topk: bool = False,
-        num_expert_group: int | None = None,
-        topk_group: int | None = None,
-        quant_config: FusedMoEQuantConfig | None = None,
-        ep_size: int = 1,
-        prefix: str = "",
-        custom_routing_function: RoutingFunction | None = None,
-        scoring_func: str = "softmax",
-        routed_scaling_factor: float = 1.0,
-        e_score_correction_bias: Tensor | None = None,
-        apply_router_weight_on_input: bool = False,
-        activation: str = "silu",
-        has_bias: bool = False,
-        *,
-        alpha: float | None = None,
-        beta: float | None = None,
-        limit: float | None = None,
-        expert_placement_strategy: str = "linear",
-        shared_experts: nn.Module | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+        self, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int,
+        params_dtype: torch.dtype | None = None, reduce_results: bool = True,
+        renormalize: bool = True, use_grouped_topk: bool = False,
+        num_expert_group: int | None = None, topk_group: int | None = None,
+        quant_config: FusedMoEQuantConfig | None = None, ep_size: int = 1, prefix: str = "",
+        custom_routing_function: RoutingFunction | None = None, scoring_func: str = "softmax",
+        routed_scaling_factor: float = 1.0, e_score_correction_bias: Tensor | None = None,
+        apply_router_weight_on_input: bool = False, activation: str = "silu",
+        has_bias: bool = False, *, alpha: float | None = None, beta: float | None = None,
+        limit: float | None = None, expert_placement_strategy: str = "linear",
+        shared_experts: nn.Module | None = None, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.parallel = current_tensor_parallel()
         self.placement = ExpertPlacement.of(

@@ -37,17 +37,10 @@ class GroupedTopk(CustomOp):
     """
 
     def __init__(
-        self,
-        topk: int,
-        renormalize: bool,
-        num_expert_group: int = 0,
-        topk_group: int = 0,
-        scoring_func: str = "softmax",
-        routed_scaling_factor: float = 1.0,
-        num_fused_shared_experts: int = 0,
-        *,
-        enforce_enable: bool = False,
-    ) -> None:
+        self, topk: int, renormalize: bool, num_expert_group: int = 0, topk_group: int = 0,
+        scoring_func: str = "softmax", routed_scaling_factor: float = 1.0,
+        num_fused_shared_experts: int = 0, *, enforce_enable: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(enforce_enable=enforce_enable)
         self.topk, self.renormalize = topk, renormalize
         self.num_expert_group = num_expert_group or 1

@@ -87,17 +87,10 @@ class RotaryEmbedding(CustomOp):
     cos_sin_cache: Tensor
 
     def __init__(
-        self,
-        head_size: int,
-        rotary_dim: int,
-        max_position_embeddings: int,
-        base: float,
-        is_neox_style: bool,
-        dtype: torch.dtype,
-        init_cache: bool = True,
-        *,
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float,
+        is_neox_style: bool, dtype: torch.dtype, init_cache: bool = True, *,
         scaling: rotary_scaling.Scaling = _NO_SCALING,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         check_sizes(head_size, rotary_dim)
         self.head_size, self.rotary_dim = head_size, rotary_dim
@@ -239,18 +232,10 @@ class MRotaryEmbedding(RotaryEmbedding):
     axes: Tensor
 
     def __init__(
-        self,
-        head_size: int,
-        rotary_dim: int,
-        max_position_embeddings: int,
-        base: float,
-        is_neox_style: bool,
-        dtype: torch.dtype,
-        mrope_section: Sequence[int],
-        mrope_interleaved: bool = False,
-        *,
-        scaling: rotary_scaling.Scaling = _NO_SCALING,
-    ) -> None:
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float,
+        is_neox_style: bool, dtype: torch.dtype, mrope_section: Sequence[int],
+        mrope_interleaved: bool = False, *, scaling: rotary_scaling.Scaling = _NO_SCALING,
+    ) -> None:  # fmt: skip
         sizes = (head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
         super().__init__(*sizes, init_cache=False, scaling=scaling)
         section = tuple(mrope_section)

@@ -209,19 +209,10 @@ class _Prompt(NamedTuple):
     tunable={"prompt": (1, 128, 1024)},
 )
 def paged_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    *,
-    prompt: int = 128,
-) -> Tensor:
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
+    cu_seqlens_q: Tensor, scale: float | None = None, causal: bool = True,
+    window: int | None = None, soft_cap: float | None = None, *, prompt: int = 128,
+) -> Tensor:  # fmt: skip
     """Return the attention of each query over the keys of its sequence.
 
     Args:

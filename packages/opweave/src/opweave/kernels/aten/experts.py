@@ -19,18 +19,10 @@ from opweave.ir.ops.fused_experts_quant import ExpertFunction, PreparedExperts, 
 
 
 def dense_experts(
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str,
-    expert_map: Tensor | None,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    apply_router_weight_on_input: bool,
-    *limits: float | None,
-) -> PreparedExperts:
+    x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str,
+    expert_map: Tensor | None, w13_bias: Tensor | None, w2_bias: Tensor | None,
+    apply_router_weight_on_input: bool, *limits: float | None,
+) -> PreparedExperts:  # fmt: skip
     """Return the experts of ``fused_experts``."""
     check_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
     routed = route(x, topk_weights, topk_ids, len(w13), expert_map, apply_router_weight_on_input)

@@ -127,20 +127,10 @@ _BLOCK = 32  # tokens whose gates and inputs are computed at once; small enough 
 
 @ops.selective_scan.register_impl("aten", supports_args=PACKED, inplace=True)
 def selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    x_state: Tensor,
-    query_start_loc: Tensor,
-    slot_idx: Tensor,
-    has_initial_state: Tensor,
-    dt_softplus: bool = True,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, x_state: Tensor, query_start_loc: Tensor, slot_idx: Tensor,
+    has_initial_state: Tensor, dt_softplus: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_scan("selective_scan", x, dt, a, b, c, d, z, dt_bias, x_state)
     check_sequences("selective_scan", query_start_loc, slot_idx, has_initial_state)
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -165,20 +155,10 @@ def selective_scan(
 
 @ops.selective_state_update.register_impl("aten", supports_args=IN_PLACE, inplace=True)
 def selective_state_update(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    x_state: Tensor,
-    slot_idx: Tensor,
-    dt_softplus: bool = True,
-    dt_min: float | None = None,
-    dt_max: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, x_state: Tensor, slot_idx: Tensor, dt_softplus: bool = True,
+    dt_min: float | None = None, dt_max: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_scan("selective_state_update", x, dt, a, b, c, d, z, dt_bias, x_state)
     check_slots("selective_state_update", slot_idx, x.shape[0])
     rows, slots = padded_slots(x_state.shape[0], slot_idx)
@@ -195,23 +175,11 @@ def selective_state_update(
 
 @ops.ssd_chunk_scan.register_impl("aten", supports_args=PACKED, inplace=True)
 def ssd_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    x_state: Tensor,
-    query_start_loc: Tensor,
-    slot_idx: Tensor,
-    has_initial_state: Tensor,
-    chunk_size: int = 256,
-    dt_softplus: bool = True,
-    dt_min: float | None = None,
-    dt_max: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, x_state: Tensor, query_start_loc: Tensor, slot_idx: Tensor,
+    has_initial_state: Tensor, chunk_size: int = 256, dt_softplus: bool = True,
+    dt_min: float | None = None, dt_max: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_scan("ssd_chunk_scan", x, dt, a, b, c, d, z, dt_bias, x_state, chunk_size)
     check_sequences("ssd_chunk_scan", query_start_loc, slot_idx, has_initial_state)
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)

@@ -257,20 +257,11 @@ def _has_whole_blocks(x: Tensor, w13: Tensor, w2: Tensor) -> bool:
     traits={ROUNDS_LESS},
 )
 def fused_experts(
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str = "silu",
-    expert_map: Tensor | None = None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
-    alpha: float | None = None,
-    beta: float | None = None,
-    limit: float | None = None,
-) -> Tensor:
+    x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,
+    activation: str = "silu", expert_map: Tensor | None = None, w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None, apply_router_weight_on_input: bool = False,
+    alpha: float | None = None, beta: float | None = None, limit: float | None = None,
+) -> Tensor:  # fmt: skip
     """Return the weighted sum of the experts' outputs; each call packs the weights."""
     bound_activation(activation, alpha, beta, limit)
     check_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
@@ -324,20 +315,10 @@ def _has_heads(x: Tensor, dt: Tensor, a: Tensor, b: Tensor) -> bool:
     & rules.custom(_has_heads, "only one number per head for dt and a"),
 )
 def selective_state_update(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    x_state: Tensor,
-    slot_idx: Tensor,
-    dt_softplus: bool = True,
-    dt_min: float | None = None,
-    dt_max: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, x_state: Tensor, slot_idx: Tensor, dt_softplus: bool = True,
+    dt_min: float | None = None, dt_max: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Advance every sequence by one token; the kernel writes over its state."""
     check_scan("selective_state_update", x, dt, a, b, c, d, z, dt_bias, x_state)
     check_slots("selective_state_update", slot_idx, x.shape[0])
@@ -398,23 +379,11 @@ def causal_conv1d_update(
     traits=(),  # the last bits depend on the other sequences
 )
 def ssd_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    x_state: Tensor,
-    query_start_loc: Tensor,
-    slot_idx: Tensor,
-    has_initial_state: Tensor,
-    chunk_size: int = 256,
-    dt_softplus: bool = True,
-    dt_min: float | None = None,
-    dt_max: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, x_state: Tensor, query_start_loc: Tensor, slot_idx: Tensor,
+    has_initial_state: Tensor, chunk_size: int = 256, dt_softplus: bool = True,
+    dt_min: float | None = None, dt_max: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Scan packed sequences; the kernel writes over copies of their initial states."""
     check_scan("ssd_chunk_scan", x, dt, a, b, c, d, z, dt_bias, x_state, chunk_size)
     check_sequences("ssd_chunk_scan", query_start_loc, slot_idx, has_initial_state)

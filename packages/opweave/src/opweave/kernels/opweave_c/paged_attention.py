@@ -160,17 +160,10 @@ _COMMON = (
 
 @implements(ops.paged_attention, _COMMON)
 def paged_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> Tensor:
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
+    cu_seqlens_q: Tensor, scale: float | None = None, causal: bool = True,
+    window: int | None = None, soft_cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Return the attention of each query over its sequence: ``(tokens, heads, size)``."""
     out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
     scale = query.shape[2] ** -0.5 if scale is None else scale
@@ -183,18 +176,10 @@ def paged_attention(
 
 @implements(ops.attention_quant, _COMMON & one_float32("out_scale"))
 def attention_quant(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    out_scale: Tensor,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> Tensor:
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
+    cu_seqlens_q: Tensor, out_scale: Tensor, scale: float | None = None, causal: bool = True,
+    window: int | None = None, soft_cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Return the attention of each query, quantized by *out_scale*: ``(tokens, heads * size)``."""
     width = query.shape[1] * value_cache.shape[3]
     out = _empty(query.shape[0], width, dtype=torch.float8_e4m3fn)

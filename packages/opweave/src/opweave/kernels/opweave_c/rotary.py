@@ -234,17 +234,10 @@ def _fits(
     traits={ALIAS_SAFE, BATCH_INVARIANT},
 )
 def rope_reshape_and_cache(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    head_size: int,
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, cos_sin_cache: Tensor,
+    key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, head_size: int,
     is_neox_style: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Rotate *query* and *key*, and write *key* and *value* into the caches in-place.
 
     *query* is rotated in-place if it is contiguous.

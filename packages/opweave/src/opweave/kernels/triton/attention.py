@@ -255,17 +255,10 @@ def _heads_fit(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
     traits=(),  # not batch-invariant: the number of splits depends on the number of sequences
 )
 def paged_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> Tensor:
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
+    cu_seqlens_q: Tensor, scale: float | None = None, causal: bool = True,
+    window: int | None = None, soft_cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Return the attention of each query over the keys of its sequence."""
     tokens, heads, size = query.shape
     blocks, key_heads, block_size, _ = key_cache.shape
