@@ -18,7 +18,7 @@ import torch
 from opweave import native
 from opweave.conformance.checks import CHECKS, COMPILING
 from opweave.conformance.find import origin_of
-from opweave.conformance.inputs import arguments, with_accepted_sizes
+from opweave.conformance.inputs import arguments, usual, with_accepted_sizes
 from opweave.conformance.subject import (
     FAILURES,
     Check,
@@ -128,7 +128,9 @@ def _prepared(subject: Subject) -> tuple[Subject, str]:
         except FAILURES:
             return subject, ""  # the check of the predicate reports the error
     if accepting is None:
-        return subject, f"it accepts none of the op's usual arguments on {subject.device}"
+        refusals = (subject.ask("rejection", case.values) for case in usual(subject))
+        reason = next(filter(None, refusals), "the op refuses them")
+        return subject, f"it accepts none of the op's usual arguments on {subject.device}: {reason}"
     return accepting, ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -196,6 +197,7 @@ THREADS = Check(
     "threads",
     "two concurrent calls, and any number of intra-op threads, give the results of native",
     _threads_findings,
+    applies=lambda subject: os.environ.get("TRITON_INTERPRET") != "1",  # which has one thread
 )
 
 
