@@ -400,7 +400,7 @@ def rewrite(
     return rewritten
 
 
-def statics(layer: LayerClass) -> dict[str, str]:
+def static_methods(layer: LayerClass) -> dict[str, str]:
     """Return how functions call the static methods of a class that stays."""
     names = {name for name, method in layer.methods.items() if trees.is_static(method)}
     names -= PLATFORM_METHODS.keys() | layer.overridden
@@ -579,7 +579,7 @@ def declare(layer: LayerClass, source: SourceModule, notes: list[str]) -> OpPlan
             f"({', '.join(a.name for a in existing.arguments)}): {difference}."
         )
         own.name = op_name(f"{snake(source.path.stem)}_{name}")
-    own.native = rewrite(native, layer, attributes, NATIVE, statics(layer))
+    own.native = rewrite(native, layer, attributes, NATIVE, static_methods(layer))
     return own
 
 

@@ -17,7 +17,7 @@ from opweave_vllm.migrate.declare import (
     declared,
     provider_name,
     rewrite,
-    statics,
+    static_methods,
 )
 from opweave_vllm.migrate.registrations import mentions
 from opweave_vllm.migrate.source import NATIVE, OOT, LayerClass, SourceModule, last_part
@@ -218,7 +218,7 @@ def _body(plan: LayerPlan, function: Function, source: SourceModule, method: str
     assert plan.op is not None
     names = {a.attribute or a.name: a.name for a in plan.op.arguments}
     native = deepcopy(plan.layer.methods.get(NATIVE))
-    known = statics(plan.layer) if plan.op.native else {}
+    known = static_methods(plan.layer) if plan.op.native else {}
     if native is not None and plan.calls_op:
         known[NATIVE] = f"{source.ir}.ops.{plan.op.name}.native"
         if any(argument.attribute for argument in plan.op.arguments):

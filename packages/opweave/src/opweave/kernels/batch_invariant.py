@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from opweave.ir import IrOp, ops, require
+from opweave.ir import IrOp, ops, require, rules
 from opweave.ir.ops.arguments import check_sequences, check_slots
 from opweave.ir.ops.attention import check_attention, check_varlen
 from opweave.ir.ops.conv import check_conv, check_patches, patches
@@ -69,7 +69,9 @@ def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.cat(rows).reshape(*x.shape[:-1], rows[0].shape[-1])
 
 
-def _implements(op: IrOp, traits: set[str]) -> Callable[[Function], Function]:
+def _implements(
+    op: IrOp, traits: set[str], rule: rules.Rule | None = None
+) -> Callable[[Function], Function]:
     """Register the decorated function of the values of all parameters as an opaque op."""
 
     def decorate(function: Function) -> Function:
@@ -77,26 +79,31 @@ def _implements(op: IrOp, traits: set[str]) -> Callable[[Function], Function]:
             return function(*op.bind(*args, **kwargs))
 
         call.__signature__ = inspect.signature(op.native)  # type: ignore[attr-defined]
-        op.register_impl("batch_invariant", traits=traits)(opaque(op)(call))
+        op.register_impl("batch_invariant", traits=traits, supports_args=rule)(opaque(op)(call))
         return function
 
     return decorate
 
 
 def _register_native(
-    op: IrOp, apply: Callable[[Callable[[Tensor], Any], Tensor], Any], traits: set[str]
+    op: IrOp,
+    apply: Callable[[Callable[[Tensor], Any], Tensor], Any],
+    traits: set[str],
+    rule: rules.Rule | None = None,
 ) -> None:
     """Register native, applied to the rows of the first argument by *apply*."""
 
-    @_implements(op, traits)
+    @_implements(op, traits, rule)
     def native_by_rows(x: Tensor, *rest: Any) -> Any:
         return apply(lambda row: op.native(row, *rest), x)
 
 
 for _op in (ops.rms_norm, ops.silu_and_mul, ops.mul_and_silu):
     _register_native(_op, _each_row, _TRAITS)
-for _op in (ops.linear, ops.linear_w4a16, ops.linear_q):
+for _op in (ops.linear_w4a16, ops.linear_q):
     _register_native(_op, _by_rows, _TRAITS)
+# torch promotes the dtype of a bias only where it adds it to more than two dimensions.
+_register_native(ops.linear, _by_rows, _TRAITS, rules.same_dtype("x", "weight", "bias"))
 
 
 @_implements(ops.linear_w8a16, _TRAITS)

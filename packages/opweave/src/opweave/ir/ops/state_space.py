@@ -271,8 +271,9 @@ def scan_inputs(
     state = torch.randn(slots, *channels, states[-1], device=device)
     x, z = normal(2, num_tokens, *channels)
     b, c = normal(2, num_tokens, *states)
-    d, dt_bias = normal(2, heads)
-    return x, normal(num_tokens, heads), decay.to(wide), b, c, d, z, dt_bias, state.to(wide)
+    # Without softplus, a state grows with every step below zero.
+    dt, dt_bias = normal(num_tokens, heads).abs(), normal(heads) / 8
+    return x, dt, decay.to(wide), b, c, normal(heads), z, dt_bias, state.to(wide)
 
 
 @selective_scan.register_input_generator
