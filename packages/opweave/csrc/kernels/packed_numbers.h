@@ -39,10 +39,9 @@ inline float float_of_bits(uint32_t bits) {
   return value;
 }
 
-// Round to the nearest integer, for |v| < 2^22.
-inline int32_t nearest(float v) {
-  return static_cast<int32_t>(bits_of_float(v + 0x1.8p23f) - 0x4b400000u);
-}
+// Round to the nearest integer, ties to even. Adding 1.5 * 2^23 instead would be fused with the
+// product that gives v where there is an instruction for that, which rounds otherwise.
+inline int32_t nearest(float v) { return static_cast<int32_t>(__builtin_rintf(v)); }
 
 inline int32_t at_most_int16(int32_t v) { return v < 32767 ? v : 32767; }
 

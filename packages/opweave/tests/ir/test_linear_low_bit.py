@@ -72,7 +72,7 @@ def test_w4a16_is_its_definition(dtype: torch.dtype, scale_dtype: torch.dtype) -
                 x, q, scale, offset, bias = values
                 found = linear_w4a16.using(f"{provider}!")(*values)
                 wanted = product(x, w4_weight(q, scale, offset), bias)
-                check(linear_w4a16, found, wanted, (provider, x.shape), (x,))
+                check(linear_w4a16, found, wanted, (provider, x.shape), (x,), provider)
 
 
 @pytest.mark.parametrize("format", FORMATS)

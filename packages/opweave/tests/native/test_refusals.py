@@ -201,6 +201,7 @@ BASES: dict[str, Callable[[], Arguments]] = {
     "linear_w8a16_many": lambda: of_linear(INT8, fewest=0),
     "widen_rows": lambda: {"out": ones(3, 8), "weight": ones(3, 8).to(INT8), "scale": ones(3)},
     "linear_w4a16": q4,
+    "linear_w4a16_int8": q4,
     "linear_w4a16_many": lambda: q4(fewest=1),
     "widen_w4": lambda: {
         "out": ones(3, 64), "weight": q4()["weight"], "scale": ones(3, 2), "offset": None,
@@ -399,7 +400,7 @@ def linear_layers() -> Iterator[Refusal]:
         ({"scale": within("out", 3)}, f"out {SHARED_WITH}"),
     ):
         yield "widen_rows", changes, message
-    for op in ("linear_w4a16", "linear_w4a16_many"):
+    for op in ("linear_w4a16", "linear_w4a16_int8", "linear_w4a16_many"):
         yield op, {"x": to("x", F64)}, "x must be float32"
         yield op, {"x": ones(2, 62)}, "x must have shape [..., 64]"
         yield op, {"weight": lambda a: a["weight"].int()}, "weight must be uint8"

@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor, UntypedStorage, distributed
 
@@ -125,6 +124,10 @@ def _flushes_denormals() -> bool:
     return not torch.full((), 5e-324, dtype=torch.float64).mul(1.0).item()
 
 
+def _numpy() -> Any:
+    return sys.modules.get("numpy")
+
+
 _PARTS: Mapping[str, _Part] = {
     "torch.get_num_threads()": _Part(torch.get_num_threads, torch.set_num_threads),
     "torch.get_default_dtype()": _Part(torch.get_default_dtype, torch.set_default_dtype),
@@ -146,8 +149,8 @@ _PARTS: Mapping[str, _Part] = {
     ),
     "the state of Python's random numbers": _Part(random.getstate, random.setstate),
     "the state of NumPy's random numbers": _Part(
-        lambda: pickle.dumps(numpy.random.get_state()),
-        lambda state: numpy.random.set_state(pickle.loads(state)),
+        lambda: pickle.dumps(numpy.random.get_state()) if (numpy := _numpy()) else b"",
+        lambda state: _numpy().random.set_state(pickle.loads(state)),
     ),
     "garbage collection": _Part(gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     "whether all warnings are hidden": _Part(
