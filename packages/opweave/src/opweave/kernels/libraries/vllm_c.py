@@ -193,11 +193,11 @@ def static_quant_int8(x: Tensor, scale: Tensor) -> Tensor:
 
 def _fits(x_query: Tensor, x_key: Tensor, cos_sin_cache: Tensor, head_size: int) -> bool:
     size = cos_sin_cache.shape[-1]
-    fits = all(
+    fits = 0 < size <= head_size and all(
         (x.ndim == 3 and x.shape[-1] == head_size) or (x.ndim == 2 and x.shape[-1] % head_size == 0)
         for x in (x_query, x_key)
     )
-    return fits and x_query.ndim == x_key.ndim and size <= head_size and size % 32 == 0
+    return fits and x_query.ndim == x_key.ndim and size % 32 == 0
 
 
 @implements(
@@ -303,6 +303,9 @@ def _has_heads(x: Tensor, dt: Tensor, a: Tensor, b: Tensor) -> bool:
     return x.ndim == b.ndim == 3 and dt.ndim == 2 and a.ndim == 1
 
 
+_MAX_STATES = 1024  # of a channel; the kernel adds them one by one, so more lose digits
+
+
 @implements(
     ops.selective_state_update,
     _SLOTS
@@ -312,7 +315,10 @@ def _has_heads(x: Tensor, dt: Tensor, a: Tensor, b: Tensor) -> bool:
     & rules.contiguous("dt", "b", "c", "z")
     & rules.is_none("dt_min")
     & rules.is_none("dt_max")
-    & rules.custom(_has_heads, "only one number per head for dt and a"),
+    & rules.custom(_has_heads, "only one number per head for dt and a")
+    & rules.custom(
+        lambda x_state: x_state.shape[-1:] <= (_MAX_STATES,), f"more than {_MAX_STATES} states"
+    ),
 )
 def selective_state_update(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, z: Tensor | None,
