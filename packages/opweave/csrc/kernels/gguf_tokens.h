@@ -43,7 +43,7 @@ inline uint32_t pack_unit(UnitX<P>& to, float& scale, float& sum, const float* c
   const auto packed = packed_numbers<P, kUnit32>(columns);
   memcpy(to.numbers, packed.numbers, sizeof(to.numbers));
   scale = packed.scale;
-  sum = packed.sum();
+  sum = sum_of(packed.sums, packed.scale);
   return packed.largest;
 }
 

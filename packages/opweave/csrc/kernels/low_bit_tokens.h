@@ -86,8 +86,7 @@ inline uint32_t pack_lanes(Chunk<P>& chunk, int first, const float* columns, flo
       chunk.start[p][lane] = -8 * of_lane[p];
     }
     chunk.scale[lane] = packed.scale;
-    sums[i] = (static_cast<float>(of_lane[0]) + static_cast<float>(of_lane[1]) * 0x1p-15f) *
-              packed.scale;
+    sums[i] = sum_of(of_lane, packed.scale);
   }
   return packed.largest;
 }

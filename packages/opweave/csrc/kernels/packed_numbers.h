@@ -45,18 +45,8 @@ inline int32_t nearest(float v) { return static_cast<int32_t>(__builtin_rintf(v)
 
 inline int32_t at_most_int16(int32_t v) { return v < 32767 ? v : 32767; }
 
-// The scale for numbers of which the largest magnitude has these bits, a power of two: the largest
-// number becomes 2^14 to 2^15. Exponents below 30 count as 30, to avoid denormals. If one is not
-// finite, all become zero.
-struct PowerScale {
-  explicit PowerScale(uint32_t largest) {
-    const uint32_t exponent = largest >> 23;
-    const uint32_t used = exponent < 30 ? 30 : exponent == 255 ? 254 : exponent;
-    is_finite = exponent < 255;
-    scale = float_of_bits((used - 14) << 23);
-    inverse = float_of_bits((268 - used) << 23);
-  }
-
+// The scale of numbers. If one is not finite, all become zero.
+struct Scale {
   float scaled(float number) const { return is_finite ? number * inverse : 0; }
 
   bool is_finite;
@@ -64,20 +54,26 @@ struct PowerScale {
   float inverse;
 };
 
+// For numbers of which the largest magnitude has these bits, a power of two: the largest number
+// becomes 2^14 to 2^15. Exponents below 30 count as 30, to avoid denormals.
+struct PowerScale : Scale {
+  explicit PowerScale(uint32_t largest) {
+    const uint32_t exponent = largest >> 23;
+    const uint32_t used = exponent < 30 ? 30 : exponent == 255 ? 254 : exponent;
+    is_finite = exponent < 255;
+    scale = float_of_bits((used - 14) << 23);
+    inverse = float_of_bits((268 - used) << 23);
+  }
+};
+
 // Magnitudes below 2^-97 count as 2^-97.
-struct Int8Scale {
+struct Int8Scale : Scale {
   explicit Int8Scale(uint32_t largest) {
     const float used = float_of_bits(largest < 30u << 23 ? 30u << 23 : largest);
     is_finite = largest < 0x7f800000u;
     scale = is_finite ? used / 127 : 0;
     inverse = is_finite ? 127 / used : 0;
   }
-
-  float scaled(float number) const { return is_finite ? number * inverse : 0; }
-
-  bool is_finite;
-  float scale;
-  float inverse;
 };
 
 template <int P>
@@ -89,6 +85,11 @@ struct ScaleOf<kInt8> {
   using type = Int8Scale;
 };
 
+// The sum of numbers from those of their parts.
+inline float sum_of(const int32_t (&sums)[2], float scale) {
+  return (static_cast<float>(sums[0]) + static_cast<float>(sums[1]) * 0x1p-15f) * scale;
+}
+
 // N numbers with a common scale.
 template <int P, int N>
 struct PackedNumbers {
@@ -96,10 +97,6 @@ struct PackedNumbers {
   int32_t sums[2];  // of the parts
   float scale;
   uint32_t largest;  // the bits of the largest magnitude
-
-  float sum() const {
-    return (static_cast<float>(sums[0]) + static_cast<float>(sums[1]) * 0x1p-15f) * scale;
-  }
 };
 
 template <int P, int N>
