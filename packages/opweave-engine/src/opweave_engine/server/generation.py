@@ -93,9 +93,10 @@ class GenerationJob:
         param = self.call.param if self.params.n == 1 else "n"
         generate = self._generate if len(self.prompts) == 1 else self._isolated
         sources = [generate(index, streams) for index in range(len(self.prompts))]
-        batches = merge_streams(sources, merge_deltas)
         if len(sources) == 1:  # the engine merges its deltas
             batches = ([(0, delta)] async for delta in sources[0])
+        else:
+            batches = merge_streams(sources, merge_deltas)
         with self.server.admission.places(len(self.prompts) * self.params.n, param=param):
             try:
                 async with aclosing(batches):
