@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import sys
 from collections import Counter
@@ -18,9 +19,9 @@ from adapters.planned_libraries import Wrapper
 from engine.test_decode_graphs import FakeRecorder, RecordingPlatform, answers, config, tokens_of
 from models.tiny_checkpoints import Checkpoints
 from opweave import ir
-from opweave.ir import rules
 from opweave.ir.ops import arguments
 from opweave.ir.testing import restored
+from opweave.kernels.arguments import HAS_HOST_LENGTHS
 from opweave.kernels.libraries import flashinfer
 from opweave.platforms.builtin import CpuPlatform
 
@@ -28,19 +29,11 @@ LAYERS = 2  # of the checkpoint
 calls: list[ir.HostLengths] = []
 
 
-def attend(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> Tensor:
+@functools.wraps(ir.ops.paged_attention.native)
+def attend(*args: Any, **kwargs: Any) -> Tensor:
     """Attend by plans of FlashInfer, which would fail if they read lengths from a tensor."""
+    values = ir.ops.paged_attention.bind(*args, **kwargs)
+    seq_lens, cu_seqlens_q = values[4:6]
     noted = ir.host_lengths(seq_lens, cu_seqlens_q)
     assert noted is not None
     calls.append(noted)
@@ -48,8 +41,7 @@ def attend(
     assert cu_seqlens_q.tolist() == list(noted.starts)
     wrong = [torch.full_like(t, -(10**6)) for t in (seq_lens, cu_seqlens_q)]
     setattr(wrong[0], arguments._NOTE, dataclasses.replace(noted, cu_seqlens_q=wrong[1]))
-    tensors = query, key_cache, value_cache, block_tables, *wrong
-    out: Tensor = flashinfer._paged_attention(*tensors, scale, causal, window, soft_cap)
+    out: Tensor = flashinfer._paged_attention(*values[:4], *wrong, *values[6:])
     return out
 
 
@@ -61,12 +53,8 @@ def _planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(RecordingPlatform, "_recorder", FakeRecorder())
     flashinfer._workspace.cache_clear()
     calls.clear()
-    known = rules.custom(
-        lambda seq_lens, cu_seqlens_q: ir.host_lengths(seq_lens, cu_seqlens_q) is not None,
-        "the lengths are not known on the host",
-    )
     with restored(ir.ops.paged_attention):
-        ir.ops.paged_attention.register_impl("planner", supports_args=known)(attend)
+        ir.ops.paged_attention.register_impl("planner", supports_args=HAS_HOST_LENGTHS)(attend)
         yield
     flashinfer._workspace.cache_clear()
 

@@ -5,6 +5,7 @@ The implementations are called without their rules, which need a GPU.
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import random
@@ -320,33 +321,19 @@ def test_tools_note_the_lengths() -> None:
     """Verification and tuning run a provider that needs them."""
     calls: list[ir.HostLengths] = []
 
-    def attend(
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        scale: float | None = None,
-        causal: bool = True,
-        window: int | None = None,
-        soft_cap: float | None = None,
-    ) -> Tensor:
-        noted = ir.host_lengths(seq_lens, cu_seqlens_q)
+    @functools.wraps(OP.native)
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        values = OP.bind(*args, **kwargs)
+        noted = ir.host_lengths(*values[4:6])
         assert noted is not None
         calls.append(noted)
         lengths = torch.tensor(noted.lengths, dtype=torch.int32)
         starts = torch.tensor(noted.starts, dtype=torch.int32)
-        tensors = query, key_cache, value_cache, block_tables, lengths, starts
-        found: Tensor = OP.native(*tensors, scale, causal, window, soft_cap)
+        found: Tensor = OP.native(*values[:4], lengths, starts, *values[6:])
         return found
 
-    known = rules.custom(
-        lambda seq_lens, cu_seqlens_q: ir.host_lengths(seq_lens, cu_seqlens_q) is not None,
-        "the lengths are not known on the host",
-    )
     with restored(OP):
-        OP.register_impl("planner", supports_args=known)(attend)
+        OP.register_impl("planner", supports_args=arguments.HAS_HOST_LENGTHS)(attend)
         subject = Subject(OP, "planner")
         for outcome in verify(subject, CHECKED).outcomes:
             assert outcome.status == "passed", outcome

@@ -256,6 +256,11 @@ def attention_fits(
 POSITIVE_SCALE = rules.custom(lambda scale: scale is None or scale > 0, "scale is not positive")
 """With another scale, FlashAttention does not subtract the largest scaled score."""
 
+HAS_HOST_LENGTHS = rules.custom(
+    lambda seq_lens, cu_seqlens_q: host_lengths(seq_lens, cu_seqlens_q) is not None,
+    "the lengths are not known on the host",
+)
+
 PLANNED = (
     nvidia("query", 8, 0)
     & rules.dtype("query", *NARROW_FLOATS)
@@ -266,9 +271,6 @@ PLANNED = (
     & aligned("query", "key_cache", "value_cache")
     & rules.custom(attention_fits, "shapes do not fit, or window or soft_cap is not positive")
     & POSITIVE_SCALE
-    & rules.custom(
-        lambda seq_lens, cu_seqlens_q: host_lengths(seq_lens, cu_seqlens_q) is not None,
-        "the lengths are not known on the host",
-    )
+    & HAS_HOST_LENGTHS
 )
 """The rules of ``paged_attention``, besides the sizes of heads and blocks."""
