@@ -56,6 +56,17 @@ def test_requests_that_do_not_arrive(start: Start) -> None:
         assert idle.recv(1) == b""
 
 
+def test_the_client_closes_idle_connections(start: Start) -> None:
+    # The other way round, a request that is sent at that moment is lost.
+    server = start()
+    with connect(server) as connection:
+        connection.sendall(WHOLE)
+        assert answer_on(connection).status_code == 200
+        (held,) = server.http.server_state.connections
+        wait_until(lambda: held.timeout_keep_alive_task is not None)
+        assert held.timeout_keep_alive_task.when() - held.loop.time() > 120
+
+
 def test_a_head_that_comes_byte_by_byte(start: Start) -> None:
     server = start(config=ServerConfig(body_timeout=1.0))
     with connect(server) as connection:

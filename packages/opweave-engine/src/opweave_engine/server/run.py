@@ -28,6 +28,9 @@ _BACKLOG = 2048  # connections that wait to be accepted
 # logs each failure.
 _ACCEPT_BATCH = 16
 _DRAIN_SECONDS = 5.0  # for responses that are already written
+# Longer than clients and proxies keep an idle connection (httpx 5 s, nginx 60 s, Caddy 120 s): if
+# the server closes it first, a request that is on its way is lost.
+_KEEP_ALIVE_SECONDS = 180
 _POLL_SECONDS = 0.2  # between checks whether the engine has died
 
 
@@ -182,6 +185,7 @@ def http_server(app: FastAPI) -> uvicorn.Server:
             lifespan="off",
             ws="none",
             backlog=_ACCEPT_BATCH,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=int(_DRAIN_SECONDS),
             ssl_keyfile=server.config.ssl_keyfile,
             ssl_certfile=server.config.ssl_certfile,
