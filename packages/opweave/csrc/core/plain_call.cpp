@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "symbols.h"
+#include "tensor_object.h"
 #include "torch_shim.h"
 
 namespace opweave {
@@ -37,6 +38,23 @@ bool is_plain_thread() {
     if (key_included(key)) return false;
   }
   return true;
+}
+
+// Return whether the rows of a tensor can be read as they lie in the memory of the CPU. False, too,
+// if that takes longer to find out.
+bool has_plain_rows(PyObject* object) {
+  const TorchTensor tensor = dense_tensor(object);
+  if (tensor == nullptr || tensor_object_layout.is_negated == nullptr) return false;
+  const TorchShim& torch = torch_shim();
+  int32_t device = 0;
+  int64_t dim = 0;
+  int64_t* strides = nullptr;
+  if (torch.get_device_type(tensor, &device) != 0 || torch.get_dim(tensor, &dim) != 0 ||
+      torch.get_strides(tensor, &strides) != 0) {
+    return false;
+  }
+  const bool has_rows = dim == 0 || strides[dim - 1] == 1;
+  return device == torch.cpu && has_rows && !tensor_object_layout.is_negated(tensor);
 }
 
 }  // namespace
@@ -73,10 +91,12 @@ PyObject* open_plain_check(PyObject*, PyObject* args) {
 }
 
 PyObject* is_plain(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+  bool have_plain_rows = true;
   for (Py_ssize_t i = 0; i < count; ++i) {
-    if (!is_plain_object(objects[i], /*may_be_none=*/i > 0)) Py_RETURN_FALSE;
+    if (!is_plain_object(objects[i], /*may_be_none=*/i > 0)) return PyLong_FromLong(0);
+    have_plain_rows = have_plain_rows && (objects[i] == Py_None || has_plain_rows(objects[i]));
   }
-  return PyBool_FromLong(is_plain_thread());
+  return PyLong_FromLong(!is_plain_thread() ? 0 : have_plain_rows ? 2 : 1);
 }
 
 }  // namespace opweave

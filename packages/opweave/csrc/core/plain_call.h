@@ -15,7 +15,9 @@ namespace opweave {
 // _open_plain_check(Tensor, Parameter, dispatch keys) -> bool: the symbols were found
 PyObject* open_plain_check(PyObject*, PyObject* args);
 
-// _is_plain(*arguments) -> bool; METH_FASTCALL. The first argument must not be None.
+// _is_plain(*arguments) -> int; METH_FASTCALL. The first argument must not be None. 0: no; 1: yes;
+// 2: yes, and every tensor is on the CPU, not lazily negated, and its last stride is 1. These are
+// the facts about tensors that most kernels require.
 PyObject* is_plain(PyObject*, PyObject* const* objects, Py_ssize_t count);
 
 }  // namespace opweave

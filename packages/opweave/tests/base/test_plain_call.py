@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opweave import ir, native, plain_call
-from opweave.ir import codegen
+from opweave.ir import codegen, rules
 from opweave.ir.dispatch import Path, _is_undisturbed, _needs_dispatcher
 from opweave.ir.ops.arguments import is_readable
 from opweave.native.calls import callable_of
@@ -243,9 +243,45 @@ def test_all_other_users_agree(state: State) -> None:
         assert _is_undisturbed([x]) is not (watched or "autocast" in state.active)
         if check is not None:
             plain = state.has_plain_type and not watched and not state.grad_is_on
-            assert check(x, None) is plain
+            assert (check(x, None) > 0) is plain
 
     run_in(state, body)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda x: x,
+    "columns": lambda x: x[..., :1],
+    "every other column": lambda x: x[..., ::2],
+    "turned": lambda x: x.transpose(0, -1),
+    "expanded": lambda x: x[..., :1].expand_as(x),
+    "negated": torch._neg_view,
+    "meta": lambda x: x.to("meta"),
+    "scalar": lambda x: x.sum(),
+    "empty": lambda x: x[:0],
+    "parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
+}
+
+
+@examples(100)
+@given(
+    shape=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    layouts=st.lists(st.sampled_from(sorted(LAYOUTS)), min_size=1, max_size=3),
+)
+def test_the_native_check_knows_plain_rows(shape: list[int], layouts: list[str]) -> None:
+    check = native.plain_check()
+    if check is None:
+        pytest.skip("no native check")
+    tensors = [LAYOUTS[name](torch.ones(shape)) for name in layouts]
+    with torch.no_grad():
+        kind = check(*tensors, None)
+    are_rows = all(
+        t.is_cpu and not t.is_neg() and (t.ndim == 0 or t.stride(-1) == 1) for t in tensors
+    )
+    assert kind == (2 if are_rows else 1)
+    if kind == 2:
+        rule = rules.cpu("x") & rules.unit_stride("x")
+        schema = ir.ops.relu2.schema
+        assert all(rules.holds(rule, schema, {"x": t}) for t in tensors)
 
 
 @examples(150)

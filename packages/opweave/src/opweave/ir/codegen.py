@@ -6,9 +6,9 @@ The generated function looks like this (print any with ``op.dispatch_source``)::
         _scope = _current_scope()
         if _scope is not None:
             return _scoped(_scope)(self, x, weight, epsilon, variance_size)
-        if _is_plain(x, weight) or (_type(x) is _Tensor and ... _dispatch_mode_count() == 0 ...):
+        if (_plain := _is_plain(x, weight)) or (_type(x) is _Tensor and ...):
             try:
-                if x.is_cpu and ...:
+                if (_plain == 2 or x.is_cpu and ...) and x.dtype is _float32 ...:
                     _run = _impl_opweave_c
                 else:
                     _run = _impl_native
@@ -18,7 +18,7 @@ The generated function looks like this (print any with ``op.dispatch_source``)::
             except _Exception as _error:
                 _note(_error, _run)
                 raise
-        if _type(x) is _Tensor and ... _dispatch_mode_count() == 0 ...:  # a gradient is needed
+        if _type(x) is _Tensor and ...:  # a gradient is needed
             return _differentiated(x, weight, epsilon, variance_size)
         return _slow(x, weight, epsilon, variance_size)
 
@@ -46,12 +46,12 @@ from torch.nn import Parameter
 from opweave import plain_call, torch_compat
 from opweave.ir.donation import clone_in_layout, refused
 from opweave.ir.op import IrOpImpl, OpDefinition
-from opweave.ir.rules import ALIAS_SAFE, Rule, named_call
+from opweave.ir.rules import ALIAS_SAFE, All, Rule, named_call
 from opweave.ir.schema import Function, Param, Schema
 from opweave.ir.scope import current_scope
 from opweave.ir.selection import Candidate
 
-PlainCheck = Callable[..., bool]
+PlainCheck = Callable[..., int]
 Ranges = list[tuple[int | None, list[Candidate]]]
 """Candidates by the largest number of tokens that they are for; the last one has no limit."""
 ResultCheck = Callable[[IrOpImpl, Any, Sequence[Any], Mapping[str, Any]], bool]
@@ -64,9 +64,10 @@ _plain_check: PlainCheck | None = None
 def use_plain_check(check: PlainCheck | None) -> None:
     """Use *check* as a quick test for plain calls in functions generated from now on.
 
-    *check* takes the tensor arguments of a call, the first of them not None. It must return True
-    only if each is exactly Tensor, Parameter or None, no mode, transform or tracer is active, and
-    grad mode is off. If it returns False, the generated code tests each condition in Python.
+    *check* takes the tensor arguments of a call, the first of them not None. It must return 0
+    unless each is exactly Tensor, Parameter or None, no mode, transform or tracer is active, and
+    grad mode is off; 2 only if the tensors also are on the CPU, not lazily negated, and have a last
+    stride of 1; else 1. After 0, the generated code tests each condition in Python.
     """
     global _plain_check
     _plain_check = check
@@ -236,9 +237,20 @@ class Generator:
         if predicate is None:
             return None
         if isinstance(predicate, Rule):
-            return predicate.expression(self.schema, self.bind)
+            return self._rule(predicate)
         accepts = self.bind(predicate, f"_accepts_{_word(impl)}")
         return f"(_answer := {accepts}({named_call(predicate)})) is True"
+
+    def _rule(self, rule: Rule) -> str:
+        if "_is_plain" not in self.namespace:
+            return rule.expression(self.schema, self.bind)
+        parts = rule.rules if isinstance(rule, All) else (rule,)
+        known = [part for part in parts if part.holds_for_plain_rows]
+        tests = [part.expression(self.schema, self.bind) for part in parts if part not in known]
+        if known:
+            test = All(tuple(known)).expression(self.schema, self.bind)
+            tests.insert(0, f"_plain == 2 or ({test})")
+        return " and ".join(f"({test})" for test in tests)
 
     def _runner(self, impl: IrOpImpl) -> str:
         # Below the dispatcher, tensors may still be fake: only the other paths check for that.
@@ -284,7 +296,7 @@ class Generator:
         self.namespace["_is_plain"] = _plain_check
         optional = [p.name for p in self.schema.tensors if p.is_optional]
         check = [
-            f"_is_plain({', '.join(required + optional)})",
+            f"(_plain := _is_plain({', '.join(required + optional)}))",
             *(f"{name} is not None" for name in required[1:]),
             *(fact.inactive for fact in plain_call.FACTS if not fact.in_native_check),
         ]

@@ -136,7 +136,7 @@ def _import_failure(error: ImportError) -> str:
 # The native check whether a call may bypass torch's dispatcher, with a self-test before use.
 
 
-def plain_check() -> Callable[..., bool] | None:
+def plain_check() -> Callable[..., int] | None:
     """Return the native check (see :func:`opweave.ir.codegen.use_plain_check`), or None.
 
     None if there is no native module, if torch lacks a symbol that it needs, or if the self-test
@@ -147,22 +147,24 @@ def plain_check() -> Callable[..., bool] | None:
         torch.Tensor, torch.nn.Parameter, plain_call.MODE_KEYS
     ):
         return None
-    check: Callable[..., bool] = raw._is_plain
+    check: Callable[..., int] = raw._is_plain
     return check if _passes(check) else None
 
 
-def _passes(check: Callable[..., bool]) -> bool:
-    tensor = torch.empty(0, device="cpu")
+def _passes(check: Callable[..., int]) -> bool:
+    tensor = torch.empty(2, 3, device="cpu")
     parameter = torch.nn.Parameter(torch.empty(0, device="cpu"))
+    others = (tensor.T, torch._neg_view(tensor), tensor.to("meta"), tensor[:, ::2])
     with torch.no_grad():
         plain = check(tensor, parameter, None) and not check(None) and not check(tensor, 1)
+        plain = plain and all(check(tensor, other) == 1 for other in others)
     for state in _states():
         with ExitStack() as stack:
             for part in state:
                 stack.enter_context(part)
             if check(tensor):
                 return False
-    return plain
+    return bool(plain)
 
 
 def _states() -> Iterator[list[AbstractContextManager[object]]]:
