@@ -158,8 +158,8 @@ def _template(source: str | None, server: ServerState) -> ChatTemplate:
     if source is None:
         if default is None:
             raise ApiError(
-                "The model has no chat template: its checkpoint brings none. Start the server with "
-                "--chat-template FILE, or use /v1/completions.",
+                "The model has no chat template: its checkpoint brings none. If it generates text, "
+                "use /v1/completions, or start the server with --chat-template FILE.",
                 code="no_chat_template",
             )
         return default
