@@ -186,7 +186,7 @@ def _decode_inputs(
     num_tokens: int = 8,
     num_heads: int = 4,
     head_size: int = 16,
-    latent_size: int = 256,
+    latent_size: int = 24,
     rope_size: int = 0,
     block_size: int = 16,
     long_context: bool = False,
