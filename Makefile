@@ -42,7 +42,7 @@ GPU_PYTHON = PYTHONPATH=packages/opweave/src:packages/opweave-engine/src $(shell
   for python in $(BIN)/python $(PYTHON); do \
   $$python -c "$(FINDS_GPU)" 2>/dev/null && echo $$python && exit; done; \
   test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))
-GPU_TESTS = $$(grep -rlE "import (DEVICES|needs_cuda)" tests --include="test_*.py")
+GPU_TESTS = $$(grep -rlE "import (DEVICES|needs_cuda)" tests packages/*/tests --include="test_*.py")
 # Of make itself: make gpu --dry-run prints the rows of the benchmark, too.
 IS_DRY_RUN = $(findstring n,$(firstword -$(MAKEFLAGS)))
 # With few cores, spinning threads cost more time than they save.
@@ -106,6 +106,7 @@ bench-peers: $(DEV) ## install vLLM, OpenVINO, transformers and llama.cpp, and c
 	$(BIN)/python benchmarks/peers.py --save $(PEERS_OPTIONS)
 
 gpu: ## run the tests that need a GPU, then its benchmark for 10 minutes (GPU_OPTIONS=--help)
+	@$(GPU_PYTHON) benchmarks/gpu.py --check $(GPU_OPTIONS)
 	$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS)
 	+$(GPU_PYTHON) benchmarks/gpu.py $(if $(IS_DRY_RUN),--dry-run) $(GPU_OPTIONS)
 

@@ -81,6 +81,7 @@ GROUPS = ("values", "decode", "attention", "norms", "libraries", "kernels")
 BATCHES = (1, 8, 64)
 PROMPTS = (512, 4096)
 NORMS = ("rms_norm", "fused_add_rms_norm")
+PAGED = ("paged_attention", "mla_attention_decode")
 SHAPES = ((16, 0), (2048, 0), (8192, 0))
 """Tokens of 4,096 numbers."""
 ATTENTION_SHAPES = ((1, 8192), (16, 2048), (64, 2048))
@@ -155,7 +156,7 @@ def _ops() -> list[tuple[str, str]]:
 def _verified_ops() -> list[ir.IrOp]:
     """Return the ops with implementations for a GPU; attention over the paged cache comes first."""
     ops = [op for op in ir.current_registry().ops.values() if _providers(op)]
-    return sorted(ops, key=lambda op: (op.name != "paged_attention", op.name))
+    return sorted(ops, key=lambda op: (op.name not in PAGED, op.name != PAGED[0], op.name))
 
 
 def _providers(op: ir.IrOp) -> list[str]:
@@ -445,6 +446,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=600.0, help="seconds (default: 600)")
     parser.add_argument("--only", nargs="+", default=[], help="groups or rows, as decode/8")
     parser.add_argument("--dry-run", action="store_true", help="print the rows, without a GPU")
+    parser.add_argument("--check", action="store_true", help="only check the options and the GPU")
     parser.add_argument("--json", action="store_true", help="print one object at the end")
     parser.add_argument("--save", action="store_true", help="write results/gpu.*")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial")
@@ -467,6 +469,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no GPU; --dry-run prints the rows")
+    if options.check:
+        return 0
     machine = describe_machine()
     if options.device == "cuda":
         machine |= {"gpu": torch.cuda.get_device_name()}

@@ -28,7 +28,7 @@ from kernel_cells.shape import Shape
 def test_the_most_important_rows_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--dry-run"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names[0] == "values/paged_attention"
+    assert names[:2] == ["values/paged_attention", "values/mla_attention_decode"]
     decode = names.index("decode/1")
     assert names[decode:][:4] == ["decode/1", "decode/8", "decode/64", "attention/512"]
     assert "norms/rms_norm/16" in names
@@ -47,6 +47,7 @@ def test_the_most_important_rows_come_first(capsys: pytest.CaptureFixture[str]) 
         (["--only", "nroms"], "Did you mean 'norms'"),
         (["--budget", "-1"], "--budget -1 must be above zero"),
         ([], "finds no GPU"),
+        (["--check"], "finds no GPU"),
     ],
 )
 def test_options_that_are_refused(
@@ -99,6 +100,14 @@ def test_rows_are_saved_until_the_budget_ends(
     assert "| gpu.decode | a case | 2.0 |" in (tmp_path / "gpu.md").read_text()
     assert gpu.main([*options, "--json", "--only", "decode"]) == 0
     assert json.loads(capsys.readouterr().out)["missed"] == ["decode/1"]
+
+
+def test_a_check_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert gpu.main(["--check", "--only", "decode"]) == 0
+    assert not capsys.readouterr().out
 
 
 def test_values_of_every_provider() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -26,3 +27,12 @@ def test_a_first_run_compiles_for_this_machine_and_tests_for_the_base_level_too(
     assert "OPWEAVE_LEVELS=native" not in run
     (tmp_path / "native.stamp").touch()
     assert "OPWEAVE_LEVELS" not in commands("run", tmp_path)
+
+
+def test_gpu_checks_first_and_collects_only_the_files_that_need_one() -> None:
+    check, test, *_ = commands("gpu", Path(sys.prefix)).splitlines()
+    assert check.rstrip().endswith("benchmarks/gpu.py --check")
+    listing = test[test.index("$(") + 2 : test.rindex(")")]
+    found = subprocess.check_output(listing, shell=True, cwd=ROOT, text=True)
+    names = {Path(line).name for line in found.splitlines()}
+    assert {"test_on_a_gpu.py", "test_kit_cuda.py", "test_verify.py"} <= names

@@ -345,35 +345,46 @@ class LatentPagedAttention(AttentionBackend):
         self._rows[kv_cache.NULL_BLOCK].zero_()
         self._no_values = self._rows.new_empty(*shape, 0)
 
+    @classmethod
+    def build_metadata(cls, batch: SequenceBatch) -> tuple[SequenceBatch, tuple[Tensor, ...]]:
+        """Return the batch, and the tables, lengths and starts of its decodes."""
+        if BATCH_INVARIANT in ir.policy_for(ir.ops.mla_attention_decode).required:
+            batch = replace(batch, num_decodes=0)
+        tables, lengths, starts = batch.block_tables, batch.seq_lens, batch.query_starts
+        if batch.num_prefills:  # otherwise, the lengths are noted for these tensors
+            noted, count = ir.host_lengths(lengths, starts), batch.num_decodes
+            tables, lengths, starts = tables[:count], lengths[:count], starts[: count + 1]
+            if noted is not None:
+                numbers = noted.lengths[:count], noted.starts[: count + 1]
+                ir.note_lengths(lengths, starts, *numbers)
+        return batch, (tables, lengths, starts)
+
     def forward(
         self,
-        metadata: SequenceBatch,
+        metadata: tuple[SequenceBatch, tuple[Tensor, ...]],
         query: Tensor,
         kv_c: Tensor,
         k_pe: Tensor,
         kv_b_weight: Tensor,
         scale: float,
     ) -> Tensor:
+        batch, decoding = metadata
         row = torch.cat((kv_c, k_pe), -1)[:, None]
         self._rows, self._no_values = ir.ops.reshape_and_cache.maybe_inplace(
-            row, row[..., :0], self._rows, self._no_values, metadata.slot_mapping
+            row, row[..., :0], self._rows, self._no_values, batch.slot_mapping
         )
-        if BATCH_INVARIANT in ir.policy_for(ir.ops.mla_attention_decode).required:
-            metadata = replace(metadata, num_decodes=0)
-        decodes, parts = metadata.num_decodes, []
-        if decodes or not metadata.num_prefills:
-            tables, lengths = metadata.block_tables[:decodes], metadata.seq_lens[:decodes]
-            sequences = tables, lengths, metadata.query_starts[: decodes + 1]
+        decodes, parts = batch.num_decodes, []
+        if decodes or not batch.num_prefills:
             parts.append(
                 ir.ops.mla_attention_decode(
-                    query[:decodes], self._rows[:, 0], kv_b_weight, *sequences, scale
+                    query[:decodes], self._rows[:, 0], kv_b_weight, *decoding, scale
                 )
             )
-        if metadata.num_prefills:
-            rows = self._packed(metadata)
+        if batch.num_prefills:
+            rows = self._packed(batch)
             latents, rotated = rows.split_with_sizes([kv_c.shape[1], k_pe.shape[1]], -1)
-            starts = metadata.query_starts[decodes:] - decodes
-            ends = metadata.key_starts[decodes:] - metadata.key_starts[decodes]
+            starts = batch.query_starts[decodes:] - decodes
+            ends = batch.key_starts[decodes:] - batch.key_starts[decodes]
             parts.append(
                 ir.ops.mla_attention_prefill(
                     query[decodes:], latents, rotated, kv_b_weight, starts, ends, scale

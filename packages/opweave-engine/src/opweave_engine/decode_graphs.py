@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
@@ -17,9 +18,11 @@ from torch import Tensor
 from opweave import ir
 from opweave.config import EngineConfig
 from opweave.config.terminal import ProgressBar
+from opweave.layers import TensorParallel, current_tensor_parallel
 from opweave.platforms import Platform
 from opweave.platforms.base import GraphRecorder
 from opweave_engine.attention import LayerCaches, SequenceBatch
+from opweave_engine.errors import CommunicatorError
 from opweave_engine.kv_cache import NULL_BLOCK
 from opweave_engine.load.checkpoint import Progress
 from opweave_engine.models import ForwardContext, forward_context
@@ -221,6 +224,60 @@ class DecodeGraphs:
         self._noted[size].update(lengths)
 
 
+class _EveryRank:
+    """A recorder that records on every rank, or on none.
+
+    After each recording, the ranks agree whether all have it. After a failure they call no further
+    collective, so that none waits.
+
+    Args:
+        recorder: the recorder of this rank.
+        ranks: the ranks, and the collective that agrees.
+        device: the device of the collective.
+    """
+
+    def __init__(
+        self, recorder: GraphRecorder, ranks: TensorParallel, device: torch.device
+    ) -> None:
+        self._recorder, self._ranks, self._device = recorder, ranks, device
+        self._agrees = ranks.size > 1
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        runs: list[None] = []
+
+        def counted() -> None:
+            run()
+            runs.append(None)
+
+        with self.agreement():
+            try:
+                return self._recorder.record(counted)
+            except RuntimeError as error:
+                if runs or not self._agrees:
+                    raise
+                # Other ranks wait in the collectives of this run, which only a recording skips.
+                raise CommunicatorError(
+                    f"rank {self._ranks.rank} of {self._ranks.size}: a decode step failed before "
+                    f"it was recorded: {error}. Try --enforce-eager, or fewer sequences."
+                ) from error
+
+    @contextmanager
+    def agreement(self) -> Iterator[None]:
+        """Raise RuntimeError after the block if it did so on any rank."""
+        error = None
+        try:
+            yield
+        except RuntimeError as failure:
+            error = failure
+        if self._agrees:
+            failed = torch.tensor([error is not None], dtype=torch.int32, device=self._device)
+            self._agrees = not self._ranks.all_reduce(failed).item()
+            if not self._agrees:
+                error = error or RuntimeError("another rank cannot record them")
+        if error is not None:
+            raise error
+
+
 def record_decode_graphs(
     forward: Forward,
     caches: LayerCaches,
@@ -231,6 +288,9 @@ def record_decode_graphs(
     progress: Progress | None = None,
 ) -> DecodeGraphs | None:
     """Record a model's decode batches, and log if they run without graphs although they could.
+
+    With tensor parallelism, all ranks call this function in a ``tensor_parallel`` block, and record
+    if all can. Their collectives must be recordable.
 
     Args:
         forward: the model's forward.
@@ -243,13 +303,16 @@ def record_decode_graphs(
 
     Returns:
         None if the device records no graphs, or the model cannot be recorded.
+
+    Raises:
+        CommunicatorError: this rank failed where others wait for it.
     """
     sizes, recorder = decode_sizes(config), platform.graph_recorder()
     if recorder is None or not sizes:
         return None
-    obstacle, ranks = "", config.parallel.tensor_parallel_size
-    if ranks > 1:
-        obstacle = f"with tensor_parallel_size={ranks}, ranks communicate, which is not recorded"
+    obstacle, ranks = "", current_tensor_parallel()
+    if (count := config.parallel.tensor_parallel_size) > 1 and ranks.unrecorded:
+        obstacle = f"with tensor_parallel_size={count}, {ranks.unrecorded}"
     elif caches.states is not None:
         obstacle = "the model has recurrent layers, whose states are addressed by the host"
     if obstacle:
@@ -258,8 +321,10 @@ def record_decode_graphs(
     bar = progress.stage("recording graphs") if isinstance(progress, ProgressBar) else None
     size = config.cache.block_size
     graphs = DecodeGraphs(sizes, caches.num_groups, ceil(max_model_len / size), size, device)
+    every_rank = _EveryRank(recorder, ranks, device)
     try:
-        graphs.record(forward, caches, platform, recorder, bar)
+        with every_rank.agreement():
+            graphs.record(forward, caches, platform, every_rank, bar)
     except RuntimeError as error:
         _log.warning(
             "decode steps run without graphs, because the device cannot record them: %s. Disable "

@@ -29,10 +29,8 @@ LAYERS = 2  # of the checkpoint
 calls: list[ir.HostLengths] = []
 
 
-@functools.wraps(ir.ops.paged_attention.native)
-def attend(*args: Any, **kwargs: Any) -> Tensor:
-    """Attend by plans of FlashInfer, which would fail if they read lengths from a tensor."""
-    values = ir.ops.paged_attention.bind(*args, **kwargs)
+def without_lengths(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments with wrong numbers in the tensors of lengths, and the right note."""
     seq_lens, cu_seqlens_q = values[4:6]
     noted = ir.host_lengths(seq_lens, cu_seqlens_q)
     assert noted is not None
@@ -41,7 +39,21 @@ def attend(*args: Any, **kwargs: Any) -> Tensor:
     assert cu_seqlens_q.tolist() == list(noted.starts)
     wrong = [torch.full_like(t, -(10**6)) for t in (seq_lens, cu_seqlens_q)]
     setattr(wrong[0], arguments._NOTE, dataclasses.replace(noted, cu_seqlens_q=wrong[1]))
-    out: Tensor = flashinfer._paged_attention(*values[:4], *wrong, *values[6:])
+    return *values[:4], *wrong, *values[6:]
+
+
+@functools.wraps(ir.ops.paged_attention.native)
+def attend(*args: Any, **kwargs: Any) -> Tensor:
+    """Attend by plans of FlashInfer, which would fail if they read lengths from a tensor."""
+    values = without_lengths(ir.ops.paged_attention.bind(*args, **kwargs))
+    out: Tensor = flashinfer._paged_attention(*values)
+    return out
+
+
+@functools.wraps(ir.ops.mla_attention_decode.native)
+def attend_latent(*args: Any, **kwargs: Any) -> Tensor:
+    values = without_lengths(ir.ops.mla_attention_decode.bind(*args, **kwargs))
+    out: Tensor = flashinfer._mla_attention_decode(*values)
     return out
 
 
@@ -53,8 +65,12 @@ def _planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(RecordingPlatform, "_recorder", FakeRecorder())
     flashinfer._workspace.cache_clear()
     calls.clear()
-    with restored(ir.ops.paged_attention):
+    monkeypatch.setattr(planned_libraries.BatchMLAPagedAttentionWrapper, "multiples", (1, 1))
+    with restored(ir.ops.paged_attention), restored(ir.ops.mla_attention_decode):
         ir.ops.paged_attention.register_impl("planner", supports_args=HAS_HOST_LENGTHS)(attend)
+        ir.ops.mla_attention_decode.register_impl("planner", supports_args=HAS_HOST_LENGTHS)(
+            attend_latent
+        )
         yield
     flashinfer._workspace.cache_clear()
 
@@ -64,12 +80,15 @@ def prompts() -> list[list[int]]:
     return [[choose.randrange(3, 90) for _ in range(choose.randrange(1, 40))] for _ in range(9)]
 
 
+@pytest.mark.parametrize("kind", ["llama", "deepseek"])
 @pytest.mark.parametrize("platform", [CpuPlatform, RecordingPlatform])
-def test_every_step_is_planned_once(platform: type[CpuPlatform], checkpoint: Checkpoints) -> None:
-    path = checkpoint("llama")[0]
+def test_every_step_is_planned_once(
+    platform: type[CpuPlatform], kind: str, checkpoint: Checkpoints
+) -> None:
+    path = checkpoint(kind)[0]
     expected = answers(path, prompts(), CpuPlatform(), config())
     assert not calls
-    with ir.priority(paged_attention=["planner!"]):
+    with ir.priority(paged_attention=["planner!"], mla_attention_decode=["planner!"]):
         found = answers(path, prompts(), platform(), config())
     assert tokens_of(found) == tokens_of(expected)
     layers = Counter(id(noted) for noted in calls if not noted.is_recorded)

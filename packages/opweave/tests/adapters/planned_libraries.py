@@ -7,6 +7,8 @@ the values of masked keys are multiplied by zero.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -163,6 +165,108 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         starts = torch.arange(len(indptr), dtype=torch.int32)
         parts = indptr, indices, last_page_len
         self._plan(starts, parts, sizes, {"causal": False, **rest})
+
+
+@dataclass
+class MLAPlanMetadata:
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    kv_len_arr: Tensor
+
+    csr = classmethod(lambda cls, *args, **kwargs: cls(*args, **kwargs))
+
+    def tensors(self) -> list[Tensor]:
+        return [*vars(self).values()]
+
+
+class BatchMLAPagedAttentionWrapper:
+    """Latent attention by a backend that may plan again for recorded launches."""
+
+    multiples = 128, 64
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: Tensor | None = None,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        kv_len_arr: Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        assert float_workspace_buffer.dtype is torch.uint8
+        assert backend == "fa2", "the device is not of capability 9.0"
+        given = qo_indptr, kv_indptr, kv_indices, kv_len_arr
+        self._buffers = [buffer for buffer in given if buffer is not None]
+        assert len(self._buffers) == (4 if use_cuda_graph else 0)
+        assert all(t.dtype is torch.int32 and t.ndim == 1 for t in self._buffers)
+        assert len({t.data_ptr() for t in self._buffers}) == len(self._buffers)
+        self._is_fixed = use_cuda_graph
+
+    def plan(
+        self,
+        *,
+        metadata: MLAPlanMetadata,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        Wrapper.plans += 1
+        tensors = metadata.tensors()
+        assert all(t.dtype is torch.int32 and t.ndim == 1 for t in tensors)
+        assert all(t.is_contiguous() for t in tensors)
+        queries, ends, pages, lengths = tensors
+        assert queries[0] == ends[0] == 0
+        assert (queries.diff() >= 0).all()
+        assert torch.equal(ends.diff(), (lengths + page_size - 1) // page_size)
+        assert len(pages) >= ends[-1]
+        assert q_data_type is kv_data_type
+        assert head_dim_ckv % self.multiples[0] == head_dim_kpe % self.multiples[1] == 0
+        assert type(causal) is bool
+        self._sizes = num_heads, head_dim_ckv, head_dim_kpe, page_size
+        self._options = sm_scale, causal, q_data_type
+        if not self._is_fixed:
+            self._buffers = [t.clone() for t in tensors]
+            return
+        for i, (buffer, part) in enumerate(zip(self._buffers, tensors, strict=True)):
+            assert len(buffer) >= len(part) if i == 2 else buffer.shape == part.shape
+            buffer[: len(part)] = part
+
+    def run(self, *, query: Tensor, kv_cache: Tensor) -> Tensor:
+        """Return ``(tokens, heads, head_dim_ckv)`` for packed queries and a packed cache."""
+        Wrapper.runs += 1
+        heads, latent, rope, page_size = self._sizes
+        scale, causal, dtype = self._options
+        starts, ends, pages, lengths = self._buffers
+        assert query.shape == (starts[-1], heads, latent + rope)
+        assert kv_cache.shape[1:] == (page_size, latent + rope)
+        assert query.dtype is kv_cache.dtype is dtype
+        out = query.new_full((len(query), heads, latent), math.nan)
+        for i, length in enumerate(lengths.tolist()):
+            rows = kv_cache[pages[ends[i] : ends[i + 1]].long()].flatten(0, 1)[:length, None]
+            of = slice(starts[i], starts[i + 1])
+            out[of] = attend(
+                query[of],
+                rows,
+                rows[..., :latent],
+                scale=scale,
+                causal=causal,
+                window_left=-1,
+                soft_cap=0.0,
+            )
+        return out
+
+
+mla = SimpleNamespace(
+    BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper, MLAPlanMetadata=MLAPlanMetadata
+)
+utils = SimpleNamespace(is_sm90a_supported=lambda device: False)
 
 
 def flash_attn_with_kvcache(

@@ -179,3 +179,24 @@ def test_calls_mean_what_the_ops_do(tmp_path: Path) -> None:
         text=True,
     )
     assert done.stdout == "agreed\n", done.stderr
+
+
+VERSION = """
+import torch
+torch.cuda.is_available = lambda: True
+from opweave import ir
+for op in (ir.ops.mla_attention_decode, ir.ops.paged_attention):
+    impl = op.impls["flashinfer"]
+    print(impl.supported or impl.unsupported_reason)
+"""
+
+
+def test_latent_attention_needs_the_plans_of_a_recent_flashinfer(
+    libraries: dict[str, str], tmp_path: Path
+) -> None:
+    reason = "FlashInfer lacks MLAPlanMetadata: install flashinfer-python 0.7.2"
+    assert run(libraries, VERSION).splitlines() == [reason, "True"]
+    folder = tmp_path / "flashinfer" / "mla" / "_batch_mla"
+    folder.mkdir(parents=True)
+    (folder / "_contracts.py").touch()
+    assert run(libraries, VERSION).splitlines() == ["True", "True"]

@@ -12,6 +12,7 @@ import random
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from adapters import planned_libraries
 from adapters.planned_libraries import Wrapper
 from opweave import ir
 from opweave.conformance import Case, Subject, verify
+from opweave.conformance.inputs import with_accepted_sizes
 from opweave.ir import rules
 from opweave.ir.testing import restored
 from opweave.kernels import arguments
@@ -240,29 +242,147 @@ def test_invalid_blocks(block: int) -> None:
         call(flashinfer, tensors)
 
 
+# Latent attention.
+
+LATENT = ir.ops.mla_attention_decode
+
+
+def latent_batch(
+    lengths: list[int], sizes: tuple[int, int] = (512, 64), heads: int = 3, block_size: int = 16
+) -> list[Tensor]:
+    """Return tensors of decodes, with NaN in unused rows."""
+    latent, rope = sizes
+    query, cache, _, *rest = batch([(1, n) for n in lengths], (1, 1), latent + rope, block_size)
+    query = torch.randn(len(query), heads, 8 + rope)
+    weight = torch.randn(heads * (8 + 5), latent) / latent**0.5
+    return [query, cache[:, 0], weight, *rest]
+
+
+def check_latent(tensors: list[Tensor], scale: float | None = None) -> Tensor:
+    found = flashinfer._mla_attention_decode(*tensors, scale)
+    expected = LATENT.native(*tensors, scale)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4, equal_nan=True)
+    assert found.is_contiguous()
+    return found
+
+
+@pytest.mark.parametrize("scale", [None, 0.07])
+@pytest.mark.parametrize("sizes", [(512, 64), (256, 64)], ids=str)
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_flashinfer_computes_latent_attention(
+    sizes: tuple[int, int], block_size: int, scale: float | None
+) -> None:
+    tensors = latent_batch([40, 1, 16, 17, 200], sizes, block_size=block_size)
+    note(tensors)
+    for _ in range(3):  # layers
+        tensors[0] = torch.randn_like(tensors[0])
+        tensors[1] = tensors[1].roll(7, 2)
+        check_latent(tensors, scale)
+    assert (Wrapper.plans, Wrapper.runs) == (1, 3)
+
+
+def test_recorded_latent_attention_follows_its_tensors() -> None:
+    tensors = latent_batch([1] * 3)
+    tensors[1] = torch.randn(20, 16, 576)
+    tensors[3] = torch.zeros(3, 5, dtype=torch.int32)
+    noted = note(tensors, is_recorded=True)
+    check_latent(tensors)
+    for lengths in ([5, 1, 70], [80, 16, 17], [1, 1, 2]):
+        tensors[3].copy_(torch.randperm(20)[:15].view(3, 5))
+        tensors[4].copy_(torch.tensor(lengths))
+        noted.update(lengths)
+        plans = Wrapper.plans
+        check_latent(tensors)
+        assert Wrapper.plans == plans  # planned by update()
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths", "extra"),
+    [([1, 2], [9, 9], 0), ([1, 0], [9, 9], 0), ([1, 1], [9, 0], 0), ([1, 1], [9, 9], 2)],
+    ids=["two queries", "no queries", "no keys", "tokens of no sequence"],
+)
+def test_latent_attention_of_other_batches(
+    counts: list[int], lengths: list[int], extra: int
+) -> None:
+    tensors = latent_batch(lengths)
+    tensors[0] = torch.randn(sum(counts) + extra, 3, 72)
+    tensors[5] = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)
+    note(tensors)
+    check_latent(tensors)
+    assert not Wrapper.plans
+
+
+def test_invalid_latent_attention() -> None:
+    tensors = latent_batch([9, 9])
+    note(tensors)
+    narrow = [tensors[0][..., :60], *tensors[1:]]
+    with pytest.raises(ValueError, match="query must be"):
+        flashinfer._mla_attention_decode(*narrow, None)
+    tensors[3][0, 0] = 10**6
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        flashinfer._mla_attention_decode(*tensors, None)
+
+
 # The rule, for tensors on a GPU without memory.
 
 
+@contextmanager
+def on_gpu_of(op: ir.IrOp, tensors: list[Tensor], *options: Any) -> Iterator[dict[str, Any]]:
+    """Give arguments of *op* by name, with decodes of noted lengths."""
+    narrow = {torch.float32: torch.bfloat16}
+    shapes = [(t.shape, narrow.get(t.dtype, t.dtype)) for t in tensors]
+    arguments._capability.cache_clear()
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        moved = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in shapes]
+        count = len(moved[4])
+        ir.note_lengths(*moved[4:], [9] * count, range(count + 1))
+        yield dict(zip(op.schema.names, [*moved, *options], strict=True))
+    arguments._capability.cache_clear()
+
+
 @pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Return arguments of the op by name, with decodes of noted lengths."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    arguments._capability.cache_clear()
-    shapes = [(t.shape, t.dtype) for t in batch(DECODES, size=64)]
-    with FakeTensorMode():
-        narrow = {torch.float32: torch.bfloat16}
-        tensors = [
-            torch.empty(shape, dtype=narrow.get(dtype, dtype), device="cuda")
-            for shape, dtype in shapes
-        ]
-        ir.note_lengths(*tensors[4:], [9] * 5, range(6))
-        yield dict(zip(OP.schema.names, [*tensors, None, True, None, None], strict=True))
-    arguments._capability.cache_clear()
+def on_gpu() -> Iterator[dict[str, Any]]:
+    with on_gpu_of(OP, batch(DECODES, size=64), None, True, None, None) as values:
+        yield values
 
 
 def reason(values: dict[str, Any]) -> str | None:
-    rule = arguments.PLANNED
-    return None if rules.holds(rule, OP.schema, values) else rule.reason(OP.schema, values)
+    return why(arguments.PLANNED, OP, values)
+
+
+def why(rule: Any, op: ir.IrOp, values: dict[str, Any]) -> str | None:
+    return None if rules.holds(rule, op.schema, values) else rule.reason(op.schema, values)
+
+
+def test_the_rule_of_latent_attention() -> None:
+    for sizes in flashinfer.LATENT_SIZES:
+        with on_gpu_of(LATENT, latent_batch([9, 9], sizes), None) as values:
+            rule = flashinfer._LATENT
+            assert why(rule, LATENT, values) is None
+            float32 = {**values, "query": values["query"].float()}
+            assert "query: float32" in str(why(rule, LATENT, float32))
+            other = {**values, "kv_cache": values["kv_cache"].half()}
+            assert "kv_cache: float16" in str(why(rule, LATENT, other))
+            assert "scale" in str(why(rule, LATENT, {**values, "scale": 0.0}))
+            strided = {**values, "kv_cache": values["kv_cache"].transpose(0, 1)}
+            assert "contiguous" in str(why(rule, LATENT, strided))
+            unknown = {**values, "seq_lens": values["seq_lens"].clone()}
+            assert why(rule, LATENT, unknown) == "the lengths are not known on the host"
+    for sizes in ((512, 32), (384, 64), (128, 64)):
+        with on_gpu_of(LATENT, latent_batch([9, 9], sizes), None) as values:
+            found = why(flashinfer._LATENT, LATENT, values)
+            assert found == "(latent, rope) is not one of ((512, 64), (256, 64))"
+
+
+def test_tools_make_sizes_that_the_rule_accepts() -> None:
+    """``make gpu`` and ``opweave verify`` change one option of the generator at a time."""
+    latents = rules.custom(flashinfer._has_latent_sizes, "other sizes")
+    with restored(LATENT):
+        LATENT.register_impl("sized", supports_args=latents)(LATENT.native)
+        subject = with_accepted_sizes(Subject(LATENT, "sized"))
+        assert subject is not None
+        assert dict(subject.options) == {"latent_size": 512}
 
 
 def test_lengths_must_be_known(on_gpu: dict[str, Any]) -> None:

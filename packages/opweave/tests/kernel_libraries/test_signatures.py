@@ -130,9 +130,26 @@ def _definition(module: str, *path: str) -> inspect.Signature:
 
 
 def _bound(wrapper: str, method: str) -> inspect.Signature:
+    if "MLA" in wrapper:
+        return _definition("flashinfer.mla._batch_mla._wrapper", wrapper, method)
     module = "flashinfer.decode" if "Decode" in wrapper else "flashinfer.prefill"
     name = "_plan_impl" if (method, module) == ("plan", "flashinfer.decode") else method
     return _definition(module, wrapper, name)
+
+
+class _Utils:
+    @staticmethod
+    def is_sm90a_supported(*args: Any) -> bool:
+        _definition("flashinfer.utils", "is_sm90a_supported").bind(*args)
+        return True
+
+
+class _Metadata:
+    @staticmethod
+    def csr(*args: Any) -> _Metadata:
+        module = flashinfer.LATENT_METADATA.name.partition(":")[0]
+        _definition(module, "MLAPlanMetadata", "csr").bind(None, *args)
+        return _Metadata()
 
 
 class _Library:
@@ -141,7 +158,18 @@ class _Library:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
+    @property
+    def mla(self) -> _Library:
+        return self
+
+    @property
+    def utils(self) -> _Utils:
+        return _Utils()
+
     def __getattr__(self, wrapper: str) -> Any:
+        if wrapper == "MLAPlanMetadata":
+            return _Metadata
+
         def construct(*args: Any, **kwargs: Any) -> Any:
             return _Wrapper(self, wrapper, args, kwargs)
 
@@ -162,7 +190,9 @@ class _Wrapper:
 
     def run(self, *args: Any, **kwargs: Any) -> Tensor:
         self._call("run", args, kwargs)
-        return torch.zeros_like(args[0])
+        if args:
+            return torch.zeros_like(args[0])
+        return torch.zeros_like(kwargs["query"][..., :512])
 
 
 @pytest.mark.parametrize(
@@ -185,6 +215,42 @@ def test_plans_of_flashinfer(
     kind = "Decode" if counts == (1, 1) else "Prefill"
     wrapper = f"Batch{kind}WithPagedKVCacheWrapper"
     assert library.calls == [f"{wrapper}.{method}" for method in ("__init__", "plan", "run")]
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_plans_of_latent_attention(is_recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = _Library()
+    monkeypatch.setattr(flashinfer, "import_module", lambda name: library)
+    monkeypatch.setattr(flashinfer, "_WORKSPACE_BYTES", 16)
+    lengths, starts = [9, 30], [0, 1, 2]
+    tables, seq_lens, cu_seqlens_q = (
+        torch.tensor(x, dtype=torch.int32) for x in ([[1, 2], [3, 0]], lengths, starts)
+    )
+    ir.note_lengths(seq_lens, cu_seqlens_q, lengths, starts, is_recorded=is_recorded)
+    tensors = torch.zeros(2, 4, 192), torch.zeros(4, 16, 576), torch.zeros(4 * 256, 512)
+    out = flashinfer._mla_attention_decode(*tensors, tables, seq_lens, cu_seqlens_q, None)
+    assert out.shape == (2, 4, 128)
+    wrapper = "BatchMLAPagedAttentionWrapper"
+    assert library.calls == [f"{wrapper}.{method}" for method in ("__init__", "plan", "run")]
+
+
+def test_sizes_of_latent_attention() -> None:
+    """The sizes are those that the library names, and its backends for recorded plans exist."""
+    file = ModuleFunction("flashinfer.mla._core:deepseek_mla_dimensions").file()
+    assert file is not None
+    sizes = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "MLAHeadDimensions":
+            named = {k.arg: ast.literal_eval(k.value) for k in node.keywords}
+            sizes.add((named["kv_lora_rank"], named["qk_rope_head_dim"]))
+    assert {*flashinfer.LATENT_SIZES} == {(latent, rope) for latent, rope in sizes if rope}
+    names = [ir.ops.mla_attention_decode.impls["flashinfer"].unsupported_reason]
+    assert names != [flashinfer._TOO_OLD]
+    for backend in ("fa2", "fa3"):
+        name = f"flashinfer.mla._batch_mla._backends.{backend}_backend:_"
+        source = ModuleFunction(name).file()
+        assert source is not None
+        assert "supports_cuda_graph_replan=True" in source.read_text()
 
 
 @pytest.mark.skipif(not find_spec("flash_attn"), reason="make test-libraries-large installs it")

@@ -155,9 +155,11 @@ def test_attention_of_libraries_is_the_default_on_gpus(
     libraries: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(builtin, "is_installed", libraries.__contains__)
-    found = CudaPlatform().get_default_ir_op_priority()["paged_attention"]
+    found = CudaPlatform().get_default_ir_op_priority()
     # Prompts are never left to Triton where torch's attention supports them.
-    assert found == [*sorted(libraries, reverse=True), "aten", "triton"]
+    assert found["paged_attention"] == [*sorted(libraries, reverse=True), "aten", "triton"]
+    latent = ["flashinfer"] if "flashinfer" in libraries else None
+    assert found.get("mla_attention_decode") == latent
 
 
 def computes(platform: Platform) -> set[str]:

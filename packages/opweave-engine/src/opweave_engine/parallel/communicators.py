@@ -57,9 +57,15 @@ class Communicator(ABC):
     Args:
         group: the ranks.
 
+    Attributes:
+        is_recordable: whether graphs of kernel launches can contain :meth:`all_reduce` and
+            :meth:`all_gather`.
+
     Raises:
         CommunicatorError: a rank is missing or unreachable; methods raise it, too.
     """
+
+    is_recordable = False
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
@@ -92,7 +98,10 @@ class Communicator(ABC):
 
     def tensor_parallel(self) -> TensorParallel:
         """Return the collectives and the rank in the form that layers use."""
-        return TensorParallel(self.group.rank, self.group.size, self.all_reduce, self.all_gather)
+        group = self.group
+        reason = f"{type(self).__name__} with {group.backend!r} does not record collectives"
+        unrecorded = "" if self.is_recordable else reason
+        return TensorParallel(group.rank, group.size, self.all_reduce, self.all_gather, unrecorded)
 
 
 # Memory that the ranks on one machine share, and how they take turns in it.
@@ -236,6 +245,7 @@ class TorchCommunicator(Communicator):
 
     def __init__(self, group: RankGroup) -> None:
         super().__init__(group)
+        self.is_recordable = group.backend == "nccl"  # and RCCL, which has the same name
         self._owns = not distributed.is_initialized()
         if self._owns:
             # Ranks may have had different numbers of failed groups, which torch counts.

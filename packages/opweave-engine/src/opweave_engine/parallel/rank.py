@@ -451,7 +451,7 @@ class RankWorker:
 
     def do(self, method: Method, *arguments: Any) -> Any:
         """Call a method of this class or of the worker."""
-        target = self if method in ("join", "load_model") else self.worker
+        target = self if method in ("join", "load_model", "warm_up") else self.worker
         return getattr(target, method)(*arguments)
 
     def join(self) -> None:
@@ -467,6 +467,12 @@ class RankWorker:
         assert self.communicator is not None, "join() comes first"
         with tensor_parallel(self.communicator.tensor_parallel()):
             self.worker.load_model(self._progress)
+
+    def warm_up(self) -> None:
+        """Warm up the worker, which may record the collectives in graphs."""
+        assert self.communicator is not None, "join() comes first"
+        with tensor_parallel(self.communicator.tensor_parallel()):
+            self.worker.warm_up()
 
     def abort(self) -> None:
         """Make a waiting collective raise; called from another thread."""

@@ -24,7 +24,7 @@ Generator = Callable[[Subject], Iterable[Case]]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TOKENS = (1, 2, 3, 7, 8, 33)
-_WIDTHS = (1, 2, 3, 8, 17, 31, 62, 64, 66, 128, 129, 256, 1000, 4096, 4097)
+_WIDTHS = (1, 2, 3, 8, 17, 31, 62, 64, 66, 128, 129, 256, 512, 1000, 4096, 4097)
 _COUNTS = (1, 2, 3, 5, 8)
 _PART_SIZES = (*_COUNTS, 32, 64, 80, 96, 128, 256)  # of a head, a state, a block
 _EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)

@@ -261,16 +261,18 @@ HAS_HOST_LENGTHS = rules.custom(
     "the lengths are not known on the host",
 )
 
+PLANNABLE = (
+    nvidia("query", 8, 0) & rules.dtype("query", *NARROW_FLOATS) & POSITIVE_SCALE & HAS_HOST_LENGTHS
+)
+"""The rules of every op with queries over a paged cache."""
+
 PLANNED = (
-    nvidia("query", 8, 0)
-    & rules.dtype("query", *NARROW_FLOATS)
+    PLANNABLE
     & ATTENDS
     & rules.same_device("query", "key_cache", "value_cache", "block_tables", "seq_lens")
     & rules.same_shape("key_cache", "value_cache")
     & rules.contiguous("query", "key_cache", "value_cache")
     & aligned("query", "key_cache", "value_cache")
     & rules.custom(attention_fits, "shapes do not fit, or window or soft_cap is not positive")
-    & POSITIVE_SCALE
-    & HAS_HOST_LENGTHS
 )
 """The rules of ``paged_attention``, besides the sizes of heads and blocks."""

@@ -18,7 +18,7 @@ from opweave.ir.ops.conv import check_conv, check_patches, patches
 from opweave.ir.ops.fused_experts import Routed, combine
 from opweave.ir.ops.fused_experts_quant import PreparedExperts, low_bit_experts
 from opweave.ir.ops.linear import scales_tokens
-from opweave.ir.ops.mla_attention import check_decode
+from opweave.ir.ops.mla_attention import absorb, check_decode
 from opweave.ir.ops.paged_attention import check_tables
 from opweave.ir.ops.state_space import check_scan
 from opweave.ir.rules import BATCH_INVARIANT, DIFFERENTIABLE
@@ -189,10 +189,7 @@ def mla_attention_decode(
 ) -> Tensor:
     latent, sizes = kv_b_weight.shape[-1], check_decode(query, kv_cache, kv_b_weight)
     check_tables(block_tables, seq_lens, cu_seqlens_q)
-    weights = torch.unflatten(kv_b_weight, 0, (sizes.heads, -1))
-    w_uk, w_uv = weights.split_with_sizes([sizes.nope, sizes.value], 1)
-    plain, rotated = query[..., : sizes.nope], query[..., sizes.nope :]
-    absorbed = torch.cat((_each_token("tnp,npl->tnl", plain, w_uk), rotated), -1)
+    absorbed, w_uv = absorb(query, kv_b_weight, sizes, _each_token)
     attended = query.new_zeros(*query.shape[:2], latent)
     starts, scale = cu_seqlens_q.tolist(), query.shape[2] ** -0.5 if scale is None else scale
     for i, keys in enumerate(seq_lens.tolist()):

@@ -41,6 +41,7 @@ class TensorParallel:
         size: the number of ranks. A single rank needs no collectives.
         all_reduce: returns the sum of the ranks' tensors, as a new tensor.
         all_gather: ``all_gather(x, dim=-1)`` returns the ranks' tensors, concatenated.
+        unrecorded: why graphs of kernel launches cannot contain the collectives; empty if they can.
 
     Raises:
         ShardingError: *rank* is not below *size*, or the collectives for several ranks are missing.
@@ -53,6 +54,7 @@ class TensorParallel:
     size: int = 1
     all_reduce: Callable[[Tensor], Tensor] = _same
     all_gather: AllGather = _alone
+    unrecorded: str = "nothing says that graphs can contain the collectives"
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

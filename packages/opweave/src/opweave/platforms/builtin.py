@@ -108,9 +108,10 @@ class _Gpu(base.Platform):
         self, config: EngineConfig | None = None
     ) -> dict[str, list[str]]:
         own = {op: ["aten"] for op in _CUDA_TORCH_OPS} | {op: ["triton"] for op in _TRITON_OPS}
-        return own | {
-            "paged_attention": [*filter(is_installed, _PAGED_LIBRARIES), "aten", "triton"]
-        }
+        libraries = [*filter(is_installed, _PAGED_LIBRARIES)]
+        if "flashinfer" in libraries:
+            own["mla_attention_decode"] = ["flashinfer"]
+        return own | {"paged_attention": [*libraries, "aten", "triton"]}
 
     def graph_recorder(self) -> base.GraphRecorder | None:
         return base.CudaGraphRecorder()

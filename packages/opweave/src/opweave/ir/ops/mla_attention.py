@@ -11,7 +11,7 @@ Both call other ops and have the same rounding as these.
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,12 +101,9 @@ def mla_attention_decode(
             check lengths).
     """
     latent, sizes = kv_b_weight.shape[-1], check_decode(query, kv_cache, kv_b_weight)
-    weights = torch.unflatten(kv_b_weight, 0, (sizes.heads, -1))
-    w_uk, w_uv = weights.split_with_sizes([sizes.nope, sizes.value], 1)
-    absorbed = torch.einsum("tnp,npl->tnl", query[..., : sizes.nope], w_uk)
+    queries, w_uv = absorb(query, kv_b_weight, sizes)
     rows = kv_cache[:, None]  # one key head
     scale = query.shape[2] ** -0.5 if scale is None else scale
-    queries = torch.cat((absorbed, query[..., sizes.nope :]), -1)
     # Values are whole rows, as kernels require; the rotated part is cut off afterwards.
     attended = paged_attention(queries, rows, rows, block_tables, seq_lens, cu_seqlens_q, scale)
     return torch.einsum("tnl,nvl->tnv", attended[..., :latent], w_uv).contiguous()
@@ -126,6 +123,16 @@ def check_decode(query: Tensor, kv_cache: Tensor, kv_b_weight: Tensor) -> Sizes:
     if kv_cache.ndim != 3 or kv_cache.shape[2] < latent:
         raise misfit(name, "kv_cache", kv_cache, f"(blocks, block_size, {latent} + rope)")
     return _sizes(name, query, kv_b_weight, latent, kv_cache.shape[2] - latent)
+
+
+def absorb(
+    query: Tensor, kv_b_weight: Tensor, sizes: Sizes, einsum: Any = torch.einsum
+) -> tuple[Tensor, Tensor]:
+    """Return queries for cached rows, ``(tokens, heads, latent + rope)``, and ``W_UV``."""
+    weights = torch.unflatten(kv_b_weight, 0, (sizes.heads, -1))
+    w_uk, w_uv = weights.split_with_sizes([sizes.nope, sizes.value], 1)
+    absorbed = einsum("tnp,npl->tnl", query[..., : sizes.nope], w_uk)
+    return torch.cat((absorbed, query[..., sizes.nope :]), -1), w_uv
 
 
 def _sizes(name: str, query: Tensor, kv_b_weight: Tensor, latent: int, rope: int) -> Sizes:
@@ -179,8 +186,8 @@ def _decode_inputs(
     num_tokens: int = 8,
     num_heads: int = 4,
     head_size: int = 16,
-    rope_size: int = 8,
     latent_size: int = 24,
+    rope_size: int = 0,
     block_size: int = 16,
     long_context: bool = False,
     dtype: torch.dtype = torch.float32,
@@ -188,8 +195,10 @@ def _decode_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, None]:
     """Make one new token per sequence, after 3, 4, 5, ... cached ones.
 
-    The first sequence of a *long_context* has more than 4,096 tokens.
+    A *rope_size* of 0 stands for an eighth of *latent_size*, as DeepSeek's models have. The first
+    sequence of a *long_context* has more than 4,096 tokens.
     """
+    rope_size = rope_size or latent_size // 8
     query, weight = _queries_and_weight(
         num_tokens, num_heads, head_size, rope_size, latent_size, device
     )

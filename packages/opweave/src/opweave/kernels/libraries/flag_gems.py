@@ -15,7 +15,7 @@ from torch import Tensor
 from opweave.ir import ops, rules
 from opweave.ir.rules import ROUNDS_LESS
 from opweave.kernels.arguments import residual, row
-from opweave.kernels.libraries.rotary_arguments import HEADS, angles, tokens
+from opweave.kernels.libraries.shared import HEADS, angles, tokens
 from opweave.kernels.triton.launch import (
     INTERPRETED,
     LIBRARY_FLOATS,
@@ -30,12 +30,7 @@ _X = library_rows("x")
 _NORM = _X & rules.is_none("variance_size") & row("weight") & rules.dtype("weight", *LIBRARY_FLOATS)
 
 
-def _first_half(x: Tensor) -> Tensor:
-    return x[..., : x.shape[-1] // 2]
-
-
-def _second_half(x: Tensor) -> Tensor:
-    return x[..., x.shape[-1] // 2 :]
+_HALVES = [lambda x: x[..., : x.shape[-1] // 2], lambda x: x[..., x.shape[-1] // 2 :]]
 
 
 def _columns(x: Tensor) -> tuple[int]:
@@ -43,11 +38,11 @@ def _columns(x: Tensor) -> tuple[int]:
 
 
 def _cosines(x_query: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
-    return _first_half(angles(x_query, positions, cos_sin_cache))
+    return angles(x_query, positions, cos_sin_cache).chunk(2, -1)[0]
 
 
 def _sines(x_query: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
-    return _second_half(angles(x_query, positions, cos_sin_cache))
+    return angles(x_query, positions, cos_sin_cache).chunk(2, -1)[1]
 
 
 def _is_interleaved(is_neox_style: bool) -> bool:
@@ -84,13 +79,13 @@ if is_installed("flag_gems"):
     register(
         ops.silu_and_mul,
         function="flag_gems.fused.silu_and_mul:silu_and_mul_out",
-        arguments=[_first_half, _second_half, Output(lambda x: half_of(x, x.dtype))],
+        arguments=[*_HALVES, Output(lambda x: half_of(x, x.dtype))],
         supports_args=_X & rules.last_dim_multiple_of("x", 2),
     )
     register(
         ops.gelu_and_mul,
         function="flag_gems.fused.gelu_and_mul:gelu_and_mul",
-        arguments=[_first_half, _second_half, "approximate"],
+        arguments=[*_HALVES, "approximate"],
         supports_args=_X
         & rules.last_dim_multiple_of("x", 2)
         & rules.one_of("approximate", "none", "tanh"),

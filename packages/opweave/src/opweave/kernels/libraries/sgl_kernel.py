@@ -13,29 +13,14 @@ from functools import partial
 from torch import Tensor
 
 from opweave.ir import ops, rules
-from opweave.ir.rules import ROUNDS_LESS
-from opweave.kernels.arguments import FLOATS, NARROW_FLOATS, aligned, nvidia, residual, row
-from opweave.kernels.libraries.rotary_arguments import HEADS, angles, tokens
-from opweave.kernels.wrap import FunctionByArgument, Output, requires, wrap
+from opweave.kernels.arguments import FLOATS, aligned, nvidia
+from opweave.kernels.libraries.shared import HEADS, angles, register_rows, tokens
+from opweave.kernels.wrap import Output, requires, wrap
 from opweave.packages import is_installed
 
 _X = nvidia("x", 8, 0) & rules.contiguous("x") & aligned("x")
-# The norms are matrix kernels for 16-bit floats, and read the weight with the dtype of x.
-_NORM = (
-    _X
-    & rules.dtype("x", *NARROW_FLOATS)
-    & rules.ndim("x", 2)
-    & rules.is_none("variance_size")
-    & row("weight")
-    & rules.same_dtype("x", "weight")
-    & aligned("weight")
-)
 # Each half of a row is made of whole vectors of 16 bytes: 8 elements, or 4 of float32.
 _GATED = _X & rules.dtype("x", *FLOATS) & rules.last_dim_multiple_of("x", 16)
-_GELUS: dict[object, str] = {
-    "none": "sgl_kernel.elementwise:gelu_and_mul",
-    "tanh": "sgl_kernel.elementwise:gelu_tanh_and_mul",
-}
 
 
 def _shares_keys(x_query: Tensor, x_key: Tensor) -> bool:
@@ -45,38 +30,15 @@ def _shares_keys(x_query: Tensor, x_key: Tensor) -> bool:
 
 if is_installed("sgl_kernel"):
     register = partial(wrap, provider="sgl_kernel", **requires())
-    register(
-        ops.rms_norm,
-        function="sgl_kernel.elementwise:rmsnorm",
-        arguments=["x", "weight", "epsilon"],
-        supports_args=_NORM,
-        traits={ROUNDS_LESS},
-    )
-    register(
-        ops.fused_add_rms_norm,
-        function="sgl_kernel.elementwise:fused_add_rmsnorm",
-        arguments=[Output("x"), Output("x_residual"), "weight", "epsilon"],
-        supports_args=_NORM & residual("x_residual"),
-        traits={ROUNDS_LESS},
-    )
-    register(
-        ops.silu_and_mul,
-        function="sgl_kernel.elementwise:silu_and_mul",
-        arguments=["x"],
-        supports_args=_GATED,
-    )
-    register(
-        ops.gelu_and_mul,
-        function=FunctionByArgument("approximate", _GELUS),
-        arguments=["x"],
-        supports_args=_GATED & rules.one_of("approximate", "none", "tanh"),
-    )
+    elementwise = "sgl_kernel.elementwise"
+    register_rows(register, elementwise, elementwise, _X, _GATED, 2)
     register(
         ops.rotary_embedding,
         function="sgl_kernel.elementwise:rotary_embedding",
         arguments=[
             tokens,
-            *map(Output, ("x_query", "x_key")),
+            Output("x_query"),
+            Output("x_key"),
             "head_size",
             angles,
             "is_neox_style",

@@ -82,12 +82,8 @@ _GATED = _INPUT & rules.last_dim_multiple_of("x", 32)
 _TRAITS = {BATCH_INVARIANT, ROUNDS_LESS}
 
 
-@implements(ops.silu_and_mul, _GATED, traits=_TRAITS)
-def silu_and_mul(x: Tensor) -> Tensor:
-    """Return ``silu(x1) * x2`` for the halves of the last dimension of *x*."""
-    out = _half_of(x)
-    vllm_ops().silu_and_mul(out, x)
-    return out
+def _half_of(x: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
 
 @implements(ops.gelu_and_mul, _GATED & rules.one_of("approximate", "none", "tanh"), traits=_TRAITS)
@@ -98,21 +94,19 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     return out
 
 
-def _pointwise(op: IrOp, name: str) -> None:
-    @implements(op, _INPUT & rules.last_dim_multiple_of("x", 16), traits=_TRAITS)
+def _writing(op: IrOp, name: str, rule: Predicate, output: Function) -> None:
+    @implements(op, rule, traits=_TRAITS)
     def implementation(x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
+        out: Tensor = output(x)
         getattr(vllm_ops(), name)(out, x)
         return out
 
 
-_pointwise(ops.gelu_new, "gelu_new")
-_pointwise(ops.gelu_fast, "gelu_fast")
-_pointwise(ops.quick_gelu, "gelu_quick")
-
-
-def _half_of(x: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+_writing(ops.silu_and_mul, "silu_and_mul", _GATED, _half_of)
+for _op, _kernel in (
+    (ops.gelu_new, "gelu_new"), (ops.gelu_fast, "gelu_fast"), (ops.quick_gelu, "gelu_quick"),
+):  # fmt: skip
+    _writing(_op, _kernel, _INPUT & rules.last_dim_multiple_of("x", 16), torch.empty_like)
 
 
 # RMS norms.
@@ -151,12 +145,9 @@ def rms_norm(
     traits=_TRAITS,
 )
 def fused_add_rms_norm(
-    x: Tensor,
-    x_residual: Tensor,
-    weight: Tensor | None,
-    epsilon: float,
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float,
     variance_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the norm of the sum, and the sum; the kernel writes both over its inputs."""
     normed, residual = x.clone(), x_residual.clone()
     vllm_ops().fused_add_rms_norm(normed, residual, weight, epsilon)
@@ -212,13 +203,9 @@ def _fits(x_query: Tensor, x_key: Tensor, cos_sin_cache: Tensor, head_size: int)
     traits={BATCH_INVARIANT, ROUNDS_LESS},
 )
 def rotary_embedding(
-    x_query: Tensor,
-    x_key: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    head_size: int,
+    x_query: Tensor, x_key: Tensor, positions: Tensor, cos_sin_cache: Tensor, head_size: int,
     is_neox_style: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return rotated queries and keys; the kernel writes over its inputs."""
     rows = len(cos_sin_cache)
     if positions.numel() and not -rows <= positions.min() <= positions.max() < rows:
@@ -355,13 +342,9 @@ def selective_state_update(
     & rules.contiguous("weight", "bias"),
 )
 def causal_conv1d_update(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    x_state: Tensor,
-    slot_idx: Tensor,
+    x: Tensor, weight: Tensor, bias: Tensor | None, x_state: Tensor, slot_idx: Tensor,
     activation: str | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Convolve one new token of each sequence; the kernel writes over its inputs."""
     check_conv("causal_conv1d_update", x, weight, bias, x_state, activation)
     check_slots("causal_conv1d_update", slot_idx, x.shape[0])
