@@ -26,7 +26,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
@@ -350,20 +350,23 @@ def main() -> None:
         except (EOFError, OSError):
             os._exit(0)
         if isinstance(request, int):
-            connection.send(_exit_code(request))
+            with suppress(ConnectionError):
+                connection.send(_exit_code(request))
             continue
         ours, theirs = socket.socketpair()
         if not (process := os.fork()):
             break
-        connection.send(process)
-        send_handle(connection, ours.fileno(), None)
+        with suppress(ConnectionError):  # then no other request comes
+            connection.send(process)
+            send_handle(connection, ours.fileno(), None)
         ours.close()
         theirs.close()
     connection.close()
     ours.close()
     end_with_parent()
     module, function = request
-    getattr(importlib.import_module(module), function)(Connection(theirs.detach()))
+    with suppress(EOFError, ConnectionError):  # the program was ended, such as by SIGTERM
+        getattr(importlib.import_module(module), function)(Connection(theirs.detach()))
 
 
 def _exit_code(process: int) -> int:

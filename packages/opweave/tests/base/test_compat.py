@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -53,8 +54,9 @@ def test_map_tensors() -> None:
 
 
 def test_import_dynamo() -> None:
-    torch_compat.import_dynamo()
-    assert "torch._dynamo" in sys.modules
+    code = "import sys; from opweave import torch_compat as c; before = set(sys.modules); "
+    code += "c.import_dynamo(); print(*{'torch._dynamo'} & (set(sys.modules) - before))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "torch._dynamo\n"
 
 
 def test_trace_instead() -> None:
