@@ -349,6 +349,10 @@ def test_multiply_int8() -> None:
     found = torch_compat.multiply_int8(x, y.t())
     assert found.dtype is torch.int32
     assert torch.equal(found, wanted)
+    for one, other in ((x[:1].expand(20, 24), y), (x, y[:1].expand(20, 24)), (x, y[:, :1])):
+        other = other.expand(20, 24)
+        wanted = one.to(torch.int32) @ other.t().to(torch.int32)
+        assert torch.equal(torch_compat.multiply_int8(one, other.t()), wanted)
 
 
 def test_register_fake() -> None:
