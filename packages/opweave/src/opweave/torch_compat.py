@@ -6,7 +6,6 @@ Nothing else in opweave reads a private name of torch.
 
 from __future__ import annotations
 
-import importlib
 import math
 import platform
 import sys
@@ -331,11 +330,6 @@ def lookup_backend(name: str) -> Callable[..., Any]:
     from torch._dynamo import lookup_backend
 
     return lookup_backend(name)
-
-
-def import_dynamo() -> None:
-    """Import Dynamo, so that the processes that are forked later need not."""
-    importlib.import_module("torch._dynamo")  # a linter removes an import that nothing uses
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:

@@ -46,6 +46,7 @@ def inputs(
     return (torch.randn(num_tokens, 64, device=device).to(dtype),)
 
 
+@pytest.mark.adapter
 def test_a_local_repository_runs(repository: Path) -> None:
     x = torch.randn(3, 64)
     with ir.isolated_registry():

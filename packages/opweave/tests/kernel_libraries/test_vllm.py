@@ -22,6 +22,7 @@ def test_the_library_is_there() -> None:
     assert len(VLLM) == 13
 
 
+@pytest.mark.adapter
 @pytest.mark.parametrize("subject", VLLM, ids=str)
 def test_implementations_are_right(subject: Subject) -> None:
     verify_adapter(subject, [name for name in CHECKS if name not in SLOW])

@@ -34,6 +34,7 @@ def _small_weights(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
+@pytest.mark.adapter
 @pytest.mark.usefixtures("_small_weights")
 @pytest.mark.parametrize("subject", ALL, ids=str)
 def test_it_computes_what_native_computes(subject: Subject, device: str) -> None:

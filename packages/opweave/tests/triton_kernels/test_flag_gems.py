@@ -88,6 +88,7 @@ def test_every_wrapped_function_is_registered() -> None:
     assert len(FLAG_GEMS) == 6
 
 
+@pytest.mark.adapter
 @pytest.mark.parametrize("subject", FLAG_GEMS, ids=str)
 def test_it_computes_what_native_computes(subject: Subject, device: str) -> None:
     if INTERPRETED and subject.op.name in GENERATED:

@@ -50,6 +50,7 @@ def test_every_wrapped_function_is_registered() -> None:
     assert len(LIGER) == 4
 
 
+@pytest.mark.adapter
 @pytest.mark.parametrize("subject", LIGER, ids=str)
 def test_it_computes_what_native_computes(subject: Subject, device: str) -> None:
     verify_adapter(replace(subject, device=device), CHECKS)
