@@ -42,7 +42,7 @@ def outputs_problem(case: Case, result: Any) -> Finding:
             problem = _referenced(case, found, native, reference)
         else:
             problem = near_problem(found, native, tolerance_of(case, found))
-            problem = problem or _codes_problem(found, native)
+            problem = problem or codes_problem(found, native)
         if problem:
             return f"output {i}: {problem}"
     return None
@@ -81,7 +81,7 @@ def near_problem(found: Tensor, expected: Tensor, tolerance: Tolerance) -> Findi
     return _worst(found, expected, bad, allowed) if bad.any() else None
 
 
-def _codes_problem(found: Tensor, native: Tensor) -> Finding:
+def codes_problem(found: Tensor, native: Tensor) -> Finding:
     """Return the number of different 8-bit codes, if there are more than rounding explains."""
     if found.element_size() > 1 or found.dtype is torch.bool:
         return None
