@@ -59,7 +59,7 @@ MAKEFLAGS += --jobs=2
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all gpu verify test-abi test-abi-nightly test-families test-aarch64 test-sanitizers test-hostile wheels test-mindspore test-triton test-triton-aot test-libraries test-libraries-large test-vllm test-vllm-own check fix bench bench-all bench-engine bench-peers docs clean
+.PHONY: help run test test-all gpu verify verify-adapters test-abi test-abi-nightly test-families test-aarch64 test-sanitizers test-hostile wheels test-mindspore test-triton test-triton-aot test-libraries test-libraries-large test-vllm test-vllm-own check fix bench bench-all bench-engine bench-peers docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -78,6 +78,15 @@ test-all: $(DEV) $(VENV)/levels.stamp $(WEIGHTS)/installed.stamp ## run the test
 
 verify: $(DEV) ## verify every implementation, and write docs/reference/certificate.json.xz
 	$(BIN)/opweave verify --no-timing --certificate docs/reference/certificate.json.xz
+
+verify-adapters: export ADAPTER_CERTIFICATES := $(CURDIR)/docs/reference/adapters.json
+verify-adapters: $(DEV) $(TRITON)/installed.stamp $(LIBRARIES)/installed.stamp ## verify the kernels of other packages and Triton's, and write docs/reference/adapters.json
+	PYTHONPATH=$(LIBRARIES) $(BIN)/python -m pytest packages/opweave/tests/kernel_libraries -m adapter \
+	  --numprocesses 2 --dist worksteal
+	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 \
+	  $(BIN)/python -m pytest packages/opweave/tests/triton_kernels -m adapter \
+	  --numprocesses 2 --dist worksteal --hypothesis-profile $(PROFILE)
+	$(BIN)/python docs/generated.py
 
 check: $(DEV) ## lint, types, spelling, prose, docs
 	$(BIN)/ruff check .

@@ -176,6 +176,18 @@ def _said(subject: Subject, result: dict[str, Any] | None) -> str:
     return f"{sum(check['cases'] for check in result['checks']):,}"
 
 
+def _adapters() -> str:
+    """Return a row for each kernel of other packages that make verify-adapters has verified."""
+    header = "| provider | op | package | dtypes | checks | cases | result | where | date |"
+    rows = [
+        f"| `{row['provider']}` | `{row['op']}` | `{row['package']}` {row['version']} "
+        f"| {', '.join(row['dtypes'])} | {len(row['checks'])} | {sum(row['checks'].values()):,} "
+        f"| {row['status']} | {row['where']} | {row['date']} |"
+        for row in json.loads(_ADAPTERS.read_text(encoding="utf-8"))
+    ]
+    return "\n".join([header, "|---|---|---|---|--:|--:|---|---|---|", *rows])
+
+
 def _conditions(issued: dict[str, Any]) -> str:
     versions, machine = issued["versions"], issued["machine"]
     counts = ", ".join(f"{count} {status}" for status, count in issued["summary"].items() if count)
@@ -242,7 +254,9 @@ _DOCTEST = re.compile(r"^>>> .*(?:\n\S.*)*", re.MULTILINE)
 _MAX_WIDTH = 90  # of a signature on one line
 _ITEM = re.compile(r"^    ([\w*, ]+): (.*)")
 _CERTIFICATE = DOCS / "reference" / "certificate.json.xz"
+_ADAPTERS = DOCS / "reference" / "adapters.json"
 PARTS = {
+    "adapters": _adapters,
     "ops": _ops,
     "rules": _rules,
     "environment": _environment,

@@ -272,6 +272,8 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 def multiply_int8(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return ``x @ y`` in int32, for int8 matrices."""
+    # oneDNN returns wrong sums for rows or columns that are expanded.
+    x, y = (t.contiguous() if 0 in t.stride() else t for t in (x, y))
     return torch._int_mm(x, y)
 
 
@@ -328,10 +330,6 @@ def lookup_backend(name: str) -> Callable[..., Any]:
     from torch._dynamo import lookup_backend
 
     return lookup_backend(name)
-
-
-def import_dynamo() -> None:
-    """Import Dynamo, so that the processes that are forked later need not."""
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:

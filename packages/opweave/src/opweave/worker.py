@@ -26,7 +26,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
@@ -36,7 +36,6 @@ import torch
 from torch import Tensor, UntypedStorage
 
 import opweave.ir.ops  # noqa: F401
-from opweave import torch_compat
 from opweave.config.child_process import end_with_parent
 from opweave.ir.calls import Calls, group_for, raw, tensor_in
 from opweave.ir.registry import current_registry
@@ -335,35 +334,34 @@ def _library() -> str | None:
 
 
 def main() -> None:
-    """Fork a process for each request, and end the one that a request names."""
-    torch_compat.import_dynamo()
+    """Import a module, fork a process, or end the process that a request names."""
     connection = Connection(os.dup(0))
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)  # is the standard input now
     if os.fork():
         os._exit(0)  # so that the server is not a descendant of the program that uses it
     _leave_to_this_process()
-    gc.freeze()  # what the children need not look through
-    while True:
-        try:
+    with suppress(EOFError, ConnectionError):  # the program was ended, such as by SIGTERM
+        while True:
             request = connection.recv()
-        except (EOFError, OSError):
-            os._exit(0)
-        if isinstance(request, int):
-            connection.send(_exit_code(request))
-            continue
-        ours, theirs = socket.socketpair()
-        if not (process := os.fork()):
-            break
-        connection.send(process)
-        send_handle(connection, ours.fileno(), None)
+            if isinstance(request, str):
+                importlib.import_module(request)
+            elif isinstance(request, int):
+                connection.send(_exit_code(request))
+            else:
+                ours, theirs = socket.socketpair()
+                gc.freeze()  # what the children need not look through
+                if not (process := os.fork()):
+                    break
+                connection.send(process)
+                send_handle(connection, ours.fileno(), None)
+                ours.close()
+                theirs.close()
+        connection.close()
         ours.close()
-        theirs.close()
-    connection.close()
-    ours.close()
-    end_with_parent()
-    module, function = request
-    getattr(importlib.import_module(module), function)(Connection(theirs.detach()))
+        end_with_parent()
+        module, function = request
+        getattr(importlib.import_module(module), function)(Connection(theirs.detach()))
 
 
 def _exit_code(process: int) -> int:

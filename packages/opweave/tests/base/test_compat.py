@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -50,11 +49,6 @@ def test_map_tensors() -> None:
     nested = {"a": [torch.ones(2), 3], "b": (torch.zeros(1), None)}
     found = torch_compat.map_tensors(Tensor.tolist, nested)  # type: ignore[arg-type]
     assert found == {"a": [[1, 1], 3], "b": ([0], None)}
-
-
-def test_import_dynamo() -> None:
-    torch_compat.import_dynamo()
-    assert "torch._dynamo" in sys.modules
 
 
 def test_trace_instead() -> None:
@@ -347,6 +341,10 @@ def test_multiply_int8() -> None:
     found = torch_compat.multiply_int8(x, y.t())
     assert found.dtype is torch.int32
     assert torch.equal(found, wanted)
+    same_rows, same_columns = y[:1].expand(20, 24), y[:, :1].expand(20, 24)
+    for one, other in ((x[:1].expand(20, 24), y), (x, same_rows), (x, same_columns)):
+        wanted = one.to(torch.int32) @ other.t().to(torch.int32)
+        assert torch.equal(torch_compat.multiply_int8(one, other.t()), wanted)
 
 
 def test_register_fake() -> None:

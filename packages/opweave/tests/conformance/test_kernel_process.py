@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -48,8 +49,11 @@ def exits(x):
 @op.register_impl("hangs")
 def hangs(x):
     while not x.numel():
-        open(os.path.join(os.path.dirname(__file__), "pid"), "w").write(str(os.getpid()))
-        time.sleep(1)
+        folder = os.path.dirname(__file__)
+        open(os.path.join(folder, "pid"), "w").write(str(os.getpid()))
+        if os.path.exists(os.path.join(folder, "return")):
+            break
+        time.sleep(0.01)
     return op.native(x)
 
 
@@ -162,6 +166,21 @@ def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     wait_until(lambda: not is_alive(pid))
+
+
+def test_sigterm_ends_the_command_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "kernels_that_end.py").write_text(KERNELS, encoding="utf-8")
+    command = [sys.executable, "-m", "opweave", "verify", "--provider", "hangs"]
+    options = ["--import", "kernels_that_end", "--check", "empty"]
+    with (tmp_path / "stderr").open("w") as stderr:
+        parent = subprocess.Popen([*command, *options], cwd=tmp_path, stderr=stderr)
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    pid = int((tmp_path / "pid").read_text())
+    parent.terminate()
+    assert parent.wait() == -signal.SIGTERM  # 143 in a shell
+    (tmp_path / "return").touch()  # the result has no reader
+    wait_until(lambda: not is_alive(pid))
+    assert (tmp_path / "stderr").read_text() == ""
 
 
 def test_modules_that_end_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

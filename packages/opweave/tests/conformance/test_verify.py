@@ -85,6 +85,7 @@ def test_compiled_calls_on_a_gpu_find_their_sequences(name: str) -> None:
     [
         ("per_token_group_quant_fp8", "native", "compiled"),  # left out a shorter last group
         ("attention_quant", "opweave_c", "batch_invariance"),  # tokens of it are not independent
+        ("fused_experts_quant", "aten", "extremes"),  # the largest scale made products overflow
     ],
 )
 def test_what_was_wrong_once(op: str, provider: str, check: str) -> None:
@@ -230,6 +231,31 @@ def test_an_op_without_inputs_is_unverified(registry: ir.Registry) -> None:
 
     result = verify(Subject(ir.register_op(doubled), "native"))
     assert (result.status, result.obstacle) == ("unverified", "the op has no input generator")
+
+
+@pytest.mark.parametrize(("factor", "status"), [(1.0, "passed"), (1.02, "failed")])
+def test_gradients_may_differ_by_the_rounding_of_16_bits(
+    registry: ir.Registry, factor: float, status: str
+) -> None:
+    """Native rounds to bfloat16 twice, the kernel once: both gradients are right."""
+
+    def scaled_sum(x: Tensor, scale: Tensor) -> Tensor:
+        return (x * scale.to(x.dtype)).sum(-1)
+
+    def rounded_once(x: Tensor, scale: Tensor) -> Tensor:
+        exact = (x.double() * scale.double()).sum(-1)
+        return (factor * exact + (1 - factor) * exact.detach()).to(x.dtype)
+
+    op = ir.register_op(scaled_sum)
+    op.register_impl("kernel", traits={"differentiable"})(rounded_once)
+    op.register_input_generator(
+        lambda num_tokens=8, dtype=torch.bfloat16: (
+            torch.randn(num_tokens, 64, dtype=dtype), torch.randn(64)
+        )
+    )  # fmt: skip
+    result = verify(Subject(op, "kernel"), ["gradients"])
+    assert result.status == status
+    assert result.passed + len(result.outcomes[0].problems) >= 3
 
 
 def test_subjects() -> None:

@@ -15,14 +15,15 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, Self
+from typing import Any
 
 from opweave import worker
 from opweave.config.child_process import ending, inherited_environment
+from opweave.conformance.checks import QUICK
 from opweave.conformance.compare import outputs_problem
 from opweave.conformance.find import import_named, names_by_file
 from opweave.conformance.subject import (
@@ -52,9 +53,13 @@ def _is_of_this_process(name: str, value: str) -> bool:
 
 
 class Server:
-    """The program that forks processes; it has none of the modules that compare results."""
+    """The program that forks processes; it has none of the modules that compare results.
 
-    def __init__(self) -> None:
+    Args:
+        module: a slow module to import once, instead of in each process.
+    """
+
+    def __init__(self, module: str = "torch._dynamo") -> None:
         ours, theirs = socket.socketpair()
         environment = {**inherited_environment(), **worker.checking_environment()}
         environment[VARIABLE] = resolution().to_json()
@@ -68,6 +73,7 @@ class Server:
                 process_group=0,  # Ctrl-C must reach this process only
             )
             self._connection = Connection(ours.detach())
+        self._connection.send(module)
 
     def fork(self, module: str, function: str) -> tuple[int, Connection]:
         """Call a function in a new process; return its id, and a connection to it.
@@ -177,7 +183,7 @@ class KernelProcess:
         self._connection.close()
 
 
-class Replayer:
+class Replayer(AbstractContextManager["Replayer"]):
     """Repeats calls in the processes in which ``opweave verify`` makes them.
 
     Args:
@@ -190,9 +196,6 @@ class Replayer:
         self._server: Server | None = None
         self._process: KernelProcess | None = None
         self._named: tuple[Any, ...] = ()  # what the process runs
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
@@ -247,7 +250,7 @@ class VerifyTask:
     seed: int
 
 
-class Verifier:
+class Verifier(AbstractContextManager["Verifier"]):
     """Verifies implementations sequentially, each in a process of its own.
 
     Args:
@@ -257,10 +260,9 @@ class Verifier:
 
     def __init__(self, task: VerifyTask, timeout: float) -> None:
         self._task, self._timeout = task, timeout
-        self._server = Server()
-
-    def __enter__(self) -> Self:
-        return self
+        # Only other checks than the quick ones make fake tensors, or compile.
+        is_quick = bool(task.checks) and set(task.checks) <= set(QUICK)
+        self._server = Server("torch" if is_quick else "torch._dynamo")
 
     def __exit__(self, *_: object) -> None:
         self._server.close()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -20,7 +20,8 @@ from opweave.ir import IrOp, IrOpImpl
 from opweave.ir.calls import Calls, Values, copied, mapped
 from opweave.ir.errors import OpweaveError, did_you_mean
 from opweave.ir.op import shown, tensors_in
-from opweave.ir.priority import NATIVE
+from opweave.ir.priority import NATIVE, Entries, parse
+from opweave.ir.scope import Scope, current_scope, entered
 
 # Errors of the conformance kit, one class per condition.
 
@@ -140,6 +141,19 @@ class Subject:
             return 0, 0, 0
         return int(pages) * mmap.PAGESIZE, files, threads
 
+    @property
+    def seconds(self) -> float:
+        """The processor time of this process and of the one that runs the implementation.
+
+        And a tenth of the real time, for kernels that wait, such as for a device.
+        """
+        seconds = time.process_time() + time.perf_counter() / 10
+        if self.process is not None:
+            with suppress(OSError):  # the process has ended
+                # The clock of another process, see clock_getcpuclockid(3).
+                seconds += time.clock_gettime(~self.process.pid << 3 | 2)
+        return seconds
+
     def accepts(self, values: Values) -> bool:
         """Whether the predicate accepts the arguments (PredicateFailedError if it raises)."""
         return self.ask("rejection", values) is None
@@ -201,16 +215,19 @@ class Case:
             raise self._run
         return self._run
 
+    @property
+    def wide_values(self) -> Values:
+        """The arguments in float64."""
+        # An argument that is a dtype is that of the result.
+        return tuple(
+            torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
+            for value in mapped(self.values, _widened)
+        )
+
     @cached_property
     def reference(self) -> Outputs:
         """The native result in float64, or the plain native result if float64 fails."""
-        wide = mapped(self.values, _widened)
-        # An argument that is a dtype is that of the result.
-        wide = tuple(
-            torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
-            for value in wide
-        )
-        outcome = _run_here(self.op, wide)
+        outcome = _run_here(self.op, self.wide_values)
         if isinstance(outcome, Exception) or [t.shape for t in outcome] != [
             t.shape for t in self.native
         ]:
@@ -249,8 +266,23 @@ def _run_here(op: IrOp, values: Values) -> Outputs | Exception:
 def natively(op: IrOp) -> Iterator[None]:
     """Select native for every op, including the ops that a composite calls."""
     registry = ir.current_registry()
-    ops = list(registry.ops) if op.registry is registry else []
-    with ir.priority(dict.fromkeys(ops, "native")):
+    ops = tuple(registry.ops.values()) if op.registry is registry else ()
+    with entered(Scope(current_scope(), priorities=_native_priorities(ops))):
+        yield
+
+
+@lru_cache(maxsize=1)
+def _native_priorities(ops: tuple[IrOp, ...]) -> dict[Hashable, Entries]:
+    return {op: parse(NATIVE, "opweave verify") for op in ops}
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch inside the block, and restore its generators afterwards."""
+    # torch.manual_seed formats three stack traces for accelerators that are missing.
+    owner = torch if torch.accelerator.is_available() else torch.default_generator
+    with torch.random.fork_rng():
+        owner.manual_seed(seed)
         yield
 
 

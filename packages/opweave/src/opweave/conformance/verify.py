@@ -6,8 +6,7 @@ import hashlib
 import platform
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +27,7 @@ from opweave.conformance.subject import (
     outcome_of,
     raise_if_failed,
     raised,
+    seeded,
     select,
 )
 from opweave.ir.calls import group_for
@@ -118,7 +118,7 @@ def _prepared(subject: Subject) -> tuple[Subject, str]:
         return subject, subject.facts["unsupported_reason"]
     if not subject.op.has_input_generator:
         return subject, "the op has no input generator"
-    with _seeded(0):
+    with seeded(0):
         try:
             arguments(subject)
         except FAILURES as error:
@@ -136,7 +136,7 @@ def _prepared(subject: Subject) -> tuple[Subject, str]:
 
 def _outcome(check: Check[Subject], subject: Subject, seed: int) -> Outcome:
     subject.ask("mark")
-    with _seeded(zlib.crc32(f"{seed} {subject} {check.name}".encode())), warnings.catch_warnings():
+    with seeded(zlib.crc32(f"{seed} {subject} {check.name}".encode())), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcome = outcome_of(check.name, lambda: check.run(subject))
     # Otherwise the next check would start from the changed state, and not notice the change.
@@ -144,14 +144,6 @@ def _outcome(check: Check[Subject], subject: Subject, seed: int) -> Outcome:
     if changed and check.name not in COMPILING:  # compilers set environment variables
         outcome.problems.append(f"left changed: {' and '.join(changed)}")
     return outcome
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch inside the block, and restore its generators afterwards."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield
 
 
 # Certificates: results of verification, with digests of the sources and versions.

@@ -310,15 +310,15 @@ class Calls:
 
     def filled(self, values: Values) -> Any:
         """Call with new memory filled with NaN or the largest integer by torch."""
-        before = torch.are_deterministic_algorithms_enabled()
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        before = torch.get_deterministic_debug_mode()
+        # Unlike use_deterministic_algorithms, this does not import Inductor, which takes seconds.
+        torch.set_deterministic_debug_mode("warn")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return self._call(values)
         finally:
-            torch.use_deterministic_algorithms(before, warn_only=warn_only)
+            torch.set_deterministic_debug_mode(before)
 
     def at_once(self, batches: Sequence[Values], count: int) -> list[Any]:
         """Call with several arguments in a thread for each, *count* times with copies."""

@@ -32,8 +32,8 @@ from opweave.ir.op import tensors_in
 
 
 _metadata_cases = inputs.chained(
-    inputs.usual, inputs.empty, inputs.tails, inputs.options, inputs.without, inputs.mixed,
-    partial(inputs.laid_out, dtypes=2),  # fake tensors are slow
+    inputs.usual, inputs.empty, inputs.dimensions, inputs.tails, inputs.options, inputs.without,
+    inputs.mixed, partial(inputs.laid_out, dtypes=2),  # fake tensors are slow
 )  # fmt: skip
 
 
