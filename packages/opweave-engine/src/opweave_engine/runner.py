@@ -459,13 +459,9 @@ class Worker:
         """
         with compilation_config(self.config.compilation) as compiling, self.device:
             loaded = load_model(
-                self.path,
-                dtype=self.config.dtype,
-                load_format=self.config.load_format,
-                model_impl=self.config.model_impl,
-                seed=self.config.seed,
-                progress=progress,
-            )
+                self.path, dtype=self.config.dtype, load_format=self.config.load_format,
+                model_impl=self.config.model_impl, seed=self.config.seed, progress=progress,
+            )  # fmt: skip
         warn_of_unused_ops(compiling)
         warn_of_unused_replacements()
         model = as_language_model(loaded).to(self.device)
@@ -478,14 +474,10 @@ class Worker:
         """Return the facts about the model that the engine needs."""
         model = self.runner.model
         return ModelFacts(
-            getattr(model, "config", None),
-            model.vocab_size,
-            model.max_positions,
-            tuple(self.runner.groups),
-            self._cache_memory(),
-            self._free_memory(),
+            getattr(model, "config", None), model.vocab_size, model.max_positions,
+            tuple(self.runner.groups), self._cache_memory(), self._free_memory(),
             model.needs_whole_prompts,
-        )
+        )  # fmt: skip
 
     def allocate(self, plan: CachePlan) -> None:
         """Allocate the cache.
