@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import Context, copy_context
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from opweave import ir, platforms
 from opweave.config import EngineConfig
@@ -20,11 +21,11 @@ from opweave_engine.load.checkpoint import Checkpoint, Progress, log_defaults, s
 from opweave_engine.metrics import EngineStats, SelectionReport, StatCounter, stat_loggers
 from opweave_engine.outputs import RequestOutput
 from opweave_engine.parallel.executor import Executor
-from opweave_engine.parts import part
+from opweave_engine.parts import part, supports
 from opweave_engine.prompts import PromptReader
 from opweave_engine.request import ActiveRequest, DetokenizedOutput, Request, RequestFactory
 from opweave_engine.runner import check_backend
-from opweave_engine.sampling.sampler import named
+from opweave_engine.sampling.sampler import Sampled, named
 from opweave_engine.scheduler import Scheduled, Scheduler
 from opweave_engine.structured.grammar_compiler import GrammarCompiler
 from opweave_engine.tokenizer import tokenizer_of
@@ -78,6 +79,39 @@ def private_context(priorities: PriorityLists) -> Iterator[Context]:
 
 
 _log = logging.getLogger(__name__)
+
+
+class _SequencePart(NamedTuple):
+    """One sequence in a step."""
+
+    item: Scheduled
+    request: ActiveRequest
+    output: DetokenizedOutput
+    step: SequenceStep
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its tokens do not change how the next one is sampled: without the host."""
+        changes = self.output.grammar is not None or self.output.params.bad_words
+        return self.step.sampling is not None and self.step.sampling.is_plain and not changes
+
+    def ahead(self, row: int, item: Scheduled) -> _SequencePart:
+        """Return its part of the next step, whose token is the one that *row* samples."""
+        start = self.step.start + len(self.step.token_ids)
+        step = self.step._replace(token_ids=[~row], start=start, tables=item.tables)
+        return self._replace(item=item, step=step)
+
+
+class _Step(NamedTuple):
+    """A step that the executor has started.
+
+    Attributes:
+        parts: its sequences.
+        result: waits for the sampled tokens; or the error of the launch.
+    """
+
+    parts: list[_SequencePart]
+    result: Callable[[], list[Sampled]] | Exception
 
 
 class EngineCore:
@@ -173,6 +207,10 @@ class EngineCore:
         self._requests: dict[str, ActiveRequest] = {}
         # By the name of the sequence in the scheduler.
         self._outputs: dict[str, tuple[ActiveRequest, DetokenizedOutput]] = {}
+        self._ahead: _Step | None = None
+        self._overlaps = self.executor.overlaps and supports(self.scheduler, "ahead", "schedule")
+        if limits.async_scheduling and not self._overlaps:
+            _log.warning("async_scheduling=True has no effect: a part of the engine lacks it")
         self._counter, self._loggers = StatCounter(), stat_loggers(config)
 
     @property
@@ -216,49 +254,84 @@ class EngineCore:
         Returns:
             The next output of each request that got a token, if it streams or has finished.
         """
-        scheduled = self.scheduler.schedule()
-        if not scheduled:
-            return []
-        num_tokens = sum([item.num_tokens for item in scheduled])
-        if num_tokens > len(scheduled):
-            # Sequences with one new token come first, and those with cached tokens before new ones.
-            scheduled.sort(key=lambda s: (s.num_tokens > 1, s.request.num_computed_tokens == 0))
-        owners = [self._outputs[item.request.request_id] for item in scheduled]
-        steps = []
-        for item, (request, output) in zip(scheduled, owners, strict=True):
-            try:
-                steps.append(_step_of(item, request, output))
-            except Exception as error:
-                self.scheduler.undo(scheduled)
-                self._lose(request, _failure(request, error))
-                return [request.next_output()]
-        pairs = zip(owners, steps, strict=True)
-        asking = [(*owner, step.start) for owner, step in pairs if step.sampling is not None]
-        began = time.perf_counter()
+        began, step, self._ahead = time.perf_counter(), self._ahead, None
+        if step is None or all(part.output.is_finished for part in step.parts):
+            scheduled = self.scheduler.schedule()
+            if not scheduled:
+                return []
+            if any(item.num_tokens > 1 for item in scheduled):
+                # Sequences with one new token come first, and cached tokens before new ones.
+                scheduled.sort(key=lambda s: (s.num_tokens > 1, s.request.num_computed_tokens == 0))
+            parts = []
+            for item in scheduled:
+                request, output = self._outputs[item.request.request_id]
+                try:
+                    parts.append(
+                        _SequencePart(item, request, output, _step_of(item, request, output))
+                    )
+                except Exception as error:
+                    self.scheduler.undo(scheduled)
+                    self._lose(request, _failure(request, error))
+                    return [request.next_output()]
+            step = self._launch(parts)
+        return self._collect(step, self._launch_ahead(step), began)
+
+    def _launch(self, parts: list[_SequencePart]) -> _Step:
         try:
-            with self._selections.watch(num_tokens):
-                sampled = self.executor.execute(steps)
+            with self._selections.watch(sum([part.item.num_tokens for part in parts])):
+                return _Step(parts, self.executor.launch([part.step for part in parts]))
+        except Exception as error:
+            return _Step(parts, error)
+
+    def _launch_ahead(self, running: _Step) -> _Step | None:
+        """Launch the step after *running*, if it needs no token of that on the host.
+
+        A sequence that turns out to have ended gets one token too many, which is dropped. Its
+        blocks are free at once, since the device computes steps in the order of their launches.
+        """
+        if not self._overlaps or isinstance(running.result, Exception):
+            return None
+        rows = [(row, p) for row, p in enumerate(running.parts) if not p.output.is_finished]
+        if len(rows) < self.scheduler.num_running or not all(p.is_plain for _, p in rows):
+            return None
+        rows = [(row, p) for row, p in rows if p.output.num_tokens + 1 < p.output.max_tokens]
+        scheduled = self.scheduler.ahead([part.item for _, part in rows])
+        following = [p.ahead(row, item) for (row, p), item in zip(rows, scheduled, strict=False)]
+        return self._launch(following) if following else None
+
+    def _collect(self, step: _Step, ahead: _Step | None, began: float) -> list[RequestOutput]:
+        """Wait for the tokens of a step, and append them to the sequences that have not ended.
+
+        The step *ahead* was computed from them, so an error drops it.
+        """
+        scheduled = [part.item for part in step.parts if not part.output.is_finished]
+        asking = [part for part in step.parts if part.step.sampling is not None]
+        try:
+            if isinstance(step.result, Exception):
+                raise step.result
+            sampled = step.result()
         except Exception as error:
             self.scheduler.undo(scheduled)
             if isinstance(error, NonFiniteLogitsError) and error.rows:
-                return self._fail([asking[row][1].request for row in error.rows], error)
+                failed = [asking[row].output for row in error.rows]
+                return self._fail([o.request for o in failed if not o.is_finished], error)
             raise  # NonFiniteLogitsError, too, if its rows are unknown
-        self.scheduler.update(scheduled)
+        self.scheduler.update(scheduled)  # a sequence that has ended is never computed
         self.grammars.advance(
             (output.grammar, token.token_id)
-            for (_, output, _), token in zip(asking, sampled, strict=True)
+            for (_, _, output, _), token in zip(asking, sampled, strict=True)
             if output.grammar is not None
             and output.request.is_computed
             and not output.ends_at(token.token_id)
         )
         changed: dict[str, ActiveRequest] = {}
         failures: dict[str, EngineError] = {}
-        for (request, output, start), token in zip(asking, sampled, strict=True):
+        for (_, request, output, sequence), token in zip(asking, sampled, strict=True):
             is_complete = output.request.is_computed
             try:
                 if token.prompt_logprobs:
                     scores = [named(scores, self.tokenizer) for scores in token.prompt_logprobs]
-                    request.score_prompt(start, scores)
+                    request.score_prompt(sequence.start, scores)
                 if is_complete:
                     logprobs = named(token.logprobs, self.tokenizer) if token.logprobs else {}
                     output.append(token.token_id, logprobs)
@@ -273,6 +346,8 @@ class EngineCore:
             failure = failures.get(request.request_id) or request.grammar_failure
             if failure is not None:
                 self._lose(request, failure)
+        self._ahead = ahead if self._outputs else None
+        num_tokens = sum([item.num_tokens for item in scheduled])
         self._counter.step(time.perf_counter() - began, num_tokens)
         for logger in self._loggers:
             logger.record(self.stats())

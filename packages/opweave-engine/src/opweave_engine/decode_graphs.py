@@ -29,6 +29,8 @@ from opweave_engine.models import ForwardContext, forward_context
 from opweave_engine.sampling.sampler import SamplingRequest
 
 Forward = Callable[[Tensor, Tensor], Tensor]
+Prediction = Callable[[Tensor, Tensor], list[Tensor]]
+TokenIds = Callable[[Sequence["SequenceStep"]], Tensor]
 
 # The input of a worker for one step: plain data that any process can read.
 
@@ -38,7 +40,8 @@ class SequenceStep(NamedTuple):
 
     Attributes:
         request_id: the sequence.
-        token_ids: the new tokens; at least one.
+        token_ids: the new tokens; at least one. ``[~row]`` is the token that this row of the step
+            before has sampled, which only the device knows.
         start: the number of tokens before them, which are in the KV cache.
         tables: the block table of each group of layers.
         sampling: how to sample the next token; None: it is known.
@@ -52,6 +55,11 @@ class SequenceStep(NamedTuple):
     tables: tuple[Sequence[int], ...]
     sampling: SamplingRequest | None
     targets: Sequence[int] = ()
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host in memory from which *device* copies without waiting."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def padded_tables(steps: Sequence[SequenceStep], group: int) -> Tensor:
@@ -99,11 +107,11 @@ def decode_sizes(config: EngineConfig) -> list[int]:
 @dataclass(frozen=True, slots=True)
 class _Graph:
     replay: Callable[[], None]
-    results: list[Tensor]  # one: (size, hidden_size), overwritten by each replay
+    results: list[Tensor]  # of the prediction, overwritten by each replay
 
 
 class DecodeGraphs:
-    """The forwards of decode batches, one per number of sequences.
+    """The predictions of decode batches, one per number of sequences.
 
     A batch is padded to the next size: its padding reads the null block and writes nothing. The
     lengths are noted, and kernels that plan on the host do so before each replay.
@@ -135,13 +143,13 @@ class DecodeGraphs:
 
     def record(
         self,
-        forward: Forward,
+        predict: Prediction,
         caches: LayerCaches,
         platform: Platform,
         recorder: GraphRecorder,
         progress: Progress | None = None,
     ) -> None:
-        """Record *forward*, whose layers have *caches*, for every size.
+        """Record *predict*, for a model whose layers have *caches*, for every size.
 
         *progress* is called with the number of graphs recorded so far and in total.
 
@@ -154,37 +162,40 @@ class DecodeGraphs:
 
             def run() -> None:
                 with platform.inference_mode(), forward_context(context):
-                    results[:] = [forward(self._tokens[0, :size], self._tokens[1, :size])]
+                    results[:] = predict(self._tokens[0, :size], self._tokens[1, :size])
+                    if logits:  # one memory for the logits of all sizes
+                        results[0] = logits[0][:size].copy_(results[0])
 
             return _Graph(recorder.record(run), results)
 
         # The tensors stay alive until the end, so that copies have other addresses.
         before = _tensors(caches)
+        logits = list[Tensor]()
         # The largest first: smaller graphs then fit into its memory.
         for done, size in enumerate(reversed(self._sizes)):
             if progress is not None:
                 progress(done, len(self._sizes))
             self._graphs[size] = recorded(size)
+            logits = self._graphs[self._sizes[-1]].results[:1]
         after = _tensors(caches)
         if [tensor.data_ptr() for tensor in after] != [tensor.data_ptr() for tensor in before]:
             raise RuntimeError("an attention backend does not update its cache in place")
 
-    def run(self, steps: Sequence[SequenceStep]) -> Tensor | None:
-        """Return the hidden states ``(sequences, hidden_size)`` of a step.
-
-        They are overwritten by the next step.
+    def run(self, steps: Sequence[SequenceStep], ids: TokenIds) -> list[Tensor]:
+        """Return the prediction of a step, whose tokens are *ids*; the next step overwrites it.
 
         Returns:
-            None if no graph has the step: it has prompts, or too many sequences.
+            Nothing if no graph has the step: it has prompts, or too many sequences.
         """
         count = len(steps)
-        if count > self._sizes[-1] or any(len(step.token_ids) != 1 for step in steps):
-            return None
+        if count > self._sizes[-1] or any(len(s.token_ids) != 1 or s.targets for s in steps):
+            return []
         size = self._sizes[bisect_left(self._sizes, count)]
         self._fill(steps, size)
+        self._tokens[0, :count].copy_(ids(steps))
         graph = self._graphs[size]
         graph.replay()
-        return graph.results[0][:count]
+        return [result[:count] for result in graph.results]
 
     def _batches(self, size: int) -> dict[int, SequenceBatch]:
         """Return the static inputs of *size* sequences, for each group of attention layers."""
@@ -205,23 +216,25 @@ class DecodeGraphs:
         }
 
     def _fill(self, steps: Sequence[SequenceStep], size: int) -> None:
-        """Copy a step to the static inputs, and padding up to *size* sequences."""
+        """Copy a step but its tokens to the static inputs, and padding up to *size* sequences."""
         padding = size - len(steps)
         positions = [step.start for step in steps]
         lengths = [*(position + 1 for position in positions), *[1] * padding]
-        rows = array("q")
-        for row in ([step.token_ids[0] for step in steps], positions):
-            rows.extend([*row, *[0] * padding])
+        rows = array("q", [*positions, *[0] * padding])
         for group, table in enumerate(self._tables):
             tables = padded_tables(steps, group)
-            table[: len(steps), : tables.shape[1]].copy_(tables)
+            _copy(table[: len(steps), : tables.shape[1]], tables)
             table[len(steps) : size, 0] = NULL_BLOCK
             rows.extend([*cache_slots(steps, group, self._block_size), *[_NO_SLOT] * padding])
-        self._tokens[:, :size].copy_(torch.frombuffer(rows, dtype=torch.int64).view(-1, size))
-        self._lengths[:size].copy_(torch.tensor(lengths, dtype=torch.int32))
+        _copy(self._tokens[1:, :size], torch.frombuffer(rows, dtype=torch.int64).view(-1, size))
+        _copy(self._lengths[:size], torch.tensor(lengths, dtype=torch.int32))
         ends = [0, *accumulate(lengths)]
-        self._key_starts[: size + 1].copy_(torch.tensor(ends, dtype=torch.int32))
+        _copy(self._key_starts[: size + 1], torch.tensor(ends, dtype=torch.int32))
         self._noted[size].update(lengths)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(pinned(source, target.device), non_blocking=True)
 
 
 class _EveryRank:
@@ -279,7 +292,7 @@ class _EveryRank:
 
 
 def record_decode_graphs(
-    forward: Forward,
+    predict: Prediction,
     caches: LayerCaches,
     config: EngineConfig,
     platform: Platform,
@@ -293,7 +306,7 @@ def record_decode_graphs(
     if all can. Their collectives must be recordable.
 
     Args:
-        forward: the model's forward.
+        predict: returns the logits of ids and positions, and what is sampled from them.
         caches: of its layers.
         config: which sizes to record.
         platform: of the device.
@@ -324,7 +337,7 @@ def record_decode_graphs(
     every_rank = _EveryRank(recorder, ranks, device)
     try:
         with every_rank.agreement():
-            graphs.record(forward, caches, platform, every_rank, bar)
+            graphs.record(predict, caches, platform, every_rank, bar)
     except RuntimeError as error:
         _log.warning(
             "decode steps run without graphs, because the device cannot record them: %s. Disable "

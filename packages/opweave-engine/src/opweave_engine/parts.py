@@ -52,6 +52,15 @@ def own_part(platform: Platform, method: str, *arguments: Any) -> Any:
     return resolve_obj_by_qualname(_DEFAULT_CLASSES[method](platform, *arguments))
 
 
+def supports(part: object, method: str, instead_of: str) -> bool:
+    """Whether *part* may be called by *method* instead of by another one.
+
+    A platform's class that replaces the other method alone would be bypassed.
+    """
+    classes = (vars(kind) for kind in type(part).__mro__)
+    return next((method in c for c in classes if method in c or instead_of in c), False)
+
+
 def default_request() -> SamplingParams:
     """Return the sampling parameters of a request that sets none."""
     return SamplingParams()

@@ -33,6 +33,7 @@ from opweave_engine.decode_graphs import (
     SequenceStep,
     cache_slots,
     padded_tables,
+    pinned,
     record_decode_graphs,
 )
 from opweave_engine.errors import InvalidArgumentError
@@ -40,12 +41,13 @@ from opweave_engine.kv_cache import CachePlan, LayerGroup
 from opweave_engine.load.checkpoint import Progress
 from opweave_engine.load.loader import as_language_model, load_model
 from opweave_engine.models import ForwardContext, LanguageModel, forward_context
-from opweave_engine.parts import part
+from opweave_engine.parts import part, supports
 from opweave_engine.sampling.sampler import (
     Sampled,
     Sampler,
     TokenLogprob,
     non_finite,
+    read_tokens,
     token_logprobs,
 )
 
@@ -185,6 +187,7 @@ class ModelRunner:
 
     Attributes:
         groups: the layers with a cache, grouped by retention.
+        overlaps: whether :meth:`launch` samples plain requests without waiting for the device.
         progress: shows or receives the progress of loading.
     """
 
@@ -202,6 +205,10 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         sampler: type[Sampler] = part(platform, "get_sampler_cls", config)
         self._sampler = sampler()
+        asked = config.scheduler.async_scheduling
+        wanted = platform.capabilities.streams if asked is None else asked
+        self.overlaps = wanted and supports(self._sampler, "launch", "__call__")
+        self._sampled: Tensor | None = None
 
     def allocate(self, plan: CachePlan) -> None:
         """Allocate the caches of all layers.
@@ -229,14 +236,9 @@ class ModelRunner:
                 self._run(self._blank(size), keeps=False)
         assert self._caches is not None, "allocate() comes first"
         self._graphs = record_decode_graphs(
-            self._forward,
-            self._caches,
-            self.config,
-            self.platform,
-            self._max_model_len,
-            self.device,
-            self.progress,
-        )
+            self._predict, self._caches, self.config, self.platform, self._max_model_len,
+            self.device, self.progress,
+        )  # fmt: skip
         self.progress = None
 
     def _blank(self, size: int) -> list[SequenceStep]:
@@ -258,28 +260,58 @@ class ModelRunner:
         Raises:
             NonFiniteLogitsError: logits are not finite.
         """
+        return self.launch(steps)()
+
+    def launch(self, steps: Sequence[SequenceStep]) -> Callable[[], list[Sampled]]:
+        """Start a step; return a function that waits for the result of :meth:`execute`.
+
+        Plain requests do not need the host, so the next step may be launched before. A platform's
+        runner that replaces :meth:`execute` alone is not asked for this.
+        """
         with self.platform.inference_mode():
-            hidden = self._graphs.run(steps) if self._graphs is not None else None
-            if hidden is None:
-                hidden = self._run(steps)
+            recorded = [] if self._graphs is None else self._graphs.run(steps, self._ids)
+            rows, *tokens = recorded or [self._run(steps)]  # logits or hidden states
             requests = [step.sampling for step in steps if step.sampling is not None]
             if not requests:
-                return []
-            if len(requests) == hidden.shape[0] and not any(step.targets for step in steps):
-                return self._sampler(self.model.compute_logits(hidden), requests)
-            ends = accumulate([len(step.token_ids) for step in steps])
-            asking = [(end, step) for end, step in zip(ends, steps, strict=True) if step.sampling]
-            last = hidden[self._tensor([end - 1 for end, _ in asking])]
-            sampled, broken = self._sampler(self.model.compute_logits(last), requests), []
+                return list
+            last, asking = rows, list[tuple[int, SequenceStep]]()
+            if len(requests) < len(rows) or any(step.targets for step in steps):
+                ends = accumulate([len(step.token_ids) for step in steps])
+                asking = [(end, s) for end, s in zip(ends, steps, strict=True) if s.sampling]
+                last, tokens = rows[self._tensor([end - 1 for end, _ in asking])], []
+            logits = last if recorded else self.model.compute_logits(last)
+            if self.overlaps and all(request.is_plain for request in requests):
+                self._sampled = tokens[0] if tokens else self._sampler.launch(logits)
+                return self._reader(self._sampled)
+            sampled, broken = self._sampler(logits, requests), []
             for row, (end, step) in enumerate(asking):
                 if step.targets:
-                    scores = self._prompt_logprobs(hidden[end - len(step.token_ids) : end], step)
+                    scores = self._prompt_logprobs(rows[end - len(step.token_ids) : end], step)
                     sampled[row] = sampled[row]._replace(prompt_logprobs=scores)
                     if any(isnan(place[0].logprob) for place in scores):
                         broken.append(row)
             if broken:
                 raise non_finite("NaN", broken)
-            return sampled
+            return lambda: sampled
+
+    def _predict(self, ids: Tensor, positions: Tensor) -> list[Tensor]:
+        """Return logits, and the tokens of plain requests."""
+        logits = self.model.compute_logits(self._forward(ids, positions))
+        return [logits, self._sampler.launch(logits)] if self.overlaps else [logits]
+
+    def _reader(self, tokens: Tensor) -> Callable[[], list[Sampled]]:
+        """Start to copy *tokens* to the host; return a function that waits for them."""
+        streams = self.platform.capabilities.streams
+        # A copy, because the next step may overwrite them. The event of a CPU is a no-op.
+        copy = tokens.to("cpu", non_blocking=streams, copy=True)
+        copied = torch.get_device_module(self.device if streams else "cpu").Event()
+        copied.record()
+
+        def read() -> list[Sampled]:
+            copied.synchronize()
+            return read_tokens(copy.tolist())
+
+        return read
 
     def _prompt_logprobs(
         self, hidden: Tensor, step: SequenceStep
@@ -293,14 +325,21 @@ class ModelRunner:
             scores += token_logprobs(logits, targets, [count] * len(targets))
         return tuple(scores)
 
+    def _ids(self, steps: Sequence[SequenceStep]) -> Tensor:
+        """Return the new tokens, which may be those that the step before has sampled."""
+        ids = self._tensor(chain.from_iterable([step.token_ids for step in steps]))
+        if self._sampled is None or steps[0].token_ids[0] >= 0:
+            return ids
+        # Negative tokens stand for logits that are not finite. The engine drops this step then.
+        return self._sampled.index_select(0, ~ids).clamp_(min=0)
+
     def _run(self, steps: Sequence[SequenceStep], *, keeps: bool = True) -> Tensor:
         """Return the hidden states; if *keeps* is False, do not write to the caches."""
         counts, starts = [len(step.token_ids) for step in steps], [step.start for step in steps]
         lengths = list(map(add, starts, counts))
-        ids = self._tensor(chain.from_iterable([step.token_ids for step in steps]))
         positions = self._tensor(chain.from_iterable(map(range, starts, lengths)))
         with forward_context(self._context(steps, counts, lengths, keeps)):
-            return self._forward(ids, positions)
+            return self._forward(self._ids(steps), positions)
 
     def _context(
         self, steps: Sequence[SequenceStep], counts: list[int], lengths: list[int], keeps: bool
@@ -319,7 +358,8 @@ class ModelRunner:
         for group in range(len(self.groups)):
             if group != caches.state_group:
                 slots = cache_slots(steps, group, size) if keeps else repeat(-1, sum(counts))
-                tables = padded_tables(steps, group).to(self.device)
+                tables = pinned(padded_tables(steps, group), self.device)
+                tables = tables.to(self.device, non_blocking=True)
                 batches[group] = SequenceBatch(
                     **shared, block_tables=tables, slot_mapping=self._tensor(slots)
                 )
@@ -333,7 +373,8 @@ class ModelRunner:
     def _tensor(self, values: Iterable[int], dtype: torch.dtype = torch.int64) -> Tensor:
         # Several times as fast as torch.tensor(), which looks at the type of every value.
         numbers = array("q" if dtype is torch.int64 else "i", values)
-        return torch.frombuffer(numbers, dtype=dtype).to(self.device)
+        tensor = pinned(torch.frombuffer(numbers, dtype=dtype), self.device)
+        return tensor.to(self.device, non_blocking=True)
 
 
 def _selections(record: ir.Record) -> str:
@@ -418,13 +459,9 @@ class Worker:
         """
         with compilation_config(self.config.compilation) as compiling, self.device:
             loaded = load_model(
-                self.path,
-                dtype=self.config.dtype,
-                load_format=self.config.load_format,
-                model_impl=self.config.model_impl,
-                seed=self.config.seed,
-                progress=progress,
-            )
+                self.path, dtype=self.config.dtype, load_format=self.config.load_format,
+                model_impl=self.config.model_impl, seed=self.config.seed, progress=progress,
+            )  # fmt: skip
         warn_of_unused_ops(compiling)
         warn_of_unused_replacements()
         model = as_language_model(loaded).to(self.device)
@@ -437,14 +474,10 @@ class Worker:
         """Return the facts about the model that the engine needs."""
         model = self.runner.model
         return ModelFacts(
-            getattr(model, "config", None),
-            model.vocab_size,
-            model.max_positions,
-            tuple(self.runner.groups),
-            self._cache_memory(),
-            self._free_memory(),
+            getattr(model, "config", None), model.vocab_size, model.max_positions,
+            tuple(self.runner.groups), self._cache_memory(), self._free_memory(),
             model.needs_whole_prompts,
-        )
+        )  # fmt: skip
 
     def allocate(self, plan: CachePlan) -> None:
         """Allocate the cache.
@@ -462,6 +495,10 @@ class Worker:
     def execute(self, steps: Sequence[SequenceStep]) -> list[Sampled]:
         """Compute one step; see :meth:`ModelRunner.execute`."""
         return self.runner.execute(steps)
+
+    def launch(self, steps: Sequence[SequenceStep]) -> Callable[[], list[Sampled]]:
+        """Start one step; see :meth:`ModelRunner.launch`."""
+        return self.runner.launch(steps)
 
     def _cache_memory(self) -> int:
         cache = self.config.cache

@@ -24,11 +24,6 @@ class Scheduled(NamedTuple):
     num_tokens: int
     tables: tuple[Sequence[int], ...]
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the step computes all tokens, so that the next one can be sampled."""
-        return self.num_tokens == self.request.num_uncomputed_tokens
-
 
 class _StepPlan:
     """The token count of each request, the remaining budget, and the preempted requests."""
@@ -120,6 +115,24 @@ class Scheduler:
             for request, count in plan.counts.items()
         ]
 
+    def ahead(self, step: Sequence[Scheduled]) -> list[Scheduled]:
+        """Return the step after one that is running, before its tokens are known.
+
+        Args:
+            step: the items of the running step that sample a token and go on after it; the other
+                running requests end with that step.
+
+        Returns:
+            One token of each of these; nothing if :meth:`schedule` must choose, since a waiting
+            request may start, or blocks are short.
+        """
+        plan = _StepPlan(self.config.max_num_batched_tokens - len(step))
+        if self._waiting and (len(step) < len(self._running) or self._room(self._waiting[0], plan)):
+            return []
+        if not all(self.cache.allocate(request, count + 1) for request, count, _ in step):
+            return []
+        return [Scheduled(item.request, 1, self.cache.tables(item.request)) for item in step]
+
     def update(self, step: list[Scheduled]) -> None:
         """Record that a step was computed."""
         for request, count, _ in step:
@@ -173,15 +186,29 @@ class Scheduler:
             if not self._begin(request, plan):
                 return
 
-    def _begin(self, request: Request, plan: _StepPlan) -> bool:
-        """Plan the first tokens of a waiting request, if it fits, or fits after preemptions."""
+    def _room(self, request: Request, plan: _StepPlan) -> tuple[int, Sequence[Request]] | None:
+        """Return a waiting request's cached prefix, and the requests to preempt for it.
+
+        None: it does not fit.
+        """
         outranked = [r for r in reversed(self._running) if self._outranks(request, r)]
         if not outranked and not (plan.budget and len(self._running) < self.config.max_num_seqs):
-            return False
+            return None
         prefix = self.cache.find_prefix(request) if request.uses_prefix else 0
-        victims = self._victims(request, prefix, plan, outranked)
-        if victims is None:
+        if self._fits(request, prefix, plan, ()):
+            return prefix, ()
+        if not outranked or not self._fits(request, prefix, plan, outranked):
+            return None
+        fewer = (outranked[:count] for count in range(1, len(outranked)))
+        victims = next((v for v in fewer if self._fits(request, prefix, plan, v)), outranked)
+        return prefix, victims
+
+    def _begin(self, request: Request, plan: _StepPlan) -> bool:
+        """Plan the first tokens of a waiting request, if it fits, or fits after preemptions."""
+        room = self._room(request, plan)
+        if room is None:
             return False
+        prefix, victims = room
         for victim in victims:
             self._take_back(victim, plan)
         count = min(request.num_tokens - prefix, plan.budget)
@@ -196,17 +223,6 @@ class Scheduler:
         self.prefix_hits += prefix
         plan.add(request, count)
         return True
-
-    def _victims(
-        self, request: Request, prefix: int, plan: _StepPlan, outranked: Sequence[Request]
-    ) -> Sequence[Request] | None:
-        """Return the requests in *outranked* to preempt for *request*; None: not sufficient."""
-        if self._fits(request, prefix, plan, ()):
-            return ()
-        if not outranked or not self._fits(request, prefix, plan, outranked):
-            return None
-        fewer = (outranked[:count] for count in range(1, len(outranked)))
-        return next((v for v in fewer if self._fits(request, prefix, plan, v)), outranked)
 
     def _fits(
         self, request: Request, prefix: int, plan: _StepPlan, victims: Sequence[Request]

@@ -42,7 +42,12 @@ class SimulatedModel:
             self._write(item)
         for item in step:
             self._check(item)
-        return [next_token(item.request.token_ids) if item.is_complete else None for item in step]
+        return [
+            next_token(item.request.token_ids)
+            if item.num_tokens == item.request.num_uncomputed_tokens
+            else None
+            for item in step
+        ]
 
     def _write(self, item: Scheduled) -> None:
         start = item.request.num_computed_tokens

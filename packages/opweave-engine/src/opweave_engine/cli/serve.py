@@ -139,7 +139,7 @@ REPLACEMENTS = {
     "--allowed-methods": "Use --cors ORIGIN, which allows all methods.",
     "--allowed-origins": "Use --cors ORIGIN.",
     "--api-server-count": "One process serves HTTP; use --data-parallel-size for more engines.",
-    "--async-scheduling": "Leave it out: opweave has one scheduler.",
+    "--async-scheduling": "Leave it out: it is on where the device runs asynchronously.",
     "--chat-template-content-format": "It is detected from the chat template; leave it out.",
     "--code-revision": _NO_CODE,
     "--disable-access-log-for-endpoints": "Use --log-level WARNING.",

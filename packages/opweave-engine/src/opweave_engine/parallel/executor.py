@@ -48,7 +48,7 @@ from opweave_engine.parallel.rank import (
     follow,
     launch_of,
 )
-from opweave_engine.parts import part
+from opweave_engine.parts import part, supports
 from opweave_engine.runner import ModelFacts, Worker, cpu_threads
 from opweave_engine.sampling.sampler import Sampled
 
@@ -69,12 +69,14 @@ class Executor(ABC):
 
     Attributes:
         facts: facts about the model; the memory is the minimum over all workers.
+        overlaps: whether the next step may be launched before the tokens of one are read.
 
     Raises:
         EngineError, ModelError: the checkpoint is missing, damaged or not supported.
     """
 
     facts: ModelFacts
+    overlaps: bool = False
 
     @abstractmethod
     def allocate(self, plan: CachePlan) -> None:
@@ -83,6 +85,11 @@ class Executor(ABC):
     @abstractmethod
     def execute(self, steps: Sequence[SequenceStep]) -> list[Sampled]:
         """Compute one step on all workers, and return the token of each sequence that samples."""
+
+    def launch(self, steps: Sequence[SequenceStep]) -> Callable[[], list[Sampled]]:
+        """Start one step; return a function that waits for the result of :meth:`execute`."""
+        sampled = self.execute(steps)
+        return lambda: sampled
 
     def check(self) -> None:  # noqa: B027 - a worker in this process fails in a call
         """Raise the error of a worker that died between calls.
@@ -145,6 +152,9 @@ class InProcessExecutor(Executor):
             self.worker.load_model(progress)
             self.facts = self.worker.facts()
             self._threads = stack.pop_all()  # until the engine shuts down
+        parts = (self, self.worker, runner := getattr(self.worker, "runner", None))
+        supported = all(supports(part, "launch", "execute") for part in parts)
+        self.overlaps = supported and runner is not None and runner.overlaps
 
     def allocate(self, plan: CachePlan) -> None:
         worker = _running(self.worker)
@@ -153,6 +163,9 @@ class InProcessExecutor(Executor):
 
     def execute(self, steps: Sequence[SequenceStep]) -> list[Sampled]:
         return _running(self.worker).execute(steps)
+
+    def launch(self, steps: Sequence[SequenceStep]) -> Callable[[], list[Sampled]]:
+        return _running(self.worker).launch(steps) if self.overlaps else super().launch(steps)
 
     def shutdown(self) -> None:
         self.worker = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
@@ -148,6 +147,13 @@ class SamplingRequest(NamedTuple):
     forbidden: tuple[int, ...] = ()
     history: History | None = None
     allowed: bytes | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether only the token with the largest logit is wanted."""
+        params = self.params
+        scores = params.logprobs is not None or params.prompt_logprobs is not None
+        return params.is_greedy and not scores and not _is_adjusted(self)
 
 
 class Sampled(NamedTuple):
@@ -420,26 +426,54 @@ class Sampler:
                 sampled[row] = sampled[row]._replace(logprobs=logprobs)
         return sampled
 
+    def launch(self, logits: Tensor) -> Tensor:
+        """Sample plain requests without waiting for the device; the launches may be recorded.
+
+        A platform's sampler that replaces ``__call__`` alone samples all requests with that.
+
+        Args:
+            logits: ``(rows, vocabulary)``, floating point; not changed.
+
+        Returns:
+            ``(rows,)``, int64, for :func:`read_tokens`.
+        """
+        return _best(logits.float())  # on the CPU, faster than in 16 bits
+
+
+_NO_TOKEN = -1  # the largest logit is not finite
+
+
+def read_tokens(tokens: Sequence[int]) -> list[Sampled]:
+    """Return the tokens that :meth:`Sampler.launch` sampled.
+
+    Raises:
+        NonFiniteLogitsError: logits are NaN, or a row has no finite maximum.
+    """
+    if min(tokens) < 0:
+        rows = [row for row, token in enumerate(tokens) if token < 0]
+        raise non_finite("NaN or infinite", rows)
+    return [Sampled(token) for token in tokens]
+
 
 def sample(logits: Tensor, requests: Sequence[SamplingRequest]) -> list[int]:
     """Return a token for each row of *logits*; arguments and errors are those of a sampler."""
     scores = adjusted(logits, requests)
-    best = _argmax(scores.float())  # on the CPU, faster than in 16 bits
-    _check_finite(scores.gather(-1, best).flatten().tolist(), logits)  # NaN is the maximum
-    tokens: list[int] = best.flatten().tolist()
+    tokens: list[int] = _best(scores.float()).tolist()
+    _check_finite(tokens, logits)
     drawn = [row for row, request in enumerate(requests) if not request.params.is_greedy]
-    if drawn:
-        for row, token in _draw(scores, requests, drawn):
-            tokens[row] = token
+    for row, token in _draw(scores, requests, drawn):
+        tokens[row] = token
     return tokens
 
 
-def _argmax(scores: Tensor) -> Tensor:
-    """Return the first largest score of each row, or a NaN: ``(rows, 1)`` int64."""
+def _best(scores: Tensor) -> Tensor:
+    """Return the first largest score of each row, or -1 if it is not finite: ``(rows,)`` int64."""
     if scores.device.type != "cpu":
-        return scores.argmax(dim=-1, keepdim=True)
-    # NumPy's kernel is vectorized: 10 to 50 times as fast as torch's.
-    return torch.from_numpy(scores.detach().numpy().argmax(-1, keepdims=True))
+        best = scores.argmax(dim=-1, keepdim=True)
+    else:  # NumPy's kernel is vectorized: 10 to 50 times as fast as torch's.
+        best = torch.from_numpy(scores.detach().numpy().argmax(-1, keepdims=True))
+    top = scores.gather(-1, best)  # NaN is the maximum
+    return best.masked_fill_(~top.isfinite(), _NO_TOKEN).flatten()
 
 
 def non_finite(kind: str, rows: Sequence[int]) -> NonFiniteLogitsError:
@@ -452,10 +486,10 @@ def non_finite(kind: str, rows: Sequence[int]) -> NonFiniteLogitsError:
     )
 
 
-def _check_finite(best: Sequence[float], logits: Tensor) -> None:
-    if all(map(math.isfinite, best)):
+def _check_finite(tokens: Sequence[int], logits: Tensor) -> None:
+    if min(tokens) >= 0:
         return
-    rows = [row for row, score in enumerate(best) if not math.isfinite(score)]
+    rows = [row for row, token in enumerate(tokens) if token < 0]
     raw = logits[rows].float()
     is_bad = raw.isnan().any(-1) | ~raw.amax(-1).isfinite()
     if broken := [row for row, bad in zip(rows, is_bad.tolist(), strict=True) if bad]:

@@ -69,6 +69,9 @@ class SchedulerConfig(Config):
             is short; they are recomputed later.
         enable_chunked_prefill: split long prompts over several steps, together with decodes.
             Without it, *max_num_batched_tokens* must be at least *max_model_len*.
+        async_scheduling: launch the next step while the device runs one, if its tokens can be
+            sampled without the host: greedy ones without penalties, grammars or log-probabilities.
+            The tokens are the same. None: on devices that run asynchronously. It needs one rank.
 
     Raises:
         SettingError: (a ValueError) a value is out of range or conflicts with another.
@@ -79,6 +82,7 @@ class SchedulerConfig(Config):
     max_model_len: int | None = checked(COUNT, None)
     policy: str = checked(one_of(*POLICIES), "fcfs")
     enable_chunked_prefill: bool = checked(FLAG, True)
+    async_scheduling: bool | None = checked(FLAG, None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
