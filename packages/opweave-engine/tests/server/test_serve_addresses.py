@@ -16,7 +16,7 @@ import pytest
 from opweave.cli import main
 from opweave.cli.app import app
 from opweave.platforms import Platform
-from opweave_engine.cli.serve import REPLACEMENTS, _check_utilization, serve_app
+from opweave_engine.cli.serve import _check_utilization, replacements, serve_app
 from opweave_engine.sampling.params import MAX_LOGPROBS
 from opweave_engine.server import (
     AddressError,
@@ -34,6 +34,7 @@ from support import ROOT
 
 HOW_TO = ROOT / "docs" / "how-to"
 BODY = {"prompt": "Return the", "max_tokens": 3, "temperature": 0}
+REPLACEMENTS = replacements()
 
 
 def test_clients_may_come_before_the_server_runs() -> None:

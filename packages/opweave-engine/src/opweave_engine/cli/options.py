@@ -257,14 +257,9 @@ class ModelOptions:
         Raises:
             SettingError: a value is out of range.
         """
+        parallel = {**parallel, "tensor_parallel_size": self.tensor_parallel_size}
         return EngineConfig(
-            dtype=self.dtype,
-            load_format=self.load_format,
-            model_impl=self.model_impl,
-            cpu_threads=self.cpu_threads,
-            generation_config=self.generation_config,
-            parallel=configured(
-                ParallelConfig, tensor_parallel_size=self.tensor_parallel_size, **parallel
-            ),
-            **others,
-        )
+            dtype=self.dtype, load_format=self.load_format, model_impl=self.model_impl,
+            cpu_threads=self.cpu_threads, generation_config=self.generation_config,
+            parallel=configured(ParallelConfig, **parallel), **others,
+        )  # fmt: skip

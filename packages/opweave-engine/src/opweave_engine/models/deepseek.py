@@ -157,21 +157,12 @@ class DeepseekMoE(nn.Module):
                 hidden, shared, activation, dtype=dtype, reduce_results=False
             )
         self.experts = FusedMoE(
-            experts,
-            config.num_experts_per_tok,
-            hidden,
-            size,
-            dtype,
-            renormalize=config.norm_topk_prob,
-            activation=EXPERT_ACTIVATIONS[config.hidden_act],
-            use_grouped_topk=True,
-            num_expert_group=config.n_group,
-            topk_group=config.topk_group,
-            scoring_func="sigmoid",
-            routed_scaling_factor=config.routed_scaling_factor,
-            e_score_correction_bias=correction,
-            shared_experts=self.shared_experts,
-        )
+            experts, config.num_experts_per_tok, hidden, size, dtype,
+            renormalize=config.norm_topk_prob, activation=EXPERT_ACTIVATIONS[config.hidden_act],
+            use_grouped_topk=True, num_expert_group=config.n_group, topk_group=config.topk_group,
+            scoring_func="sigmoid", routed_scaling_factor=config.routed_scaling_factor,
+            e_score_correction_bias=correction, shared_experts=self.shared_experts,
+        )  # fmt: skip
 
     def forward(self, hidden: Tensor) -> Tensor:
         mixed: Tensor = self.experts(hidden, self.gate(hidden.float()))
@@ -246,14 +237,7 @@ def latent_attention(
     )
     local_heads = current_tensor_parallel().divide(heads, "num_attention_heads")
     return MultiHeadLatentAttentionWrapper(
-        hidden,
-        local_heads,
-        config.softmax_scale,
-        nope,
-        rotated,
-        value,
-        query_rank,
-        rank,
+        hidden, local_heads, config.softmax_scale, nope, rotated, value, query_rank, rank,
         MLAModules(
             kv_a_layernorm=RMSNorm(rank, _LATENT_EPSILON, dtype=dtype),
             kv_b_proj=ColumnParallelLinear(rank, kv_size, bias=False, params_dtype=dtype),
@@ -262,4 +246,4 @@ def latent_attention(
             **modules,
         ),
         attention=LatentAttention(layer, local_heads, row),
-    )
+    )  # fmt: skip

@@ -118,22 +118,11 @@ class Mamba2Layer(nn.Module):
             config.hidden_size, config.layer_norm_epsilon, dtype, config.residual_in_fp32
         )
         self.mixer = MambaMixer2(
-            config.hidden_size,
-            config.state_size,
-            config.conv_kernel,
-            config.intermediate_size,
-            config.use_conv_bias,
-            config.use_bias,
-            config.n_groups,
-            config.num_heads,
-            config.head_dim,
-            config.layer_norm_epsilon,
-            prefix=f"backbone.layers.{layer}.mixer",
-            chunk_size=config.chunk_size,
-            dt_min=least,
-            dt_max=largest,
-            params_dtype=dtype,
-        )
+            config.hidden_size, config.state_size, config.conv_kernel, config.intermediate_size,
+            config.use_conv_bias, config.use_bias, config.n_groups, config.num_heads,
+            config.head_dim, config.layer_norm_epsilon, prefix=f"backbone.layers.{layer}.mixer",
+            chunk_size=config.chunk_size, dt_min=least, dt_max=largest, params_dtype=dtype,
+        )  # fmt: skip
 
     def forward(self, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> ResidualStream:
         hidden, residual = self.norm(hidden, residual)

@@ -115,16 +115,9 @@ def _endpoints(router: APIRouter) -> Iterator[tuple[str, str]]:
 
 
 _ROUTERS = (
-    completions.router,
-    chat.router,
-    responses_api.router,
-    encoders.router,
-    encoders.scoring_router,
-    process.router,
-    info.models_router,
-    info.tokens_router,
-    info.router,
-)
+    completions.router, chat.router, responses_api.router, encoders.router,
+    encoders.scoring_router, process.router, info.models_router, info.tokens_router, info.router,
+)  # fmt: skip
 
 
 def request_fields() -> dict[str, dict[str, FieldRow]]:
