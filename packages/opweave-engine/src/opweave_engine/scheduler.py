@@ -24,6 +24,11 @@ class Scheduled(NamedTuple):
     num_tokens: int
     tables: tuple[Sequence[int], ...]
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the step computes all tokens, so that the next one can be sampled."""
+        return self.num_tokens == self.request.num_uncomputed_tokens
+
 
 class _StepPlan:
     """The token count of each request, the remaining budget, and the preempted requests."""

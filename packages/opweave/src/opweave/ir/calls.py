@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -239,10 +239,11 @@ class Calls:
 
     def rejection_seconds(self, values: Values) -> str:
         """Return the shortest time of several calls of the predicate, as text."""
-        times = []
+        times, (args, kwargs) = [], self.op.schema.split(self._noted(values))
         for _ in range(_PREDICATE_CALLS):
             start = time.perf_counter()
-            self.rejection(values)
+            with suppress(Exception):  # of another check
+                self._impl.accepts(*args, **kwargs)
             times.append(time.perf_counter() - start)
         return str(min(times))
 

@@ -171,7 +171,8 @@ class IrOpImpl:
             raise
 
     @cached_property
-    def _accepts(self) -> Callable[..., bool]:
+    def accepts(self) -> Callable[..., bool]:
+        """The predicate as a function of the op's parameters."""
         predicate = self.supports_args
         if predicate is None:
             return lambda *args, **kwargs: True
@@ -189,7 +190,7 @@ class IrOpImpl:
         """
         args, kwargs = self.op.schema.split(values)
         try:
-            answer: object = self._accepts(*args, **kwargs)
+            answer: object = self.accepts(*args, **kwargs)
             if not isinstance(answer, (bool, torch.SymBool)):
                 raise TypeError(f"it returned {answer!r}")
             if answer:
