@@ -62,6 +62,11 @@ def pinned(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on *device*, without waiting for the copy."""
+    return pinned(tensor, device).to(device, non_blocking=True)
+
+
 def padded_tables(steps: Sequence[SequenceStep], group: int) -> Tensor:
     """Return the block tables of a group of layers, padded with the null block to one length.
 

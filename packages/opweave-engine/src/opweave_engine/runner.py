@@ -32,8 +32,8 @@ from opweave_engine.decode_graphs import (
     Forward,
     SequenceStep,
     cache_slots,
+    on_device,
     padded_tables,
-    pinned,
     record_decode_graphs,
 )
 from opweave_engine.errors import InvalidArgumentError
@@ -358,8 +358,7 @@ class ModelRunner:
         for group in range(len(self.groups)):
             if group != caches.state_group:
                 slots = cache_slots(steps, group, size) if keeps else repeat(-1, sum(counts))
-                tables = pinned(padded_tables(steps, group), self.device)
-                tables = tables.to(self.device, non_blocking=True)
+                tables = on_device(padded_tables(steps, group), self.device)
                 batches[group] = SequenceBatch(
                     **shared, block_tables=tables, slot_mapping=self._tensor(slots)
                 )
@@ -373,8 +372,7 @@ class ModelRunner:
     def _tensor(self, values: Iterable[int], dtype: torch.dtype = torch.int64) -> Tensor:
         # Several times as fast as torch.tensor(), which looks at the type of every value.
         numbers = array("q" if dtype is torch.int64 else "i", values)
-        tensor = pinned(torch.frombuffer(numbers, dtype=dtype), self.device)
-        return tensor.to(self.device, non_blocking=True)
+        return on_device(torch.frombuffer(numbers, dtype=dtype), self.device)
 
 
 def _selections(record: ir.Record) -> str:

@@ -125,7 +125,8 @@ def _check_names(values: Mapping[str, Any], arguments: ArgumentCollection, path:
 @cache
 def replacements() -> Mapping[str, str]:
     """Return the hints, by option: sentences that follow "Unknown option: --name."."""
-    return tomllib.loads((resources.files(__package__) / "vllm_options.toml").read_text("utf-8"))
+    text = (resources.files(__package__) / "vllm_options.toml").read_text("utf-8")
+    return {option: hint for hint, options in tomllib.loads(text).items() for option in options}
 
 
 def replacement(option: str) -> str | None:
